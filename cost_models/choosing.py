@@ -17,8 +17,8 @@ import pandas as pd
 from cost_models.errors import Uncalibrated
 from cost_models.lookup import AnchoredLookup
 from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
-from latbench.sweeping.sweep import FINISHED
-from latbench.tables import table as tables
+from latbench.tables.schema import FINISHED, TIMED
+from latbench.tables.table import select_timed
 from latbench.workloads.points import Point
 
 ANCHORS = 6
@@ -86,7 +86,7 @@ class Adaptive:
 
 def _intervals(points: Sequence[Point], table: pd.DataFrame) -> list[tuple[Point, float, float]]:
     """The points between measured ones of their curve, with the seconds that the time of each lies between."""
-    if not table["status"].isin(tables.TIMED).any():  # there is nothing to be unsure of
+    if not table["status"].isin(TIMED).any():  # there is nothing to be unsure of
         return []
     X, seconds = training_rows(table)
     measured: dict[tuple[Hashable, ...], list[float]] = {}
@@ -121,7 +121,7 @@ def _values(row: dict[str, Hashable], names: Sequence[str]) -> tuple[Hashable, .
 
 def _fastest_dense(table: pd.DataFrame) -> dict[tuple[Hashable, ...], float]:
     """The least seconds of a dense layer of each shape."""
-    rows = tables.timed(table)
+    rows = select_timed(table)
     dense = rows[rows["pattern"] == "dense"]
     fastest: dict[tuple[Hashable, ...], float] = {}
     for shape, seconds in zip(keys(dense, _SHAPE), dense["median_seconds"], strict=True):

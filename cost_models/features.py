@@ -12,7 +12,7 @@ import pandas as pd
 
 from cost_models.errors import BadRows
 from cost_models.rows import Array, sparsities
-from latbench.tables import table as tables
+from latbench.tables.layer_columns import derive_pattern_columns
 
 SIZES = ("m", "k", "n")
 CATEGORIES = ("op", "format", "layout", "epilogue", "kernel_requested")
@@ -137,5 +137,5 @@ def with_structure(X: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def _structure(pattern: str) -> tuple[str, int, int]:
-    columns = tables.structure(pattern)
+    columns = derive_pattern_columns(pattern)
     return columns["format"], columns["block_h"] or columns["v"] or 1, columns["block_w"] or columns["nm_m"] or 1

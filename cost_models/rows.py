@@ -1,8 +1,8 @@
 """The rows a cost model learns from, and how a row says which curve it belongs to.
 
-X is a pandas frame with the columns of `latbench.tables.table.KEY` (others are welcome), one row a point; y is
-seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of
-measuring.
+X is a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS` (others are welcome), one row a point;
+y is seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way
+of measuring.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import pyarrow.compute as pc
 
 from cost_models.errors import BadRows
 from latbench.errors import BadData, UsageError
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables.latest_rows import read_latest
+from latbench.tables.layer_columns import check_layers
+from latbench.tables.schema import KEY_COLUMNS, TIMED
 from latbench.tables.storage import Place
+from latbench.tables.table import select_timed
 
-KEY = [field.name for field in tables.KEY]
+KEY = [field.name for field in KEY_COLUMNS]
 CURVE = [name for name in KEY if name != "sparsity_target"]
 SHAPE = [name for name in KEY[KEY.index("op") : KEY.index("pattern")] if name != "model"]
 
@@ -42,7 +44,7 @@ def training_rows(table: pd.DataFrame, where: Where | None = None) -> tuple[pd.D
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
     for name, text in where.items():
         layers &= table[name].isin([value for value in table[name].unique() if str(plain(value)) == text])
-    rows = _some(tables.timed(table[layers]), where)
+    rows = _some(select_timed(table[layers]), where)
     return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
 
@@ -60,12 +62,12 @@ def read_training_rows(table: str | Place, where: Where | None = None) -> tuple[
     def useful(piece: pa.Table) -> pa.Array:
         # What others published may not say which operation it is.
         layer = pc.and_(pc.not_equal(piece["op"], "model").fill_null(True), pc.not_equal(piece["purpose"], "verify"))
-        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
+        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(TIMED)))
         for name, text in where.items():
             mask = pc.and_(mask, pc.equal(pc.cast(piece[name], pa.string()), text).fill_null(False))
         return mask
 
-    rows = latest.frame(table, COLUMNS, per=["point_id"], useful=useful, looked_at=["op", "purpose", *where])
+    rows = read_latest(table, COLUMNS, per=["point_id"], useful=useful, looked_at=["op", "purpose", *where])
     return _some(rows, where), rows["median_seconds"].to_numpy(np.float64)
 
 
@@ -80,7 +82,7 @@ def _some(rows: pd.DataFrame, where: Where) -> pd.DataFrame:
     if rows.empty:
         said = " and ".join(f"{name} {text}" for name, text in where.items())
         raise BadData(f"the table holds no valid time of a layer{f' with {said}' if said else ''}; sweep one first")
-    tables.refuse_nonsense(rows)
+    check_layers(rows)
     return rows
 
 
@@ -89,7 +91,9 @@ def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
     TypeError for an X that is no frame.
     """
     if not isinstance(X, pd.DataFrame):
-        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.table.KEY`, one row a point")
+        raise TypeError(
+            "X must be a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point"
+        )
     seconds = np.asarray(y, dtype=np.float64)
     if seconds.shape != (len(X),) or seconds.size == 0:
         raise ValueError(

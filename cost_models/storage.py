@@ -27,8 +27,8 @@ from cost_models.transfer import Transfer
 from cost_models.validation import CostModel, Figures
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, UsageError
-from latbench.tables import table as tables
 from latbench.tables.storage import Place
+from latbench.tables.table import hash_table
 
 VERSION = 4  # goes up, too, when the same settings would give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # that a fit hangs on
@@ -139,7 +139,7 @@ def load(path: str | Path, table: str | Place) -> CostModel:
     Raises BadModel as `read` does, and for a table or libraries other than those it was fitted to and with; BadData
     for no table.
     """
-    saved, found = read(path), tables.table_hash(table)
+    saved, found = read(path), hash_table(table)
     if saved.table_hash != found:
         raise BadModel(
             f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "

@@ -59,7 +59,10 @@ from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine, repository_on_path
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.sweeping.publisher import Publisher
-from latbench.tables import table as tables
+from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.sweep_machine import SweepMachine
+from latbench.tables.table import has_rows, list_environments, read_arrow_table, read_batches, read_table
+from latbench.tables.writer import format_parquet, write_environment, write_part
 from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
 
@@ -151,9 +154,9 @@ def resume(sources: Sequence[Path], folder: Path, device: str) -> int:
     """
     seen: set[tuple[Any, ...]] = set()
     for source in sources:
-        if not source.is_dir() or not tables.holds_rows(source):
+        if not source.is_dir() or not has_rows(source):
             continue
-        rows = [row for batch in tables.batches(source) for row in batch.to_pylist()]
+        rows = [row for batch in read_batches(source) for row in batch.to_pylist()]
         if others := {row["device"] for row in rows} - {device}:
             raise UsageError(
                 f"{source} has a table of {', '.join(sorted(others))}, and this machine has {device}: name another "
@@ -162,9 +165,9 @@ def resume(sources: Sequence[Path], folder: Path, device: str) -> int:
         fresh = [row for row in rows if (row["point_id"], row["started_at"]) not in seen]
         seen |= {(row["point_id"], row["started_at"]) for row in fresh}
         if fresh:
-            tables.write_part(folder, fresh)
-        for environment in tables.environment_rows(source):
-            tables.write_environment(folder, environment)
+            write_part(folder, fresh)
+        for environment in list_environments(source):
+            write_environment(folder, environment)
     return len(seen)
 
 
@@ -175,10 +178,10 @@ def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Se
     """
     if not any(folder.glob("part-*.parquet")):
         return
-    files.write_bytes_atomically(out / "table.parquet", tables.to_parquet(tables.load(folder)))
-    for row in tables.environment_rows(folder):
-        tables.write_environment(out, row)
-    files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, list(remarks)))
+    files.write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
+    for row in list_environments(folder):
+        write_environment(out, row)
+    files.write_text_atomically(out / "summary.txt", summary.text(read_table(folder), environment, list(remarks)))
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class Visit:
 
     Attributes
     ----------
-    machine : sweep.Machine
+    machine : SweepMachine
         The GPU.
     blocks : sequence of sequence of Point
         The points of the sweep, the most telling block first.
@@ -227,7 +230,7 @@ class Visit:
         Points that must work before the blocks are measured; none by default.
     sources : sequence of Path
         Tables whose rows count as measured where they are current.
-    settings : sweep.Settings
+    settings : SweepSettings
         Settings of the sampling.
     watch : Stopwatch
         Adds up the seconds of each activity.
@@ -235,14 +238,14 @@ class Visit:
         Receives lines for the user.
     """
 
-    machine: sweep.Machine
+    machine: SweepMachine
     blocks: Sequence[Sequence[Point]]
     out: Path
     budget: Budget
     remarks: Sequence[str] = ()
     smoke_points: Sequence[Point] = ()
     sources: Sequence[Path] = ()
-    settings: sweep.Settings = SETTINGS
+    settings: SweepSettings = SETTINGS
     watch: Stopwatch = field(default_factory=Stopwatch)
     tell: Callable[[str], None] = lambda line: None
 
@@ -296,7 +299,7 @@ def measure(visit: Visit) -> Swept:
             if known:
                 publisher.changed()
             stopped = _sweep(visit, folder, choose, publisher)
-        table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
+        table = read_table(folder) if any(folder.glob("part-*.parquet")) else None
     interrupted = stopped is not None and stopped.interrupted
     late: Incomplete | None = None
     if stopped is not None:
@@ -306,11 +309,11 @@ def measure(visit: Visit) -> Swept:
     return Swept(table, late, choose.outcome, interrupted)
 
 
-def _sweep(visit: Visit, folder: Path, choose: SmokeFirst, publisher: Publisher) -> sweep.Stopped | None:
+def _sweep(visit: Visit, folder: Path, choose: SmokeFirst, publisher: Publisher) -> SweepStopped | None:
     """Run the sweep, and publish after each block; return what stopped it before its end, if anything did."""
     watch = visit.watch
 
-    def report(now: sweep.Progress) -> None:
+    def report(now: Progress) -> None:
         watch.turn_to(now.activity.partition(":")[0])
 
     def saved() -> None:
@@ -324,7 +327,7 @@ def _sweep(visit: Visit, folder: Path, choose: SmokeFirst, publisher: Publisher)
             folder, choose, machine=visit.machine, settings=visit.settings, time_budget=visit.budget.for_sweep,
             report=report, saved=saved, expected=visit.wanted, chances_last=True,
         )  # fmt: skip
-    except sweep.Stopped as error:
+    except SweepStopped as error:
         return error
     except SmokeFailed:
         pass
@@ -359,7 +362,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tests", choices=("none", "smoke", "all"), default="smoke",
-        help="tests to run: smoke, one point of every kernel before the sweep (default); all, also the GPU's own tests",
+        help="tests: smoke, one point of every kernel before the sweep (default); all, also the GPU's own tests",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=os.environ.get(OUT), help=f"folder for the results (default: the variable {OUT})"
@@ -384,7 +387,7 @@ def main(given: Sequence[str] | None = None) -> None:
         )
     out: Path = asked.out
     gpu = nvml.only_gpu()
-    if asked.table is not None and not (asked.table.is_dir() and tables.holds_rows(asked.table)):
+    if asked.table is not None and not (asked.table.is_dir() and has_rows(asked.table)):
         raise UsageError(f"--table {asked.table} has no table: name a folder with the parts of one")
     repository_on_path()
     log = Log(out)

@@ -91,7 +91,8 @@ Sessions = Annotated[
 LimitsFile = Annotated[
     Path | None,
     typer.Option(
-        "--limits", help="YAML file of layers that are tied, fixed or excluded; see search/limits.py. Default: none."
+        "--limits",
+        help="YAML file of layers that are tied, fixed or excluded; see search/problem/limits.py. Default: none.",
     ),
 ]
 COLUMN_VALUE = "COLUMN=VALUE"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from latbench.sweeping.gpu_machine import GpuMachine
-    from latbench.sweeping.sweep import Summary
+    from latbench.sweeping.settings import SweepSummary
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SweepDevice:
     device: str
     threads: int
     installed: Installed
-    run: Callable[..., Summary]
+    run: Callable[..., SweepSummary]
     close: Callable[[], None] = lambda: None
     gpu: bool = False
     current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None
@@ -91,12 +91,14 @@ def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep_machine import CpuMachine
 
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = sweeping.Cpu(threads or devices.cores())
+    cpu = CpuMachine(threads or devices.cores())
     there = [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
-    run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
+    run = functools.partial(sweeping.run, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return SweepDevice(cpu.device, cpu.threads, Installed(there), run)
 
 
@@ -170,6 +172,7 @@ def open_cluster(
     from latbench.sweeping import cluster as nodes
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.sweeping.settings import CPU_SETTINGS
 
     _check_cluster(on, gpu)
 
@@ -183,9 +186,13 @@ def open_cluster(
         cluster.close()
         raise
     threads = threads or common.cores
-    one = ("latbench.sweeping.sweep:Cpu", threads) if gpu is None else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    one = (
+        ("latbench.sweeping.sweep_machine:CpuMachine", threads)
+        if gpu is None
+        else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    )
     machine = ("latbench.sweeping.cluster:machine_like", common, gpu, one)
-    sampling = replace(sweeping.SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
+    sampling = replace(CPU_SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
     where = nodes.Elsewhere(
         cluster, common.device, machine, how.seed, sampling, how.wait_seconds, current=common.current
     )

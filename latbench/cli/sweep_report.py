@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from latbench.cli.progress_bar import Tell
-    from latbench.sweeping.sweep import Progress, Summary
+    from latbench.sweeping.settings import Progress, SweepSummary
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
 
@@ -27,11 +27,11 @@ def check_any_time(frame: pd.DataFrame | None, points: Sequence[Point]) -> None:
     The message gives the most frequent failure, which is what is wrong with the machine or the request.
     """
     from latbench.errors import EnvironmentUnusable
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
     keys = {point.id for point in points}
     rows = None if frame is None else frame[frame["point_id"].isin(keys)]
-    if rows is None or rows.empty or len(tables.timed(rows)):
+    if rows is None or rows.empty or len(select_timed(rows)):
         return
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     reasons = (latest["status"] + ": " + latest["error"].fillna("no reason was given")).value_counts()
@@ -42,7 +42,7 @@ def check_any_time(frame: pd.DataFrame | None, points: Sequence[Point]) -> None:
 
 
 def build_summary(
-    folder: Place, device: str, summary: Summary, frame: pd.DataFrame | None, seconds: float
+    folder: Place, device: str, summary: SweepSummary, frame: pd.DataFrame | None, seconds: float
 ) -> dict[str, Any]:
     """Build the JSON summary of a sweep; statuses count the points of this run."""
     from collections import Counter
@@ -57,7 +57,7 @@ def build_summary(
     }
 
 
-def print_summary(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.DataFrame) -> None:
+def print_summary(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: pd.DataFrame) -> None:
     """Print the outcome of a sweep; `frame` holds the rows of the table."""
     from collections import Counter
 
@@ -82,8 +82,8 @@ def _print_faults(console: Console, rows: pd.DataFrame, noisy: int) -> None:
     import os
 
     from latbench.machines import devices
-    from latbench.sweeping.sweep import NO_ROOFLINE
-    from latbench.tables import table as tables
+    from latbench.sweeping.settings import NO_ROOFLINE
+    from latbench.tables.table import select_timed
 
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     failed = latest[latest["status"].isin(FAILED)]
@@ -96,7 +96,7 @@ def _print_faults(console: Console, rows: pd.DataFrame, noisy: int) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    disturbed = int(tables.timed(rows)["flags"].str.contains("preempted|slow_spell", na=False).sum())
+    disturbed = int(select_timed(rows)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (noisy, "are noisy, their intervals are wide: --remeasure measures them again"),
         (disturbed, "were measured while other programs took or slowed the cores: their times may be too long"),
@@ -116,9 +116,9 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     from rich.table import Table
 
     from latbench.report.point_frames import SETTING, SHAPE, add_float32_rivals, format_engine
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
-    timed = add_float32_rivals(tables.timed(frame))
+    timed = add_float32_rivals(select_timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[format_engine(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of different modes are not compared

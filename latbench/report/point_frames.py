@@ -17,7 +17,9 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.tables import table as tables
+from latbench.tables.layer_columns import check_layers
+from latbench.tables.schema import TIMED
+from latbench.tables.table import select_timed
 
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
@@ -46,7 +48,7 @@ def select_layer_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 def select_timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Select the rows that hold a time, one for each point, and add the column noisy (bool)."""
-    return tables.timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
+    return select_timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
 
 
 def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFrame:
@@ -59,7 +61,7 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     Raises BadData for rows that cannot be of a layer.
     """
     rows = select_timed_rows(select_layer_rows(table))
-    tables.refuse_nonsense(rows)
+    check_layers(rows)
     rows = add_float32_rivals(rows)
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
@@ -325,7 +327,7 @@ def count_statuses(table: pd.DataFrame) -> pd.DataFrame:
 def count_failures(table: pd.DataFrame) -> pd.DataFrame:
     """Count layer rows without a usable time, most frequent first: backend, pattern, status, reason, rows."""
     rows = select_layer_rows(table)
-    rows = rows[~rows["status"].isin(tables.TIMED)]
+    rows = rows[~rows["status"].isin(TIMED)]
     reason = (
         _text_or_none(rows, "error")
         .fillna(_text_or_none(rows, "flags"))

@@ -12,11 +12,11 @@ from latbench.report import point_frames
 from latbench.report.report_inputs import ReportInputs
 from latbench.report.sections import accuracy, predictions, ranking
 from latbench.report.sections import roofline_chart as roofline
-from latbench.tables import table as tables
+from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def build_report_data(inputs: ReportInputs) -> ReportData:
     """
     points = point_frames.build_points(inputs.table)
     if points.empty:
-        timed = tables.timed(inputs.table)
+        timed = select_timed(inputs.table)
         if timed.loc[timed["op"].ne("model") & timed["purpose"].ne("verify"), ["m", "k", "n"]].isna().any(axis=None):
             raise BadData(
                 "the table lacks the sizes of its layers, which a report needs to compare them: import it again with "
@@ -103,7 +103,7 @@ def build_promise_times(verdict: Verdict) -> pd.DataFrame:
 
     Columns: name, kind, seconds, low, high.
     """
-    from search.verify import PRUNED
+    from search.pipeline.verify import PRUNED
 
     dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
     rows = [

@@ -15,20 +15,21 @@ import pandas as pd
 from latbench.base import files as digests
 from latbench.errors import BadData, UsageError
 from latbench.report.sections import accuracy, trade_off
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables.latest_rows import accept_every_row, read_latest
+from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
+from latbench.tables.table import hash_table, read_environments
 from latbench.workloads import workload as workloads
-from search import profile as profiles
-from search.profile import Profile
+from search.artifacts import profile as profiles
+from search.artifacts.profile import Profile
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
-    from search.verify import Verdict
+    from search.pipeline.verify import Verdict
 
 # The columns that a report shows.
 COLUMNS = [
-    *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
+    *(field.name for field in KEY_COLUMNS), "point_id", "started_at", "backend_version", "format", "kernel_used",
     "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio",
     "reference_ratio", "flop_nnz",
     "bytes_min", "roofline_seconds", "status", "flags", "error",
@@ -153,14 +154,14 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
         )
     if given.workload and not given.database:
         raise UsageError("--workload names the layers of a --database: give both")
-    table_hash = tables.table_hash(table)  # first, while no frame is in memory beside it
-    frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=latest.every)
+    table_hash = hash_table(table)  # first, while no frame is in memory beside it
+    frame = read_latest(table, COLUMNS, per=["point_id", "status"], useful=accept_every_row)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = ReportInputs(
         table=frame,
         table_hash=table_hash,
-        environments=tables.read_env(table).to_dict("records"),
+        environments=read_environments(table).to_dict("records"),
         model=_read_model(given.model) if given.model else None,
         profile=profiles.load(given.profile) if given.profile else None,
         verdict=_read_verdict(given.verify / "verify.json") if given.verify else None,
@@ -184,8 +185,8 @@ def _read_model(path: Path) -> ModelFile:
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:
+    from search.pipeline.verify import manifest_hash
     from search.pruning.storage.model_folder import read_manifest
-    from search.verify import manifest_hash
 
     manifest = read_manifest(folder)
     try:
@@ -217,7 +218,7 @@ _FLOP = ("total", "dense_total")
 
 
 def _read_verdict(path: Path) -> Verdict:
-    from search import verify as verification
+    from search.pipeline import verify as verification
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: run latbench verify first")

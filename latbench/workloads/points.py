@@ -13,7 +13,7 @@ from typing import Any
 
 from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, list_standard
 from latbench.errors import UsageError
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Workload
 from sparse_kernels import patterns
@@ -132,7 +132,7 @@ class Point:
     @property
     def id(self) -> str:
         """The point_id of this point's row."""
-        return tables.point_id(self.key())
+        return hash_key(self.key())
 
     def __str__(self) -> str:
         return f"{self.backend} {self.kernel} {self.pattern} {self.sparsity:g} {describe(self.shape)}"

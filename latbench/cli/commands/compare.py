@@ -42,33 +42,33 @@ def compare(
 
     from latbench.cli.options import check_positive
     from latbench.errors import PromiseMissed
-    from latbench.tables import compare as comparing
-    from latbench.tables import storage as places
-    from latbench.tables import table as tables
+    from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
+    from latbench.tables.storage import hide_secrets
+    from latbench.tables.table import hash_table
 
     wanted = _parse_kinds(fail_on)
     check_positive("--threshold", threshold)
-    frames = {path: comparing.read(path) for path in (before, after)}
+    frames = {path: read_compared_rows(path) for path in (before, after)}
     across = _columns_to_ignore(frames, across_devices, across_modes)
-    changes = comparing.compare(
+    changes = compare_tables(
         frames[before], frames[after], threshold=threshold, across=across, corrected=correct_drift
     )
     counts = Counter(change.kind for change in changes)
     if as_json:
         document = {
-            "before": {"table": places.shown(str(before)), "hash": tables.table_hash(before)},
-            "after": {"table": places.shown(str(after)), "hash": tables.table_hash(after)},
+            "before": {"table": hide_secrets(str(before)), "hash": hash_table(before)},
+            "after": {"table": hide_secrets(str(after)), "hash": hash_table(after)},
             "threshold": threshold,
             "corrected_for_drift": correct_drift,
-            "counts": {kind: counts[kind] for kind in comparing.KINDS},
+            "counts": {kind: counts[kind] for kind in KINDS},
             "points": [vars(change) for change in changes],
         }
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         _print_changes(changes, counts, rows)
-    if found := [f"{counts[kind]} {kind}" for kind in comparing.KINDS if kind in wanted and counts[kind]]:
+    if found := [f"{counts[kind]} {kind}" for kind in KINDS if kind in wanted and counts[kind]]:
         raise PromiseMissed(
-            f"{', '.join(found)} of {len(changes)} points: {places.shown(after)} fails --fail-on {fail_on}"
+            f"{', '.join(found)} of {len(changes)} points: {hide_secrets(after)} fails --fail-on {fail_on}"
         )
 
 
@@ -78,20 +78,19 @@ def _columns_to_ignore(frames: Mapping[str, pd.DataFrame], devices: bool, modes:
     Raises UsageError where the tables differ in one of these columns without the option that allows it.
     """
     from latbench.errors import UsageError
-    from latbench.tables import comparability as likeness
+    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
 
     values = {
-        path: {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
-        for path, frame in frames.items()
+        path: {name: set(frame[name].dropna()) for name in ("device", *MODES)} for path, frame in frames.items()
     }
     across: list[str] = []
     if devices:
         across.append("device")
-    elif (unlike := likeness.unlike_devices(values)) is not None:
+    elif (unlike := describe_device_difference(values)) is not None:
         raise UsageError(f"{unlike}; --across-devices compares them nevertheless")
     if modes:
-        across += likeness.MODES
-    elif (unlike := likeness.unlike_modes(values)) is not None:
+        across += MODES
+    elif (unlike := describe_mode_difference(values)) is not None:
         raise UsageError(f"{unlike}; --across-modes compares them nevertheless")
     return across
 

@@ -45,11 +45,11 @@ def fit(
     import cost_models
     from cost_models.rows import count_shapes
     from latbench.errors import UsageError
-    from latbench.tables import table as tables
+    from latbench.tables.table import hash_table
 
     if (estimator is Estimator.transfer) != (device is not None):
         raise UsageError("--estimator transfer needs the --device to predict, and no other estimator takes one")
-    table_hash = tables.table_hash(table)
+    table_hash = hash_table(table)
     rows = parse_column_values("--where", where) | ({} if backend is None else {"backend": backend})
     X, y = cost_models.read_training_rows(table, rows)
     _warn_of_versions(X)

@@ -191,11 +191,11 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """Return the columns of `where` with the measured values of these texts. Raises UsageError for an unknown one."""
     from cost_models.rows import plain
     from latbench.errors import UsageError
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY_COLUMNS
 
     found = {}
     for name, text in where.items():
-        if name not in (known := [field.name for field in tables.KEY]):
+        if name not in (known := [field.name for field in KEY_COLUMNS]):
             raise UsageError(f"--where {name}: this column is not part of a point's key: {', '.join(known)}")
         values = {str(plain(value)): value for value in measured[name].dropna().unique()}
         if text not in values:
@@ -210,11 +210,11 @@ def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
     A table of one device, for example, predicts for that device.
     """
     from cost_models.rows import SHAPE
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY_COLUMNS
 
     rows = measured
     for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
         fitting = rows[rows[name] == asked[name]]
         rows = fitting if len(fitting) else rows
-    names = [field.name for field in tables.KEY if field.name not in asked]
+    names = [field.name for field in KEY_COLUMNS if field.name not in asked]
     return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}

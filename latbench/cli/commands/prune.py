@@ -18,8 +18,8 @@ from latbench.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from search.database import Database
-    from search.profile import Profile
+    from search.artifacts.layer_database import Database
+    from search.artifacts.profile import Profile
     from search.pruning.pipeline import Result
     from search.pruning.training.recipe import Recipe
     from search.task import Task
@@ -41,9 +41,9 @@ def prune(
     Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
     from latbench.base.files import sha256
-    from search import profile as profiles
     from search import task as tasks
-    from search.database import Database
+    from search.artifacts import profile as profiles
+    from search.artifacts.layer_database import Database
     from search.pruning import pipeline
     from search.pruning.storage import model_folder
     from search.pruning.storage.packed_file import write_packed
@@ -128,7 +128,7 @@ def _describe_stages(task: Task, result: Result) -> dict[str, Any]:
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
-    from search.onnx_export import export
+    from search.artifacts.onnx_export import export
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())

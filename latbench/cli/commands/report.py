@@ -52,19 +52,19 @@ def report(
     from latbench.report import report_data, report_inputs
     from latbench.report.pages import html_page
     from latbench.report.summary import build_summary_table, summarise
-    from latbench.tables import storage as places
+    from latbench.tables.storage import hide_secrets, parse_place
 
-    console, command = Console(), ["latbench", *map(places.shown, sys.argv[1:])]
+    console, command = Console(), ["latbench", *map(hide_secrets, sys.argv[1:])]
     if against is not None:
         if any((model, profile, pruned, verify, database, workload, accuracy, figures, summary)):
             raise UsageError("--against compares two tables and goes with --output alone")
         with Console(stderr=True).status(escape(f"Comparing {table} with {against}")):
-            _compare(places.at(table), places.at(against), output, command)
+            _compare(parse_place(table), parse_place(against), output, command)
         console.print(f"{output} is written", highlight=False, soft_wrap=True, markup=False)
         return
     files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy)
     with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
-        inputs = report_inputs.read_inputs(places.at(table), files)
+        inputs = report_inputs.read_inputs(parse_place(table), files)
         content = report_data.build_report_data(inputs)
         if figures is not None:  # first, so that a missing library is reported before anything is written
             from latbench.report import paper_figures
@@ -95,15 +95,15 @@ def _find_changes(first: ReportInputs, second: ReportInputs) -> list[Change] | N
     """
     from latbench.base import bundled_data as bundled
     from latbench.errors import UsageError
-    from latbench.tables import comparability as likeness
-    from latbench.tables import compare as comparing
+    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+    from latbench.tables.compare import compare_tables, read_compared_rows
 
     tables = [one.sources[0].path for one in (second, first)]
-    frames = [comparing.read(path) for path in tables]
+    frames = [read_compared_rows(path) for path in tables]
     values = {
-        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
+        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *MODES)}
         for path, frame in zip(tables, frames, strict=True)
     }
-    if (unlike := likeness.unlike_modes(values)) is not None and likeness.unlike_devices(values) is None:
+    if (unlike := describe_mode_difference(values)) is not None and describe_device_difference(values) is None:
         raise UsageError(f"{unlike}; such times cannot be compared: sweep both in one mode")
-    return None if likeness.unlike_devices(values) else comparing.compare(*frames)
+    return None if describe_device_difference(values) else compare_tables(*frames)

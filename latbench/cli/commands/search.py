@@ -37,9 +37,9 @@ from latbench.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from search.job import Settings
-    from search.limits import Limits
-    from search.profile import Profile
+    from search.artifacts.profile import Profile
+    from search.pipeline.search_job import Settings
+    from search.problem.limits import Limits
 
 MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
 
@@ -73,8 +73,8 @@ def search(
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench.machines import devices
     from latbench.workloads import points as plan
-    from search import job
-    from search import limits as limiting
+    from search.pipeline import search_job as job
+    from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
@@ -86,7 +86,7 @@ def search(
         time_budget=None if time_budget is None else parse_duration(time_budget),
         processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
-    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    stated = read_limits(limits) if limits is not None else Limits()
     files = _SearchFiles(task, table, model, database, output, method)
     _search(files, settings, stated, refine, remeasure)
 
@@ -107,15 +107,15 @@ def _search(files: _SearchFiles, settings: Settings, limits: Limits, refine: Pat
     from dataclasses import replace
 
     from latbench.cli.progress_bar import live
-    from latbench.tables import storage as places
-    from search import job
+    from latbench.tables.storage import parse_place
     from search import task as tasks
+    from search.pipeline import search_job as job
 
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(files.task)
         loaded = replace(loaded, limits=loaded.limits + limits)
-        inputs = job.read_inputs(loaded, places.at(files.table), files.model, files.database, files.method)
+        inputs = job.read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
         if refine is not None:
             met = None if remeasure else inputs.met(refine, settings)
             if met is not None and _finished(files.output, inputs.digest(settings)) is not None:
@@ -137,10 +137,10 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
     """Raise UsageError for an unknown strategy, engine, method, kind of evaluators or kind of errors."""
     from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.errors import UsageError
-    from search import layer_errors
+    from search.inputs import layer_errors
     from search.loss.pools import PLACES
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
-    from search.strategies import STRATEGIES
+    from search.strategies.run_strategy import STRATEGIES
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
@@ -184,7 +184,7 @@ def _check_inputs(
 def _finished(path: Path, digest: str) -> Profile | None:
     """Return the profile at `path` if it comes from these very inputs and settings; else None."""
     from latbench.errors import BadData
-    from search import profile
+    from search.artifacts import profile
 
     try:
         found = profile.load(path)

@@ -35,10 +35,10 @@ from latbench.cli.options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from search.also import Also
-    from search.limits import Limits
-    from search.problem import Problem
-    from search.selection import Selection, TradeOffs
+    from search.problem.limits import Limits
+    from search.problem.problem import Problem
+    from search.problem.second_budget import SecondBudget
+    from search.problem.selection import Selection, TradeOffs
 
 SHOWN = 12
 """Points of a frontier that are printed."""
@@ -69,7 +69,7 @@ def solve(
 ) -> None:
     """Find the profile of least error that a table of layer times allows at a speedup, with a proof."""
     from latbench.workloads import points as plan
-    from search import limits as limiting
+    from search.problem.limits import Limits, read_limits
 
     _check_options(target, output, most_bytes, resolution, also, also_with)
     differences = {"target": target, **parse_second_settings(also_with or [])}
@@ -78,12 +78,12 @@ def solve(
         "patterns": [str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
         "sparsities": plan.wanted_sparsities(sparsities),
     }  # fmt: skip
-    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    stated = read_limits(limits) if limits is not None else Limits()
     problem = _read_problem(
         timings, **shared, network=network, model=model, device=device, backend=backend, threads=threads, batch=batch,
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
-    problem = stated.on(_with_errors(problem, errors))
+    problem = _with_errors(problem, errors).limited(stated)
     if target is None:
         every = problem.frontier(resolution)
         _print_frontier(every)
@@ -120,18 +120,18 @@ def _check_options(
 def _read_problem(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
     """Read the layers and their times as a problem."""
     import cost_models
-    from search import sources
+    from search.inputs import read_problem
 
     learned = cost_models.load(model, source) if model else None
-    return sources.read(source, layers=workload, model=learned, **settings)
+    return read_problem(source, layers=workload, model=learned, **settings)
 
 
 def _with_errors(problem: Problem, errors: Path | None) -> Problem:
     """Return the problem with the errors of a file; without both file and own errors, with those of SPDY's prior."""
-    from search import layer_errors
+    from search.inputs.layer_errors import read_errors
 
     if errors is not None:
-        return problem.with_errors(layer_errors.read(errors))
+        return problem.with_errors(read_errors(errors))
     return problem if problem.errors_known else problem.with_prior()
 
 
@@ -140,30 +140,30 @@ class _SecondTable(NamedTuple):
 
     name: str
     problem: Problem
-    budget: Also
+    budget: SecondBudget
 
 
 def _read_second(source: str, shared: dict[str, Any], differences: dict[str, Any], limits: Limits) -> _SecondTable:
     """Read the second table with the settings of the first that it shares, and its own ones."""
     from latbench.errors import UsageError
-    from search import sources
+    from search.inputs.problem_source import is_table
 
     target = differences.pop("target")
-    if not sources.is_table(source):  # such a file holds all options it has
+    if not is_table(source):  # such a file holds all options it has
         shared = {**shared, "patterns": None, "sparsities": None}
     try:
-        problem = limits.on(_read_problem(source, **{**shared, **differences}))
+        problem = _read_problem(source, **{**shared, **differences}).limited(limits)
     except UsageError as error:
         raise UsageError(f"{source}: {error}; give it for --also by --also-with") from error
-    return _SecondTable(source, problem, problem.within(target, source))
+    return _SecondTable(source, problem, problem.as_second_budget(target, source))
 
 
 def _solve(problem: Problem, target: float, second: _SecondTable | None, most_bytes: float | None) -> Selection:
     """Find and print the best profile within the budgets."""
-    budget: Also | None = None if second is None else second.budget
+    budget: SecondBudget | None = None if second is None else second.budget
     if most_bytes is not None:
-        budget = problem.bytes_within(most_bytes)
-    found = problem.solve(target, also=budget)
+        budget = problem.byte_budget(most_bytes)
+    found = problem.solve(target, second_budget=budget)
     _print_selection(found, "within both budgets" if budget else "as fast")
     if second is not None:
         typer.echo(f"{second.name}: {_promise(second.problem.selection(found.options))}")
@@ -234,7 +234,7 @@ def _table(*headings: str, left: int = 2) -> Table:
 def _save(found: Selection | TradeOffs, path: Path | None) -> None:
     """Write the file that its suffix asks for: a frame, or a profile in SPDY's text format."""
     from latbench.base.files import write_atomically
-    from search.selection import Selection
+    from search.problem.selection import Selection
 
     if path is None:
         return

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cost_models import Adaptive as AdaptiveChoice
-    from latbench.sweeping.sweep import Choose, Stopped, Summary
+    from latbench.sweeping.settings import SweepStopped, SweepSummary
+    from latbench.sweeping.sweep import Choose
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
 
@@ -150,7 +151,7 @@ def _run(
 ) -> None:
     """List the points for --dry-run, else measure them."""
     from latbench.errors import UsageError
-    from latbench.tables import storage as places
+    from latbench.tables.storage import parse_place
 
     if not points:
         raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
@@ -158,7 +159,7 @@ def _run(
         device.close()
         _list_points(points, device, how)
         return
-    folder = places.at(output or Path("latbench-tables") / device.device)
+    folder = parse_place(output or Path("latbench-tables") / device.device)
     if device.gpu:
         about = format_duration(how.sessions * build_estimate(gpu=True).seconds(points))
         typer.echo(
@@ -237,18 +238,18 @@ def _measure(
 
 def _run_to_end(
     folder: Place, choose: Choose, device: SweepDevice, how: SweepOptions, expected: int
-) -> tuple[Summary, Stopped | None]:
+) -> tuple[SweepSummary, SweepStopped | None]:
     """Run the sweep, close the device, and return the summary and what stopped the sweep early, if anything did.
 
     `expected` is the number of points where their order is fixed, else 0.
     """
     from latbench.cli.progress_bar import live
     from latbench.cli.sweep_report import report_time_left
-    from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import SweepStopped
 
     try:
         with live() as tell:
-            summary: Summary = device.run(
+            summary: SweepSummary = device.run(
                 folder,
                 choose,
                 seed=how.seed,
@@ -259,7 +260,7 @@ def _run_to_end(
                 expected=expected,
                 chances_last=expected > 0,
             )
-    except sweeping.Stopped as error:
+    except SweepStopped as error:
         return error.summary, error
     finally:
         device.close()
@@ -268,10 +269,11 @@ def _run_to_end(
 
 def _read_rows(folder: Place, device: SweepDevice) -> pd.DataFrame | None:
     """Return the rows of the table that timed the installed versions, without their samples; None for no rows."""
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY_COLUMNS
+    from latbench.tables.table import has_rows, read_table
 
-    if not tables.holds_rows(folder):
+    if not has_rows(folder):
         return None
-    columns = [*(field.name for field in tables.KEY), "point_id", "started_at", "status", "error", "flags"]
-    frame = tables.read(folder, [*columns, "backend_version", "format", "median_seconds"])
+    columns = [*(field.name for field in KEY_COLUMNS), "point_id", "started_at", "status", "error", "flags"]
+    frame = read_table(folder, [*columns, "backend_version", "format", "median_seconds"])
     return frame if device.current is None else frame[device.current(frame)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from latbench.workloads.workload import Workload
-    from search.limits import Limits
+    from search.problem.limits import Limits
 
 
 def trace(

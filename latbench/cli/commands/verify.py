@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from latbench.cli.options import PrunedArgument, RemeasureAll, TaskArgument, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 
 def verify(
@@ -22,9 +22,9 @@ def verify(
     from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
-    from search import profile
     from search import task as tasks
-    from search import verify as verification
+    from search.artifacts import profile
+    from search.pipeline import verify as verification
 
     if backend is not None and backend not in PRUNED_ENGINES:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(PRUNED_ENGINES)}")

@@ -22,8 +22,8 @@ from latbench.report.sections import predictions, ranking
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 Place = tuple[str, str]
 

@@ -31,15 +31,15 @@ from latbench.report.figures import (
     round_values,
 )
 from latbench.workloads import workload as workloads
-from search import layer_errors
+from search.artifacts.profile import Profile
+from search.inputs import layer_errors, problem_from_table
 from search.knapsack.arrays import sum_in_order
 from search.knapsack.pareto import frontier
-from search.layers import DENSE, every_option, uniform_choice
-from search.problem import Problem
-from search.profile import Profile
+from search.problem.layers import DENSE, every_option, uniform_choice
+from search.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from search.verify import Verdict
+    from search.pipeline.verify import Verdict
 
 POINTS = 600  # drawn of a frontier that may have 40,000
 FINE = 1000  # resolution of the frontier, as a part of the dense time
@@ -52,12 +52,12 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
     `swept` holds rows of the table, `workload` is a file of `latbench trace` or a bundled name, and `database` is the
     layer database of the search. Raises BadData where they do not belong to the profile.
     """
-    from search.database import Database
+    from search.artifacts.layer_database import Database
 
     layers = {layer.name: layer.shape for layer in workloads.load(workload).layers}
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]} of the profile: give the workload of latbench trace")
-    problem = Problem.from_table(
+    problem = problem_from_table(
         point_frames.convert_categories(swept), {name: layers[name] for name in profile.layers},
         device=profile.device, backend=profile.backend,
         threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,
