@@ -201,19 +201,19 @@ def is_deepsparse(name: str) -> bool:
     return name == DEEPSPARSE
 
 
-def table_name(name: str) -> str:
+def convert_to_table_name(name: str) -> str:
     """Return the layer engine that tables name for a model engine; another name stays as it is."""
     return MODEL_ENGINES[name].backend if name in MODEL_ENGINES else name
 
 
-def precision_of(name: str) -> str:
+def find_precision(name: str) -> str:
     """Return the precision that a model engine multiplies in; float32 for an unknown name."""
     return MODEL_ENGINES[name].precision if name in MODEL_ENGINES else FLOAT32
 
 
 def may_round(name: str) -> bool:
     """Return whether a model engine rounds to bfloat16, so that dense engines that round are its rivals, too."""
-    return precision_of(name) == BFLOAT16
+    return find_precision(name) == BFLOAT16
 
 
 def list_rivals(name: str) -> tuple[str, ...]:

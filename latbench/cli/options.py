@@ -99,7 +99,7 @@ COLUMN_VALUE = "COLUMN=VALUE"
 
 _GPU_NAME = (
     "NAME or NAME:INDEX, such as h200, rtx-4090 or a100:2. INDEX counts from 0 as nvidia-smi does, or within "
-    "CUDA_VISIBLE_DEVICES. `latbench doctor` prints the name of each GPU."
+    "CUDA_VISIBLE_DEVICES. `latbench doctor` prints the name of each GPU. Default: none."
 )
 
 # plan and sweep ---------------------------------------------------------------------------------------------------

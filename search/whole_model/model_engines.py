@@ -24,10 +24,10 @@ from torch import nn
 
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.prepare_point import build_synthetic_mask
+from latbench.base.engine_registry import is_deepsparse
 from latbench.workloads import workload as workloads
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export
-from search.backends import OWN
 from search.pruning.storage.model_folder import in_precision, load_pruned
 from search.task import load
 from sparse_kernels.convert import LayerPattern, convert
@@ -54,11 +54,10 @@ DENSE_ENGINES = {
     "openvino-bf16": "search.whole_model.model_engines:dense_openvino_bf16",
     "numba-bf16": "search.whole_model.model_engines:dense_numba_bf16",
 }
-IN_BFLOAT16 = ("torch-bf16", "openvino-bf16", "numba-bf16")
-SHARING = ("onnxruntime", "openvino", "openvino-bf16")
-"""Those that run one exported file; their functions take the folder where they find it, or leave it for others."""
-BACKENDS = (*OWN, "deepsparse")
-"""What runs a pruned model: latbench's own kernels, in float32 or bfloat16, or DeepSparse."""
+"""The builder of each engine of `latbench.base.engine_registry.MODEL_ENGINES`.
+
+Builders of engines that share an exported file also take the folder where they find it, or leave it for others.
+"""
 
 
 def dense_torch(reference: str, threads: int) -> Run:
@@ -284,7 +283,7 @@ def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[flo
     task = load(reference)
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
-    if backend != "deepsparse":
+    if not is_deepsparse(backend):
         pruned = convert(model, in_precision(choices, backend), task.example())
     with torch.inference_mode():
         return task.score(task.model()), task.score(pruned)
@@ -299,7 +298,7 @@ def _on(
     exported: Path | None = None,
 ) -> Run | deepsparse.Model:
     """The pruned model as `backend` runs it: its layers converted to `choices`, or as it is."""
-    if backend == "deepsparse":
+    if is_deepsparse(backend):
         return _on_deepsparse(model, inputs, threads, exported)
     return _inference(convert(model, in_precision(choices, backend), inputs), inputs, threads)
 

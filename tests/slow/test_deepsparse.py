@@ -14,6 +14,7 @@ from latbench.backends.cpu import deepsparse
 from latbench.backends.cpu import deepsparse_environment as environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.base.engine_registry import MODEL_ENGINES, may_round
 from latbench.errors import EnvironmentUnusable
 from latbench.importers import text_formats as interchange
 from latbench.runners.worker import resolve
@@ -30,7 +31,7 @@ from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
 from search.whole_model import overhead
 from search.whole_model.end_to_end import Engine, Timings
-from search.whole_model.model_engines import DENSE_ENGINES, IN_BFLOAT16
+from search.whole_model.model_engines import DENSE_ENGINES
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
@@ -205,7 +206,7 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
     assert verdict.backend == "deepsparse" and verdict.met
-    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - set(IN_BFLOAT16)
+    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - {name for name in MODEL_ENGINES if may_round(name)}
     assert verdict.score_pruned == pytest.approx(little.score(model))
     table = read_table(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]

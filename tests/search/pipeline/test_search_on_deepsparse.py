@@ -15,6 +15,7 @@ from onnx import numpy_helper
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINES
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
@@ -50,6 +51,8 @@ def score(model): return float(model(*example()).mean())
 SHAPES = {"fc1": LinearShape(32, 24, 3), "fc2": LinearShape(5, 32, 3)}
 SETTINGS = Settings(2.0, threads=2, backend="deepsparse")
 CHOICES = {"fc1": ("unstructured", 0.75), "fc2": (DENSE, 0.0)}
+
+IN_BFLOAT16 = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
 
 
 class Compiled:
@@ -120,10 +123,10 @@ def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(lit
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
-    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *engines.IN_BFLOAT16]
+    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *IN_BFLOAT16]
 
 
-@pytest.mark.parametrize("backend", engines.BACKENDS)
+@pytest.mark.parametrize("backend", PRUNED_ENGINES)
 def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     backend: str, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +152,8 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
     job.time_profiles(inputs, settings, profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse", *engines.IN_BFLOAT16)] == own
-    assert (set(engines.IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
+    assert [name for name in asked if name not in ("pruned", "deepsparse", *IN_BFLOAT16)] == own
+    assert (set(IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
