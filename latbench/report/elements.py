@@ -20,7 +20,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column's heading; numbers are set flush right."""
 
     title: str
@@ -34,7 +34,7 @@ class Table:
     A table of plain facts has no heading. With `cards` each row becomes a card on a narrow screen.
     """
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     rows: Sequence[Sequence[Cell]]
     heading: bool = True
     cards: bool = False
@@ -85,7 +85,7 @@ class Chart:
 
 def build_table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
     """Build a table from titles and cells; a title that starts with `#` heads a column of numbers."""
-    heads = [Column(title.removeprefix("#"), title.startswith("#")) for title in columns]
+    heads = [TableColumn(title.removeprefix("#"), title.startswith("#")) for title in columns]
     return Table(heads, [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows])
 
 

@@ -97,13 +97,13 @@ def add_float32_rivals(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def find_impossible(points: pd.DataFrame) -> pd.Series:
-    """Whether each point has a time, an end of an interval or a roofline that is none: (points,) bool."""
+    """Return whether each point has an invalid time, interval or roofline: bool (points,)."""
     known = points[["seconds", "low", "high", "roofline_seconds"]]
     return ~(known.isna() | ((known > 0) & (known < np.inf))).all(axis=1)
 
 
 def list_differing_columns(*tables: pd.DataFrame) -> list[str]:
-    """The columns of SETTING in which rows of these tables differ."""
+    """List the columns of SETTING in which rows of these tables differ."""
     found = {name: pd.concat([pd.Series(table[name].unique(), dtype=object) for table in tables]) for name in SETTING}
     return [name for name, values in found.items() if values.nunique(dropna=False) > 1]
 
@@ -114,7 +114,7 @@ def format_engine(backend: str, kernel_requested: str) -> str:
 
 
 def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
-    """How every layer row was measured: column -> its value, or its values joined by commas."""
+    """Return the settings of layer rows: column -> its value, or its values joined by commas."""
     rows = select_layer_rows(table)
     return {
         name: ", ".join(sorted(_plainly(value) for value in rows[name].dropna().unique()))
@@ -123,9 +123,9 @@ def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
 
 
 def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
-    """The fastest dense engine of each setting and shape.
+    """Select the fastest dense engine of each setting and shape.
 
-    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (how many were timed).
+    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (their number).
     """
     dense = points[points["pattern"] == "dense"]
     names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
@@ -135,11 +135,11 @@ def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def build_speedups(points: pd.DataFrame) -> pd.DataFrame:
-    """The fastest kernel of each setting, shape, pattern and sparsity against the fastest dense engine there.
+    """Build a frame of the fastest kernels by setting, shape, pattern and sparsity, and their speedups over dense.
 
-    Columns: those of `points` and `fastest_dense`, speedup (above 1 is a gain), speedup_low, speedup_high (both
-    intervals at their worst and at their best; NaN where one time has none). Points of a shape that has no dense time
-    are left out.
+    Columns: those of `build_points` and `select_fastest_dense`, speedup (above 1 is a gain), speedup_low,
+    speedup_high. The last two have both intervals at their worst and at their best, NaN without an interval. Points
+    of a shape without a dense time are left out.
     """
     sparse = select_fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
     joined = sparse.merge(select_fastest_dense(points), on=PLACE, how="inner")

@@ -512,7 +512,7 @@ def test_points_without_an_interval_do_not_hide_what_the_others_show() -> None:
         (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; the noise of 1 is unknown."),
         (
             3,
-            "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; the certainty is unknown, because the noise of no point is",
+            "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; the certainty is unknown, because the noise of no",
         ),
     ):
         page = comparison.build_page(
