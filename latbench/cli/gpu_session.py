@@ -38,28 +38,19 @@ from typing import Any
 import pandas as pd
 
 from latbench.backends.gpu.gpu_installation import explain_driver_refusals, explain_missing, find_installed
-from latbench.base import files
 from latbench.base.engine_registry import GPU_ENGINES, list_standard
+from latbench.base.files import write_bytes_atomically, write_text_atomically
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
-from latbench.machines import nvml
 from latbench.machines.gpu_names import Gpu
-from latbench.sweeping import (
-    gpu_points as points,
-)
-from latbench.sweeping import (
-    gpu_smoke as smoke,
-)
-from latbench.sweeping import (
-    gpu_summary as summary,
-)
-from latbench.sweeping import (
-    gpu_tests as device_tests,
-)
-from latbench.sweeping import sweep
-from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine, repository_on_path
-from latbench.sweeping.gpu_tests import Outcome
+from latbench.machines.nvml import find_first_gpu
+from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine, add_repository_to_path
+from latbench.sweeping.gpu_points import list_smoke_points, list_standard_blocks
+from latbench.sweeping.gpu_smoke import judge_smoke_points
+from latbench.sweeping.gpu_summary import format_gpu_summary
+from latbench.sweeping.gpu_tests import GpuTestOutcome, list_failures, run_all_tests
 from latbench.sweeping.publisher import Publisher
-from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.settings import Progress, SweepOptions, SweepSettings, SweepStopped
+from latbench.sweeping.sweep import choose_in_order, lock_machine, run_sweep
 from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables.table import has_rows, list_environments, read_arrow_table, read_batches, read_table
 from latbench.tables.writer import format_parquet, write_environment, write_part
@@ -178,10 +169,10 @@ def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Se
     """
     if not any(folder.glob("part-*.parquet")):
         return
-    files.write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
+    write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
     for row in list_environments(folder):
         write_environment(out, row)
-    files.write_text_atomically(out / "summary.txt", summary.text(read_table(folder), environment, list(remarks)))
+    write_text_atomically(out / "summary.txt", format_gpu_summary(read_table(folder), environment, list(remarks)))
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,7 @@ class Swept:
 
     table: pd.DataFrame | None
     late: Incomplete | None = None
-    smoke: Outcome | None = None
+    smoke: GpuTestOutcome | None = None
     interrupted: bool = False
 
 
@@ -245,7 +236,7 @@ class Visit:
     remarks: Sequence[str] = ()
     smoke_points: Sequence[Point] = ()
     sources: Sequence[Path] = ()
-    settings: SweepSettings = SETTINGS
+    settings: SweepSettings = GPU_SETTINGS
     watch: Stopwatch = field(default_factory=Stopwatch)
     tell: Callable[[str], None] = lambda line: None
 
@@ -259,10 +250,10 @@ class SmokeFirst:
     """Chooses the smoke points first, and the blocks in order once these have passed; `outcome` is their outcome."""
 
     def __init__(self, visit: Visit) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: GpuTestOutcome | None = None
         self._visit = visit
         self._asked = not visit.smoke_points
-        self._in_order = sweep.in_order(visit.blocks)
+        self._in_order = choose_in_order(visit.blocks)
 
     def __call__(self, table: pd.DataFrame | None) -> Iterable[Point]:
         """Return the next points for a table. Raises SmokeFailed where the smoke points did not pass."""
@@ -271,7 +262,7 @@ class SmokeFirst:
             return self._visit.smoke_points
         if self._visit.smoke_points and self.outcome is None:
             ids = {point.id for point in self._visit.smoke_points}
-            self.outcome = smoke.judge(None if table is None else table[table["point_id"].isin(ids)])
+            self.outcome = judge_smoke_points(None if table is None else table[table["point_id"].isin(ids)])
             for line in self.outcome.output.splitlines():
                 self._visit.tell(line)
             self._visit.tell(self.outcome.verdict)
@@ -323,9 +314,9 @@ def _sweep(visit: Visit, folder: Path, choose: SmokeFirst, publisher: Publisher)
         visit.tell(f"block {len(watch.laps)} done, {visit.budget.left:.0f} s left")
 
     try:
-        sweep.run(
-            folder, choose, machine=visit.machine, settings=visit.settings, time_budget=visit.budget.for_sweep,
-            report=report, saved=saved, expected=visit.wanted, chances_last=True,
+        run_sweep(
+            folder, choose, machine=visit.machine, settings=visit.settings, report=report, saved=saved,
+            options=SweepOptions(time_budget=visit.budget.for_sweep, expected=visit.wanted, chances_last=True),
         )  # fmt: skip
     except SweepStopped as error:
         return error
@@ -386,10 +377,10 @@ def pay_visit(given: Sequence[str] | None = None) -> None:
             f"{RESERVE_SECONDS:g} s"
         )
     out: Path = asked.out
-    gpu = nvml.only_gpu()
+    gpu = find_first_gpu()
     if asked.table is not None and not (asked.table.is_dir() and has_rows(asked.table)):
         raise UsageError(f"--table {asked.table} has no table: name a folder with the parts of one")
-    repository_on_path()
+    add_repository_to_path()
     log = Log(out)
     log(f"{gpu.name}: {budget.seconds:.0f} s, tests: {asked.tests}")
     swept = _measure_gpu(gpu, out, budget, asked, log)
@@ -397,11 +388,11 @@ def pay_visit(given: Sequence[str] | None = None) -> None:
         log((out / "summary.txt").read_text())
     tests = None
     if asked.tests == "all" and not swept.interrupted and (swept.smoke is None or swept.smoke.status == "passed"):
-        tests = device_tests.run_all_tests(budget.for_tests)
-        files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
+        tests = run_all_tests(budget.for_tests)
+        write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
         log(tests.verdict)
         if tests.status == "failed":
-            for line in device_tests.failures(tests.output)[:MOST_FAILURES]:
+            for line in list_failures(tests.output)[:MOST_FAILURES]:
                 log(f"  {line[:200]}")
     verdict = judge_visit([each for each in (swept.smoke, tests) if each is not None], swept)
     if verdict is not None:
@@ -415,7 +406,7 @@ def _measure_gpu(gpu: Gpu, out: Path, budget: Budget, asked: argparse.Namespace,
     machine = GpuMachine(gpu)
     try:
         refusals = explain_missing(gpu) | explain_driver_refusals(gpu, find_installed())
-        with sweep.alone(machine):  # its processes would disturb a sweep that measures there now
+        with lock_machine(machine):  # its processes would disturb a sweep that measures there now
             refusals |= machine.start([name for name in find_installed() if name not in refusals])
         usable = [name for name in find_installed() if name not in refusals]
         remarks = [f"{name} is left out: {reason}" for name, reason in refusals.items()]
@@ -427,11 +418,11 @@ def _measure_gpu(gpu: Gpu, out: Path, budget: Budget, asked: argparse.Namespace,
         return measure_visit(
             Visit(
                 machine,
-                points.standard(machine.device, usable),
+                list_standard_blocks(machine.device, usable),
                 out,
                 budget,
                 remarks,
-                smoke_points=[] if asked.tests == "none" else points.smoke(machine.device, usable),
+                smoke_points=[] if asked.tests == "none" else list_smoke_points(machine.device, usable),
                 sources=(out, asked.table or MEASURED / machine.device),
                 watch=watch,
                 tell=log,
@@ -441,7 +432,7 @@ def _measure_gpu(gpu: Gpu, out: Path, budget: Budget, asked: argparse.Namespace,
         machine.close()
 
 
-def judge_visit(outcomes: Sequence[Outcome], swept: Swept) -> LatbenchError | None:
+def judge_visit(outcomes: Sequence[GpuTestOutcome], swept: Swept) -> LatbenchError | None:
     """Return the error that a visit ends with; a wrong result or a failed test comes before unfinished work."""
     wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
     said = "; ".join(outcome.verdict for outcome in outcomes)

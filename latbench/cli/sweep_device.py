@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SweepOptions:
+class SweepCommandOptions:
     """What a command line says of a sweep besides its points.
 
     Attributes
@@ -89,28 +89,28 @@ def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
     from latbench.backends import installed_engines
     from latbench.errors import UsageError
-    from latbench.machines import devices
-    from latbench.sweeping import sweep as sweeping
+    from latbench.machines.devices import count_cores, list_allowed_processors
     from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep import run_sweep
     from latbench.sweeping.sweep_machine import CpuMachine
 
-    if threads is not None and threads > (most := len(devices.allowed())):
+    if threads is not None and threads > (most := len(list_allowed_processors())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = CpuMachine(threads or devices.cores())
+    cpu = CpuMachine(threads or count_cores())
     there = [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
-    run = functools.partial(sweeping.run, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
+    run = functools.partial(run_sweep, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return SweepDevice(cpu.device, cpu.threads, Installed(there), run)
 
 
-def open_gpu(wanted: str, given: Sequence[str], how: SweepOptions) -> SweepDevice:
+def open_gpu(wanted: str, given: Sequence[str], how: SweepCommandOptions) -> SweepDevice:
     """Return a GPU of this machine, with the engines that can use it.
 
     Raises EnvironmentUnusable where the GPU is not here, or where an engine that is needed cannot use it.
     """
     from latbench.backends.gpu.gpu_installation import find_installed
     from latbench.machines import gpu_discovery as discovery
-    from latbench.sweeping import sweep as sweeping
-    from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine
+    from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine
+    from latbench.sweeping.sweep import run_sweep
 
     machine = GpuMachine(discovery.find_gpu(wanted))
     try:
@@ -118,7 +118,7 @@ def open_gpu(wanted: str, given: Sequence[str], how: SweepOptions) -> SweepDevic
     except BaseException:
         machine.close()
         raise
-    run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=how.sessions))
+    run = functools.partial(run_sweep, machine=machine, settings=replace(GPU_SETTINGS, sessions=how.sessions))
     return SweepDevice(machine.device, 1, Installed(there), run, machine.close, gpu=True, current=machine.current)
 
 
@@ -130,7 +130,7 @@ def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: floa
     """
     from latbench.backends.gpu.gpu_installation import explain_driver_refusals, explain_missing, find_installed
     from latbench.base.engine_registry import GPU_ENGINES, list_standard
-    from latbench.sweeping.sweep import alone
+    from latbench.sweeping.sweep import lock_machine
 
     named = [] if not given else select_engines(given, dict.fromkeys(GPU_ENGINES, ()), Installed(GPU_ENGINES))
     by_name = 0 < len(named) < len(GPU_ENGINES)
@@ -140,7 +140,7 @@ def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: floa
     _check_needed(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
     # Processes that start would disturb a sweep that measures there now.
-    with alone(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
+    with lock_machine(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
         typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
         refusals |= machine.start(wanted)
     _check_needed(machine.gpu.name, needed, refusals, [] if by_name else wanted)
@@ -164,15 +164,15 @@ def _check_needed(gpu: str, needed: Collection[str], refusals: Mapping[str, str]
 
 
 def open_cluster(
-    on: str, gpu: str | None, threads: int | None, how: SweepOptions, settings: Sequence[str]
+    on: str, gpu: str | None, threads: int | None, how: SweepCommandOptions, settings: Sequence[str]
 ) -> SweepDevice:
     """Return the nodes of a cluster that have the GPU, or for None a CPU alone; `settings` are those of Slurm."""
     from latbench.runners.ray_nodes import RayNodes
     from latbench.runners.slurm_nodes import SlurmNodes
-    from latbench.sweeping import cluster as nodes
-    from latbench.sweeping import sweep as sweeping
-    from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.sweeping.cluster import ClusterSite, survey_nodes
+    from latbench.sweeping.gpu_machine import GPU_SETTINGS
     from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep import run_sweep_on_cluster
 
     _check_cluster(on, gpu)
 
@@ -181,7 +181,7 @@ def open_cluster(
 
     cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, settings, tell)
     try:
-        common = nodes.survey(cluster, gpu, tell)
+        common = survey_nodes(cluster, gpu, tell)
     except BaseException:
         cluster.close()
         raise
@@ -189,14 +189,12 @@ def open_cluster(
     one = (
         ("latbench.sweeping.sweep_machine:CpuMachine", threads)
         if gpu is None
-        else ("latbench.sweeping.cluster:gpu_machine", gpu)
+        else ("latbench.sweeping.cluster:open_gpu_machine", gpu)
     )
-    machine = ("latbench.sweeping.cluster:machine_like", common, gpu, one)
-    sampling = replace(CPU_SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
-    where = nodes.Elsewhere(
-        cluster, common.device, machine, how.seed, sampling, how.wait_seconds, current=common.current
-    )
-    run = functools.partial(sweeping.spread, elsewhere=where, settings=sampling)
+    machine = ("latbench.sweeping.cluster:open_matching_machine", common, gpu, one)
+    sampling = replace(CPU_SETTINGS if gpu is None else GPU_SETTINGS, sessions=how.sessions)
+    where = ClusterSite(cluster, common.device, machine, how.seed, sampling, how.wait_seconds, current=common.current)
+    run = functools.partial(run_sweep_on_cluster, elsewhere=where, settings=sampling)
 
     def close() -> None:
         cluster.close()
@@ -210,14 +208,14 @@ def open_cluster(
 def _check_cluster(on: str, gpu: str | None) -> None:
     """Raise UsageError for an unknown kind of cluster, and for a GPU that is unknown or has an index."""
     from latbench.errors import UsageError
-    from latbench.machines import gpu_names as names
+    from latbench.machines.gpu_names import find_device_name, parse_wanted_gpu
 
     if on not in ("ray", "slurm"):
         raise UsageError(f"--on takes ray or slurm, not {on!r}; without it the sweep runs on this machine")
     if gpu is None:
         return
-    wanted = names.parse(gpu)
-    names.known_device(wanted.name)
+    wanted = parse_wanted_gpu(gpu)
+    find_device_name(wanted.name)
     if wanted.index is not None:
         raise UsageError(
             f"--gpu {gpu} with --on {on}: the cluster chooses the GPU of a node; type --gpu {wanted.name}"

@@ -57,28 +57,26 @@ class Estimate(NamedTuple):
 
 def select_cpu_points(options: PointOptions, device: str, threads: int, engines: Sequence[str]) -> list[Point]:
     """Select the points of a CPU."""
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, PointSetup, select_points
 
-    return plan.select(
-        options.workloads, options.patterns, options.sparsities,
-        device=device, threads=threads, backends=engines, seed=options.seed, tune=options.tune, bf16=options.bf16,
-        usual=plan.FINE_SPARSITIES if options.adaptive else plan.SPARSITIES,
-    )  # fmt: skip
+    setup = PointSetup(device, threads, engines, options.seed, options.tune, options.bf16)
+    default = FINE_SPARSITIES if options.adaptive else SPARSITIES
+    return select_points(options.workloads, options.patterns, options.sparsities, setup, default_sparsities=default)
 
 
 def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) -> list[list[Point]]:
     """Select the points of a GPU in blocks, the most telling block first."""
     from latbench.base.engine_registry import GPU_ENGINES
-    from latbench.sweeping import gpu_points
+    from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
     from latbench.workloads import points as plan
-    from latbench.workloads import workload as workloads
+    from latbench.workloads.workload import list_workloads, read_workload
 
     names = options.workloads
     needed = {name: engine.install_names[:1] for name, engine in GPU_ENGINES.items()}
-    shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
+    shapes = [layer.shape for name in names or list_workloads() for layer in read_workload(name).layers]
     sparsities = plan.FINE_SPARSITIES if options.adaptive else None
-    return gpu_points.staged(
-        shapes if names else [*gpu_points.standard_shapes(), *shapes],
+    return list_staged_blocks(
+        shapes if names else [*list_standard_shapes(), *shapes],
         device,
         backends=select_engines(options.backends or ["all"], needed, installed),
         patterns=plan.parse_patterns(options.patterns) if options.patterns else None,
@@ -89,12 +87,12 @@ def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) 
 
 def select_first_blocks(blocks: Sequence[list[Point]], seconds: float) -> list[list[Point]]:
     """Select the first blocks of a GPU that take about `seconds` together, at least one."""
-    from latbench.sweeping import gpu_estimate as estimate
+    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
     points: list[Point] = []
     for number, block in enumerate(blocks):
         points += block
-        if number and estimate.seconds(points) > seconds:
+        if number and estimate_gpu_seconds(points) > seconds:
             return list(blocks[:number])
     return list(blocks)
 
@@ -146,11 +144,11 @@ def select_engines(given: Sequence[str], needed: Mapping[str, Sequence[str]], in
 def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> None:
     """Raise UsageError for --tune and --bf16 without an engine that takes them; for a GPU `engines` are empty."""
     from latbench.errors import UsageError
-    from latbench.workloads.points import ROUNDED, TUNED
+    from latbench.workloads.points import BFLOAT16_KERNELS, TUNED_KERNELS
 
     for asked, name, gpu_reason, kernels in (
-        (options.tune, "--tune", "GPU kernels are not tuned", TUNED),
-        (options.bf16, "--bf16", "GPU kernels compute in 16 bits already", ROUNDED),
+        (options.tune, "--tune", "GPU kernels are not tuned", TUNED_KERNELS),
+        (options.bf16, "--bf16", "GPU kernels compute in 16 bits already", BFLOAT16_KERNELS),
     ):
         able = sorted({engine for engine, _ in kernels})
         if asked and not engines:
@@ -161,13 +159,13 @@ def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> N
 
 def build_estimate(gpu: bool) -> Estimate:
     """Build the estimators for points of a GPU, or of a CPU."""
+    from latbench.sweeping.gpu_estimate import GPU_ESTIMATE_ASSUMPTION, estimate_gpu_seconds, estimate_gpu_table_bytes
+    from latbench.workloads.points import ESTIMATE_ASSUMPTION, estimate_bytes, estimate_seconds
+
     if gpu:
-        from latbench.sweeping import gpu_estimate as estimate
+        return Estimate(estimate_gpu_seconds, estimate_gpu_table_bytes, GPU_ESTIMATE_ASSUMPTION)
 
-        return Estimate(estimate.seconds, estimate.table_bytes, estimate.ASSUMED)
-    from latbench.workloads import points as plan
-
-    return Estimate(plan.estimated_seconds, plan.estimated_bytes, plan.ASSUMED)
+    return Estimate(estimate_seconds, estimate_bytes, ESTIMATE_ASSUMPTION)
 
 
 def format_duration(seconds: float) -> str:

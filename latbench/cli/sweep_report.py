@@ -81,7 +81,7 @@ def _print_faults(console: Console, rows: pd.DataFrame, noisy: int) -> None:
     """Print why points failed, and how many have no roofline, are noisy or were disturbed."""
     import os
 
-    from latbench.machines import devices
+    from latbench.machines.devices import count_cores
     from latbench.sweeping.settings import NO_ROOFLINE
     from latbench.tables.table import select_timed
 
@@ -102,7 +102,7 @@ def _print_faults(console: Console, rows: pd.DataFrame, noisy: int) -> None:
         (disturbed, "were measured while other programs took or slowed the cores: their times may be too long"),
     ):
         if count:
-            load = f"the load is {os.getloadavg()[0]:.1f} on {devices.cores()} cores"
+            load = f"the load is {os.getloadavg()[0]:.1f} on {count_cores()} cores"
             console.print(f"{count} points {what} ({load})", highlight=False, soft_wrap=True)
 
 

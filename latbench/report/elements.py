@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_count, format_percent
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class TableColumn:
+class Column:
     """A column's heading; numbers are set flush right."""
 
     title: str
@@ -34,7 +34,7 @@ class Table:
     A table of plain facts has no heading. With `cards` each row becomes a card on a narrow screen.
     """
 
-    columns: Sequence[TableColumn]
+    columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     heading: bool = True
     cards: bool = False
@@ -85,7 +85,7 @@ class Chart:
 
 def build_table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
     """Build a table from titles and cells; a title that starts with `#` heads a column of numbers."""
-    heads = [TableColumn(title.removeprefix("#"), title.startswith("#")) for title in columns]
+    heads = [Column(title.removeprefix("#"), title.startswith("#")) for title in columns]
     return Table(heads, [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows])
 
 
@@ -94,11 +94,11 @@ def build_facts(pairs: Iterable[tuple[str, object]]) -> Table:
     return replace(build_table(["what", "value"], [[name, str(value)] for name, value in pairs]), heading=False)
 
 
-def format_share(value: float | None) -> Cell:
+def build_share_cell(value: float | None) -> Cell:
     """Return a cell with a share of one in percent."""
-    return Cell(units.percent(value), value)
+    return Cell(format_percent(value), value)
 
 
-def format_count(value: int) -> Cell:
+def build_count_cell(value: int) -> Cell:
     """Return a cell with a count."""
-    return Cell(units.count(value), value)
+    return Cell(format_count(value), value)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base import files as digests
+from latbench.base.files import hash_file
 from latbench.errors import BadData, UsageError
 from latbench.report.sections import accuracy, trade_off
 from latbench.tables.latest_rows import accept_every_row, read_latest
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import find_workload_file
 from search.artifacts import profile as profiles
 from search.artifacts.profile import Profile
 
@@ -83,7 +83,7 @@ class ReportFiles:
             "pruned model": self.pruned and self.pruned / "manifest.json",
             "verification": self.verify and self.verify / "verify.json",
             "layer database": self.database and self.database / "database.json",
-            "workload": workloads.find(self.workload) if self.workload else None,
+            "workload": find_workload_file(self.workload) if self.workload else None,
             "accuracies": self.accuracy,
         }
         return {role: path for role, path in paths.items() if path}
@@ -174,7 +174,7 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
     if given.workload and given.database and found.profile:
         trade_offs = trade_off.read_trade_offs(frame, found.profile, given.workload, given.database)
         found = replace(found, trade_offs=trade_offs)
-    sources = [SourceFile(role, path, digests.sha256(path)) for role, path in given.by_role().items()]
+    sources = [SourceFile(role, path, hash_file(path)) for role, path in given.by_role().items()]
     return replace(found, sources=(*found.sources, *sources))
 
 

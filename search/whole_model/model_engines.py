@@ -25,7 +25,7 @@ from torch import nn
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.prepare_point import build_synthetic_mask
 from latbench.base.engine_registry import is_deepsparse
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export
 from search.pruning.storage.model_folder import in_precision, load_pruned
@@ -172,7 +172,7 @@ def dense_numba_bf16(reference: str, threads: int) -> Run:
 def _dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load(reference)
     model, inputs = task.model(), task.example()
-    traced, _ = workloads.trace(model, inputs)
+    traced, _ = trace_model(model, inputs)
     choices = in_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
     return _inference(convert(model, choices, inputs), inputs, threads)
 

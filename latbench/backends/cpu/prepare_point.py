@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.backends.installed_engines import Unsupported
-from latbench.base import cgroups
+from latbench.base.cgroups import read_available_bytes
 from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES
-from latbench.machines import devices
-from latbench.workloads.minimum_work import inputs_read
+from latbench.machines.devices import read_memory_bytes
+from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
@@ -112,8 +112,8 @@ def count_cold_bytes() -> int:
     It is limited to a share of the memory, because a virtual machine may show a cache of its host that is as large as
     all its memory.
     """
-    granted = cgroups.available_bytes()
-    memory = devices.memory_bytes() if granted is None else min(devices.memory_bytes(), granted)
+    granted = read_available_bytes()
+    memory = read_memory_bytes() if granted is None else min(read_memory_bytes(), granted)
     return min(rotated_bytes(), int(memory) // COLD_SHARE)
 
 
@@ -138,7 +138,7 @@ def prepare_point(point: Point) -> Rotation:
             error = max(error, _check(point.shape, layer, packed, y, roundoff))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
-    inputs = inputs_read(point.shape, layer.weight != 0)
+    inputs = count_inputs_read(point.shape, layer.weight != 0)
     passed = len(engine.calls) * (engine.weight_bytes + engine.room_bytes)
     facts = {
         "kernel_used": engine.kernel,

@@ -8,7 +8,7 @@ from latbench.backends.gpu.cublas import convert_to_float64, copy_to_device, wid
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.backends.gpu.prepare_gpu_point import GpuEngine, count_gpu_copies
 from latbench.backends.installed_engines import Unsupported
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import plan as plans
@@ -23,7 +23,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """
     if point.kernel != "auto":
         raise Unsupported(f"the CUDA kernels choose among themselves: the kernel is auto, not {point.kernel}")
-    driver = cupy_driver()
+    driver = open_cupy_driver()
     try:
         plan = _plan(point, layer)
     except NotSupported as error:

@@ -7,9 +7,9 @@ from typing import Any
 
 from latbench.backends import installed_engines
 from latbench.base.engine_registry import GPU_ENGINES
-from latbench.machines import cuda_libraries as libraries
-from latbench.machines import nvml
+from latbench.machines.cuda_libraries import explain_mixed_cuda
 from latbench.machines.gpu_names import Gpu
+from latbench.machines.nvml import open_observer
 
 NEWEST_CUDA = 13  # that the extras of pyproject.toml are for
 OLDEST_OF_NEWEST = 7.5  # the compute capability: CUDA 13 knows no Volta
@@ -36,7 +36,7 @@ def explain_driver_refusals(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]
 
     Their packages need a newer CUDA, or would load the libraries of another one.
     """
-    facts, mixed = _facts(gpu), libraries.mixed()
+    facts, mixed = _facts(gpu), explain_mixed_cuda()
     cuda = facts["cuda_driver"]
     refusals = {}
     for backend in backends:
@@ -61,7 +61,7 @@ def find_extra(cuda_driver: str | None, compute_capability: str | None = None) -
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
-    with nvml.observing(gpu.uuid) as observer:
+    with open_observer(gpu.uuid) as observer:
         return observer.facts()
 
 

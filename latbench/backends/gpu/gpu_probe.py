@@ -16,7 +16,7 @@ from typing import Any
 from latbench.backends.gpu import prepare_gpu_point
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import CUDA_KERNELS, GPU_ENGINES
-from latbench.machines import cuda_libraries as libraries
+from latbench.machines.cuda_libraries import explain_load_error, find_library_versions
 from latbench.workloads.points import Point
 
 
@@ -55,7 +55,7 @@ def probe_engines(points: Mapping[str, Point]) -> Probed:
                 refusals[name] = format_error(error)
         except Exception as error:  # noqa: BLE001 - what libraries raise has no base class in common
             refusals[name] = format_error(error)
-    return Probed(refusals, libraries.versions(), architecture)
+    return Probed(refusals, find_library_versions(), architecture)
 
 
 def load_modules(modules: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def load_modules(modules: Sequence[str]) -> None:
 
 def format_error(error: BaseException) -> str:
     """Return an exception in one line: the library that is missing, or the first paragraph of its message."""
-    if (missing := libraries.not_loaded(str(error))) is not None:
+    if (missing := explain_load_error(str(error))) is not None:
         return missing
     paragraph = str(error).strip().split("\n\n")[0]
     text = " ".join(paragraph.split())

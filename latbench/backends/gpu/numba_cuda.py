@@ -10,7 +10,7 @@ from latbench.backends.gpu.cublas import convert_to_float64
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.backends.gpu.prepare_gpu_point import GpuEngine, count_gpu_copies
 from latbench.backends.installed_engines import Unsupported
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.numba_cuda import plan as plans
@@ -22,7 +22,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """Prepare the layer as a numba.cuda plan of any pattern. Raises Unsupported for bfloat16."""
     if point.dtype not in plans.DTYPES:
         raise Unsupported(f"numba_cuda has no {point.dtype} kernels: known are {', '.join(plans.DTYPES)}")
-    driver = cupy_driver(capturable=False)
+    driver = open_cupy_driver(capturable=False)
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)

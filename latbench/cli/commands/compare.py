@@ -111,7 +111,7 @@ def _print_changes(changes: Sequence[Change], counts: Counter[str], most: int) -
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_ratio, format_seconds
     from latbench.tables.compare import KINDS
 
     listed = [change for change in changes if most == 0 or change.kind != "SAME"][: most or None]
@@ -121,9 +121,9 @@ def _print_changes(changes: Sequence[Change], counts: Counter[str], most: int) -
     table.add_column("after / before", justify="right")
     describe = _point_describer(changes)
     for change in listed:
-        ratio = units.ratio(change.ratio, change.low, change.high)
+        ratio = format_ratio(change.ratio, change.low, change.high)
         table.add_row(
-            change.kind, describe(change), units.seconds(change.before), units.seconds(change.after),
+            change.kind, describe(change), format_seconds(change.before), format_seconds(change.after),
             ratio if change.ratio is not None else change.reason,
         )  # fmt: skip
     console = Console()
@@ -136,7 +136,7 @@ def _print_changes(changes: Sequence[Change], counts: Counter[str], most: int) -
 
 def _point_describer(changes: Sequence[Change]) -> Callable[[Change], str]:
     """Return a function that describes a point by shape, pattern, engine and every column that differs."""
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_percent
     from latbench.report import point_frames
 
     plain = {*point_frames.SHAPE, "model", "backend", "kernel_requested", "pattern", "sparsity_target"}
@@ -146,7 +146,7 @@ def _point_describer(changes: Sequence[Change]) -> Callable[[Change], str]:
     def describe(change: Change) -> str:
         key = change.key
         layer = key["model"] or "" if key["op"] == "model" or key["m"] is None else point_frames.format_shape(key)
-        sparsity = units.percent(key["sparsity_target"]) if key["sparsity_target"] else ""
+        sparsity = format_percent(key["sparsity_target"]) if key["sparsity_target"] else ""
         engine = point_frames.format_engine(key["backend"], key["kernel_requested"] or "")
         settings = [f"{key[name]} threads" if name == "threads" else str(key[name]) for name in others]
         return ", ".join(text for text in (layer, f"{key['pattern']} {sparsity}".strip(), engine, *settings) if text)

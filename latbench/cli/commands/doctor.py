@@ -46,16 +46,16 @@ def _find_facts() -> dict[str, Any]:
     from latbench.backends import installed_engines
     from latbench.backends.cpu import deepsparse_environment
     from latbench.base.engine_registry import CPU_ENGINES
-    from latbench.machines import devices
-    from latbench.machines import gpu_discovery as discovery
-    from latbench.machines import gpu_names as names
-    from latbench.machines import noise_sources as disturbances
-    from latbench.runners.device_lock import lock_folder
+    from latbench.machines.devices import count_cores, describe_cpu_environment, read_cpu_times, read_telemetry
+    from latbench.machines.gpu_discovery import list_gpus
+    from latbench.machines.gpu_names import format_option
+    from latbench.machines.noise_sources import list_advice, read_host
+    from latbench.runners.device_lock import find_lock_folder
 
-    environment = devices.environment(devices.cores())
-    before = devices.cpu_times()
+    environment = describe_cpu_environment(count_cores())
+    before = read_cpu_times()
     time.sleep(STEAL_SECONDS)
-    host = disturbances.host(devices.telemetry(before)["steal_fraction"])
+    host = read_host(read_telemetry(before)["steal_fraction"])
     engines = {
         name: {
             "version": version,
@@ -63,7 +63,7 @@ def _find_facts() -> dict[str, Any]:
         }
         for name, version in installed_engines.list_cpu_versions().items()
     }
-    gpus, no_gpu = discovery.gpus()
+    gpus, no_gpu = list_gpus()
     facts = {
         "device": environment["device"],
         "environment": environment,
@@ -75,13 +75,13 @@ def _find_facts() -> dict[str, Any]:
             "refusal": deepsparse_environment.explain_refusal(),
         },
         "gpus": [
-            {"index": index, "option": names.option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
+            {"index": index, "option": format_option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
         ],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
-        "lock_folder": str(lock_folder()),
+        "find_lock_folder": str(find_lock_folder()),
     }
-    disturbed = [*disturbances.advice(host), *_lock_advice(host.container)]
+    disturbed = [*list_advice(host), *_lock_advice(host.container)]
     unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
     return {**facts, "advice": [*unknown, *disturbed, *_gpu_advice(facts)]}
 
@@ -90,12 +90,14 @@ def _lock_advice(container: bool) -> list[str]:
     """Advise containers of one machine to share the folder of the lock, which is how they see each other."""
     import os
 
-    from latbench.runners.device_lock import FOLDER, lock_folder
+    from latbench.runners.device_lock import FOLDER_VARIABLE, find_lock_folder
+    from sparse_kernels.numba_cuda.fingerprint import FOLDER
 
-    if not container or os.environ.get(FOLDER):
+    if not container or os.environ.get(FOLDER_VARIABLE):
         return []
     return [
-        f"this is a container: sweeps in other containers do not see its lock in {lock_folder()}, and would measure "
+        f"this is a container: sweeps in other containers do not see its lock in {find_lock_folder()}, and would "
+        "measure "
         f"at the same time; mount one folder into all of them and name it in {FOLDER}"
     ]
 
@@ -117,9 +119,11 @@ def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
     from dataclasses import asdict
 
     from latbench.backends.cpu import cpu_reference
-    from latbench.machines.ceilings import Ceilings, Kept
+    from latbench.machines.ceilings import CachedCeilings, Ceilings
 
-    known = Kept[Ceilings](environment["device"], environment["threads"], cpu_reference.WORK, _unmeasured).known()
+    known = CachedCeilings[Ceilings](
+        environment["device"], environment["threads"], cpu_reference.WORK, _unmeasured
+    ).known()
     return None if known is None else asdict(known)
 
 
@@ -131,19 +135,19 @@ def _gpu(gpu: Gpu) -> dict[str, Any]:
     """Return the state of a GPU, and its roofline where a sweep has measured it."""
     from dataclasses import asdict
 
-    from latbench.machines import nvml
-    from latbench.sweeping import gpu_roofline as roofline
+    from latbench.machines.nvml import describe_gpu_environment
+    from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 
-    known = roofline.kept(nvml.environment(gpu), _unmeasured).known()
+    known = build_cached_gpu_ceilings(describe_gpu_environment(gpu), _unmeasured).known()
     ceilings = None if known is None else asdict(known)
     return {"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid), "ceilings": ceilings}
 
 
 def _gpu_state(uuid: str) -> dict[str, Any]:
     """Return driver, limits, clocks, power and temperature of a GPU; a MIG slice hides some of them."""
-    from latbench.machines import nvml
+    from latbench.machines.nvml import open_observer
 
-    with nvml.observing(uuid) as observer:
+    with open_observer(uuid) as observer:
         state = observer()
         return {
             **observer.facts(),
@@ -218,11 +222,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
 
     environment, host = facts["environment"], facts["host"]
     cache = ", ".join(
-        f"{level.removesuffix('_bytes')} {size(environment[level])}"
+        f"{level.removesuffix('_bytes')} {format_bytes(environment[level])}"
         for level in ("l1d_bytes", "l2_bytes", "l3_bytes")
         if environment[level]
     )
@@ -239,11 +243,11 @@ def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("vectors", f"{environment['vector_bits']} bits: {environment['cpu_flags']}"),
         ("caches", cache or "hidden"),
         ("cold weights", _cold_weights()),
-        ("memory", size(environment["memory_bytes"])),
+        ("memory", format_bytes(environment["memory_bytes"])),
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
-        ("device lock", f"in {facts['lock_folder']}"),
+        ("device lock", f"in {facts['find_lock_folder']}"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
 
@@ -283,15 +287,15 @@ def _gpu_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _cold_weights() -> str:
     """Return how many bytes of weight copies a sweep rotates, and whether they pass the caches."""
     from latbench.backends.cpu.prepare_point import MOST_COPIES, count_cold_bytes
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
     from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 
     most = count_cold_bytes()
     if most < rotated_bytes():
-        return f"{size(most)} of copies in rotation, limited by memory: caches may hold them (flag in_cache)"
+        return f"{format_bytes(most)} of copies in rotation, limited by memory: caches may hold them (flag in_cache)"
     return (
-        f"{size(most)} of copies in rotation, which come from memory; copies of a weight below "
-        f"{size(most // MOST_COPIES)} fit into caches (flag in_cache)"
+        f"{format_bytes(most)} of copies in rotation, which come from memory; copies of a weight below "
+        f"{format_bytes(most // MOST_COPIES)} fit into caches (flag in_cache)"
     )
 
 
@@ -312,7 +316,7 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 def _roofline(ceilings: dict[str, Any] | None) -> str:
     """Return operations per second, and bytes per second of the smallest and the largest working set."""
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
 
     if ceilings is None:
         return "not measured yet: the first sweep measures it"
@@ -325,7 +329,7 @@ def _roofline(ceilings: dict[str, Any] | None) -> str:
     reads = list(ceilings["read_bytes_per_second"].items())
     return ", ".join(
         [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]
-        + [f"reads {rate / 1e9:.4g} GB/s of {size(held)}" for held, rate in (reads[0], reads[-1])]
+        + [f"reads {rate / 1e9:.4g} GB/s of {format_bytes(held)}" for held, rate in (reads[0], reads[-1])]
     )
 
 

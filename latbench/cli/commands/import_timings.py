@@ -52,6 +52,7 @@ def import_timings(
 
     from latbench.errors import UsageError
     from latbench.importers import kernel_timings
+    from latbench.importers.kernel_timings import FORMATS
     from latbench.tables.table import has_table, read_table
     from latbench.tables.writer import write_part
 
@@ -63,7 +64,7 @@ def import_timings(
     elif format in kernel_timings.FORMATS:
         rows = _read_kernel_timings(format, path, spdy, parse_column_values("--only", only), device, dtype)
     else:
-        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
+        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if has_table(output):
         rows = _new_rows(rows, read_table(output), output)
@@ -81,13 +82,13 @@ def _read_kernel_timings(
 ) -> list[dict[str, Any]]:
     """Read a file of kernel timings, and say which lines are left out. Raises UsageError for an option of SPDY."""
     from latbench.errors import UsageError
-    from latbench.importers import kernel_timings
+    from latbench.importers.kernel_timings import read_kernel_timings
 
     if foreign := [f"--{name}" for name, value in spdy._asdict().items() if value is not None]:
         raise UsageError(f"{', '.join(foreign)}: only for spdy; a file of {format} contains this")
     if dtype is not None and format != "deepbench":
         raise UsageError(f"--dtype: only for deepbench; a file of {format} contains this")
-    rows, left_out = kernel_timings.read(format, path, only=only, device=device, dtype=dtype)
+    rows, left_out = read_kernel_timings(format, path, only=only, device=device, dtype=dtype)
     for reason, lines in left_out.items():
         typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
     return rows
@@ -141,28 +142,28 @@ def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> l
 def _read_spdy(path: Path, options: _SpdyOptions, device: str) -> list[dict[str, Any]]:
     """Read a timing file of SPDY as rows. Raises UsageError or BadData for options that do not fit the file."""
     from latbench.errors import BadData, UsageError
-    from latbench.importers import text_formats as interchange
-    from latbench.workloads import points as plan
-    from latbench.workloads import workload as workloads
+    from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
+    from latbench.workloads.points import convert_shape_to_columns, parse_patterns, select_sparsities
+    from latbench.workloads.workload import read_workload
     from sparse_kernels import patterns
 
     pattern, workload = options.pattern or "unstructured", options.workload
-    [parsed] = plan.parse_patterns([pattern])
+    [parsed] = parse_patterns([pattern])
     if isinstance(parsed, patterns.Dense):
         raise UsageError("--pattern names the pattern of the sparse rows; rows at sparsity 0 are dense in any case")
-    timings = interchange.read_spdy(path)
+    timings = read_spdy(path)
     found = sorted({sparsity for points in timings.layers.values() for _, sparsity in points if sparsity})
-    own = plan.sparsities_of(parsed, found)
+    own = select_sparsities(parsed, found)
     if foreign := [sparsity for sparsity in found if not any(math.isclose(sparsity, s, abs_tol=5e-5) for s in own)]:
         raise UsageError(f"{pattern} has a sparsity of {own[0]:g} and no other, and {path} has {foreign[0]:g}")
-    layers = workloads.load(workload).layers if workload else ()
-    rows = interchange.spdy_rows(
+    layers = read_workload(workload).layers if workload else ()
+    rows = convert_spdy_to_rows(
         timings,
         network=options.network or path.stem,
         pattern=pattern,
         device=device,
         threads=options.threads,
-        shapes={layer.name: plan.shape_columns(layer.shape) for layer in layers},
+        shapes={layer.name: convert_shape_to_columns(layer.shape) for layer in layers},
     )
     if layers and not any(row.get("m") for row in rows):
         raise BadData(

@@ -52,7 +52,7 @@ def plan(
 ) -> None:
     """Show the points that a sweep of a CPU or GPU would measure, its time and its disk space."""
     from latbench.errors import UsageError
-    from latbench.workloads import workload as workloads
+    from latbench.workloads.workload import list_workloads
 
     options = PointOptions(workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, bf16)
     if gpu is not None:
@@ -62,7 +62,7 @@ def plan(
             raise UsageError("--threads is for a plan without --gpu")
         check_cpu_kernel_options([], options)
     device = _plan_cpu(options, threads) if gpu is None else _plan_gpu(options, gpu)
-    names = [str(name) for name in workload or workloads.bundled()]
+    names = [str(name) for name in workload or list_workloads()]
     every = device.select(names)
     each = {name: device.select([name]) for name in names}
     used = {point.backend for point in every}
@@ -112,9 +112,9 @@ def _plan_cpu(options: PointOptions, threads: int | None) -> _PlannedDevice:
     from dataclasses import replace
 
     from latbench.backends.installed_engines import list_cpu_versions
-    from latbench.machines import devices
+    from latbench.machines.devices import count_cores, name_cpu
 
-    device, count = devices.cpu_device(), threads or devices.cores()
+    device, count = name_cpu(), threads or count_cores()
     engines = select_cpu_engines(options.backends)
     check_cpu_kernel_options(engines, options)
     versions = {name: version for name, version in list_cpu_versions().items() if name in engines}
@@ -135,13 +135,13 @@ def _plan_gpu(options: PointOptions, wanted: str) -> _PlannedDevice:
 
     from latbench.backends.gpu.gpu_installation import find_installed
     from latbench.base.engine_registry import GPU_ENGINES
-    from latbench.machines import gpu_discovery as discovery
-    from latbench.machines import gpu_names as names
+    from latbench.machines.gpu_discovery import list_gpus
+    from latbench.machines.gpu_names import find_device_name, parse_wanted_gpu, select_gpu
 
-    asked = names.parse(wanted)
-    here = discovery.gpus()[0]
-    gpu = names.choose(asked, here) if here else None
-    device = names.known_device(asked.name) if gpu is None else gpu.device
+    asked = parse_wanted_gpu(wanted)
+    here = list_gpus()[0]
+    gpu = select_gpu(asked, here) if here else None
+    device = find_device_name(asked.name) if gpu is None else gpu.device
     versions: dict[str, str | None] = dict.fromkeys(GPU_ENGINES) if gpu is None else dict(find_installed())
 
     def select(names: list[str]) -> list[Point]:

@@ -57,7 +57,7 @@ def predict(
 ) -> None:
     """Print the microseconds of one layer with their interval. Exit 5 where no measurement supports a prediction."""
     import cost_models
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import format_shape
 
     layer = _parse_layer(
         pattern, sparsity, kind, shape, image, {"stride": stride, "padding": padding, "dilation": dilation}
@@ -68,7 +68,7 @@ def predict(
     device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
     choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
     query = _build_query(layer, measured, choices, parse_column_values("--where", where))
-    name = f"linear {shape}" if kind is LayerKind.linear else plan.describe(layer.shape)
+    name = f"linear {shape}" if kind is LayerKind.linear else format_shape(layer.shape)
     _print_prediction(fitted, query, f"{name} {pattern}", coverage)
 
 
@@ -86,11 +86,12 @@ def _parse_layer(
     """Return the layer that the options describe; `text` names its pattern. Raises UsageError if there is none."""
     from latbench.errors import UsageError
     from latbench.workloads import points as plan
+    from latbench.workloads.points import select_sparsities
 
     if sparsity is not None:
         check_share("--sparsity", sparsity, zero=True)
     [pattern] = plan.parse_patterns([text])
-    own = plan.sparsities_of(pattern, () if sparsity is None else (sparsity,))
+    own = select_sparsities(pattern, () if sparsity is None else (sparsity,))
     if not own:
         raise UsageError(f"{text} needs a --sparsity")
     if sparsity is not None and abs(own[0] - sparsity) > 1e-6:
@@ -107,9 +108,13 @@ def _build_query(
     """Build the one row that a cost model predicts; columns that nobody gave come from the measured rows."""
     import pandas as pd
 
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import convert_shape_to_columns
 
-    asked = {**plan.shape_columns(layer.shape), "pattern": str(layer.pattern), "sparsity_target": layer.sparsity}
+    asked = {
+        **convert_shape_to_columns(layer.shape),
+        "pattern": str(layer.pattern),
+        "sparsity_target": layer.sparsity,
+    }
     asked |= {name: value for name, value in choices.items() if value is not None}
     asked |= _values(measured, where)
     return pd.DataFrame([_settled(measured, asked) | asked])
@@ -118,12 +123,12 @@ def _build_query(
 def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage: float) -> None:
     """Print the predicted time and its interval. Raises UsageError where the query is ambiguous."""
     import cost_models
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_percent
     from latbench.errors import LatbenchError, UsageError
 
     try:
         [seconds] = model.predict(query)
-        text = f"{name} at {units.percent(query['sparsity_target'].iloc[0])}: {seconds * 1e6:.2f} µs"
+        text = f"{name} at {format_percent(query['sparsity_target'].iloc[0])}: {seconds * 1e6:.2f} µs"
         try:
             [low], [high] = model.predict_interval(query, coverage)
             certainty = f"with {coverage * 100:g}%" if model.covers(query)[0] else "with unknown coverage"

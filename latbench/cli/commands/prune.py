@@ -40,7 +40,7 @@ def prune(
 
     Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
-    from latbench.base.files import sha256
+    from latbench.base.files import hash_file
     from search import task as tasks
     from search.artifacts import profile as profiles
     from search.artifacts.layer_database import Database
@@ -56,7 +56,7 @@ def prune(
     settings = {
         "task_reference": loaded.reference,
         "task_source": loaded.source,
-        "profile_sha256": sha256(profile),
+        "profile_sha256": hash_file(profile),
         "model_hash": searched.model_hash,
         "one_shot": layers.made_by,
         "global": joint,
@@ -84,7 +84,7 @@ def _prune_unless_same(
     from rich.console import Console
     from rich.progress import Progress
 
-    from latbench.base.files import left_behind
+    from latbench.base.files import is_left_behind
     from search.pruning import pipeline
     from search.pruning.storage import model_folder
     from search.pruning.training.checkpoint import Checkpoint
@@ -105,7 +105,7 @@ def _prune_unless_same(
     model_folder.save_pruned(output, result.model, result.masks, profile, facts)
     # Checkpoints of earlier recipes go, too.
     for left in model_folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
-        if left.suffix != ".tmp" or left_behind(left):
+        if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True
 

@@ -71,18 +71,19 @@ def search(
     remeasure: RemeasureModels = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    from latbench.machines import devices
+    from latbench.machines.devices import count_cores
     from latbench.workloads import points as plan
+    from latbench.workloads.points import parse_wanted_sparsities
     from search.pipeline import search_job as job
     from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
-    threads = threads or devices.cores()
+    threads = threads or count_cores()
     settings = job.Settings(
         target, threads, tuple(map(str, plan.parse_patterns(patterns))) if patterns else None, seed, evaluations,
         batches, risk, strategy, backend,
-        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
+        sparsities=parse_wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
         processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
@@ -198,7 +199,7 @@ def _print_profile(found: Profile, last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
@@ -206,15 +207,18 @@ def _print_profile(found: Profile, last_line: str) -> None:
     for heading in ("sparsity", "time", "error"):
         table.add_column(heading, justify="right")
     for name, choice in found.layers.items():
-        table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
+        table.add_row(
+            name, choice.pattern, f"{choice.sparsity:.0%}", format_seconds(choice.seconds), f"{choice.error:.3g}"
+        )
     value, low, high = found.speedup
     weights = f"{found.weights.sentence()}; " if found.weights else ""
     console = Console()
     console.print(table)
     console.print(
-        f"\n{ratio(value, low, high)} promised over {found.dense_engine}: "
-        f"{seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
-        f"{seconds(found.dense_seconds)}; {ratio(found.target)} was asked for; calibration loss {found.loss:.4f} "
+        f"\n{format_ratio(value, low, high)} promised over {found.dense_engine}: "
+        f"{format_seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
+        f"{format_seconds(found.dense_seconds)}; {format_ratio(found.target)} was asked for; calibration loss "
+        f"{found.loss:.4f} "
         f"({found.strategy}); {weights}{last_line}",
         highlight=False,
         soft_wrap=True,

@@ -32,7 +32,7 @@ from latbench.cli.options import (
     Workloads,
     parse_duration,
 )
-from latbench.cli.sweep_device import SweepDevice, SweepOptions, open_cluster, open_cpu, open_gpu
+from latbench.cli.sweep_device import SweepCommandOptions, SweepDevice, open_cluster, open_cpu, open_gpu
 from latbench.cli.sweep_points import (
     QUICK_SECONDS,
     PointOptions,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cost_models import Adaptive as AdaptiveChoice
-    from latbench.sweeping.settings import SweepStopped, SweepSummary
-    from latbench.sweeping.sweep import Choose
+    from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
+    from latbench.sweeping.sweep import PointChooser
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
 
@@ -82,7 +82,7 @@ def sweep(
 ) -> None:
     """Measure engines, patterns and sparsities on the layers of workloads. Points in the table are skipped."""
     seconds = None if time_budget is None else parse_duration(time_budget)
-    how = SweepOptions(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
+    how = SweepCommandOptions(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
     options = PointOptions(
         workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, bf16, seed
     )
@@ -146,7 +146,7 @@ def _run(
     output: str | None,
     points: list[Point],
     device: SweepDevice,
-    how: SweepOptions,
+    how: SweepCommandOptions,
     blocks: Sequence[list[Point]] | None = None,
 ) -> None:
     """List the points for --dry-run, else measure them."""
@@ -170,13 +170,15 @@ def _run(
     _measure(folder, points, device, how, blocks)
 
 
-def _list_points(points: list[Point], device: SweepDevice, how: SweepOptions) -> None:
+def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOptions) -> None:
     """Print the points, and what measuring them would cost."""
     import json
 
+    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds, estimate_gpu_table_bytes
+
     first = _adaptive_choice(points).anchors if how.adaptive else points
     estimate = build_estimate(device.gpu)
-    seconds, size = how.sessions * estimate.seconds(first), estimate.table_bytes(first)
+    seconds, size = how.sessions * estimate_gpu_seconds(first), estimate_gpu_table_bytes(first)
     if how.as_json:
         document = {
             "device": device.device,
@@ -203,7 +205,7 @@ def _measure(
     folder: Place,
     points: list[Point],
     device: SweepDevice,
-    how: SweepOptions,
+    how: SweepCommandOptions,
     blocks: Sequence[list[Point]] | None = None,
 ) -> None:
     """Measure the points and print the outcome; raises what stopped the sweep."""
@@ -211,15 +213,23 @@ def _measure(
     import time
 
     from latbench.cli.sweep_report import build_summary, check_any_time, print_summary
-    from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import SweepOptions
+    from latbench.sweeping.sweep import choose_in_order
 
     adaptive = _adaptive_choice(points) if how.adaptive else None
-    choose: Choose = (lambda table: points) if adaptive is None else adaptive
+    choose: PointChooser = (lambda table: points) if adaptive is None else adaptive
     if blocks is not None:
-        choose = sweeping.in_order(blocks)
+        choose = choose_in_order(blocks)
     began = time.monotonic()
-    expected = 0 if blocks is None else len(points)
-    summary, stopped = _run_to_end(folder, choose, device, how, expected)
+    options = SweepOptions(
+        seed=how.seed,
+        time_budget=how.time_budget,
+        remeasure=how.remeasure,
+        wait_seconds=how.wait_seconds,
+        expected=0 if blocks is None else len(points),
+        chances_last=blocks is not None,
+    )
+    summary, stopped = _run_to_end(folder, choose, device, options)
     frame = _read_rows(folder, device)
     # An adaptive sweep is complete with its anchors: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and adaptive is not None and frame is not None:
@@ -237,7 +247,7 @@ def _measure(
 
 
 def _run_to_end(
-    folder: Place, choose: Choose, device: SweepDevice, how: SweepOptions, expected: int
+    folder: Place, choose: PointChooser, device: SweepDevice, options: SweepOptions
 ) -> tuple[SweepSummary, SweepStopped | None]:
     """Run the sweep, close the device, and return the summary and what stopped the sweep early, if anything did.
 
@@ -252,13 +262,8 @@ def _run_to_end(
             summary: SweepSummary = device.run(
                 folder,
                 choose,
-                seed=how.seed,
-                time_budget=how.time_budget,
-                remeasure=how.remeasure,
-                wait_seconds=how.wait_seconds,
-                report=report_time_left(tell, how.time_budget),
-                expected=expected,
-                chances_last=expected > 0,
+                options=options,
+                report=report_time_left(tell, options.time_budget),
             )
     except SweepStopped as error:
         return error.summary, error

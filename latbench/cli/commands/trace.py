@@ -71,16 +71,15 @@ def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedMode
 def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tuple[str, str]]]:
     """Return the layers as a workload, and those left out with the reason."""
     from latbench.errors import UsageError
-    from latbench.workloads import workload as workloads
-    from latbench.workloads.workload import Workload
+    from latbench.workloads.workload import Workload, trace_model
 
     try:
-        workload, left_out = workloads.trace(traced.model, traced.inputs, name=traced.name)
+        workload, left_out = trace_model(traced.model, traced.inputs, name=traced.name)
     except Exception as error:
         raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
     names = [layer.name for layer in workload.layers]
     if traced.limits is not None:
-        names = traced.limits.without(names, [name for name, _ in left_out])
+        names = traced.limits.select_included(names, [name for name, _ in left_out])
     left_out += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
     layers = tuple(layer for layer in workload.layers if layer.name in names)
     return Workload(workload.name, workload.source, layers), left_out
@@ -90,14 +89,14 @@ def _print_layers(workload: Workload, left_out: Sequence[tuple[str, str]]) -> No
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import format_shape
 
     console = Console()
     table = Table(box=None, pad_edge=False, show_header=bool(workload.layers))
     for heading in ("layer", "shape", "MFLOP"):
         table.add_column(heading, justify="right" if heading == "MFLOP" else "left", overflow="fold")
     for layer in workload.layers:
-        table.add_row(layer.name, plan.describe(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
+        table.add_row(layer.name, format_shape(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
     console.print(table)
     for name, reason in left_out:
         console.print(f"left out: {name or 'the model'}: {reason}", highlight=False, soft_wrap=True, markup=False)
@@ -106,14 +105,14 @@ def _print_layers(workload: Workload, left_out: Sequence[tuple[str, str]]) -> No
 def _save(workload: Workload, path: Path) -> None:
     """Write the workload file unless it holds this very workload."""
     from latbench.errors import BadData
-    from latbench.workloads import workload as workloads
+    from latbench.workloads.workload import read_workload, write_workload
 
     try:
-        same = path.exists() and workloads.load(path) == workload
+        same = path.exists() and read_workload(path) == workload
     except BadData:
         same = False
     if not same:
-        workloads.save(workload, path)
+        write_workload(workload, path)
     typer.echo(f"{path}: {'up to date' if same else f'{len(workload.layers)} layers'}")
 
 

@@ -11,10 +11,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import bundled_data as bundled
-from latbench.base import number_format as units
+from latbench.base.bundled_data import format_place
+from latbench.base.number_format import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+    format_threads,
+)
 from latbench.report import figures, point_frames
-from latbench.report.elements import Cell, Chart, Section, Table, build_facts, build_table, format_count, format_share
+from latbench.report.elements import (
+    Cell,
+    Chart,
+    Section,
+    Table,
+    build_count_cell,
+    build_facts,
+    build_share_cell,
+    build_table,
+)
 from latbench.report.pages import overview
 from latbench.report.report_data import ReportData
 from latbench.report.report_inputs import ReportInputs
@@ -65,7 +83,7 @@ def build_shapes(content: ReportData, places: Sequence[Place]) -> Section:
         sentences.append(f"The chart has the {len(choices)} shapes with the longest dense time; the table has more.")
     if left_out := point_frames.count_without_dense(content.points):
         sentences.append(
-            f"{units.count(left_out)} sparse points have no speedup, because no dense time has their shape and "
+            f"{format_count(left_out)} sparse points have no speedup, because no dense time has their shape and "
             "setting: sweep a dense engine at these shapes."
         )
     overall = ranking.build_summary(ordered)
@@ -97,7 +115,7 @@ def _select_drawn(places: Sequence[Place], *frames: pd.DataFrame) -> Sequence[Pl
 
 
 def _format_levels(levels: Sequence[float]) -> str:
-    *others, last = [units.percent(level) for level in levels]
+    *others, last = [format_percent(level) for level in levels]
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -106,18 +124,18 @@ def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: 
     rows = []
     for place in places:
         starts = {row["pattern"]: _start_cell(row) for row in break_evens[place]}
-        cells = [starts.get(pattern, Cell(units.NOTHING)) for pattern in patterns]
+        cells = [starts.get(pattern, Cell(NOTHING)) for pattern in patterns]
         rows.append([Cell(point_frames.format_place(*place)), *cells])
     return build_table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
 
 
 def _start_cell(start: Mapping[str, Any]) -> Cell:
-    best = f"best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
+    best = f"best {format_ratio(start['best'])} at {format_percent(start['best_sparsity'])}"
     if math.isnan(start["break_even"]):
         if not math.isnan(start["possible"]):
             return Cell("≈ never", 2.0, best, 0.0)  # sorts after every sparsity
         return Cell("not throughout" if start["best"] > 1 else "never", 2.0, best, -0.35)
-    text = units.percent_up(start["break_even"], 3)
+    text = format_percent_rounded_up(start["break_even"], 3)
     if start["sparsities"] == 1:
         text = f"at {text}"
     elif start["at_lowest"]:
@@ -135,7 +153,7 @@ def build_environment(inputs: ReportInputs) -> Section:
         [
             Cell(str(backend)),
             Cell(_names(part["backend_version"])),
-            format_count(part["point_id"].nunique()),
+            build_count_cell(part["point_id"].nunique()),
             Cell(_names(part["kernel_used"])),
         ]
         for backend, part in rows.groupby("backend")
@@ -164,9 +182,9 @@ def _method(frame: pd.DataFrame) -> Table:
         middle, fewest, most = (int(counts.agg(how)) for how in ("median", "min", "max"))
         pairs.append(("samples a point", f"{middle} at the median, {fewest} to {most}"))
     if flags := point_frames.count_flags(frame):
-        said = ", ".join(f"{FLAGS.get(flag, flag)} {units.count(found)}" for flag, found in flags.items())
+        said = ", ".join(f"{FLAGS.get(flag, flag)} {format_count(found)}" for flag, found in flags.items())
         pairs.append(
-            ("points that carry a flag", f"{said}, of {units.count(len(point_frames.select_timed_rows(rows)))}")
+            ("points that carry a flag", f"{said}, of {format_count(len(point_frames.select_timed_rows(rows)))}")
         )
     first, last = rows["started_at"].min(), rows["started_at"].max()
     if pd.notna(first):
@@ -180,7 +198,7 @@ def _names(column: pd.Series) -> str:
 
 def _fact(name: str, value: Any) -> tuple[str, object]:
     title = name.removesuffix("_bytes").replace("_", " ")
-    return title, units.size(value) if name.endswith("_bytes") else value
+    return title, format_bytes(value) if name.endswith("_bytes") else value
 
 
 def is_known(value: object) -> bool:
@@ -204,12 +222,13 @@ def build_noise(inputs: ReportInputs, content: ReportData) -> Section:
         )
     shares = ["median", "p90", "largest"]
     spread = [
-        [row["backend"], row["format"], format_count(row["rows"]), *(format_share(row[name]) for name in shares),
-         format_count(row["noisy"])]
+        [row["backend"], row["format"], build_count_cell(row["rows"]), *(build_share_cell(row[name]) for name in
+        shares),
+         build_count_cell(row["noisy"])]
         for row in widths.to_dict("records")
     ]  # fmt: skip
     ended = [
-        [row.pop("backend"), *(format_count(count) for count in row.values())] for row in ends.to_dict("records")
+        [row.pop("backend"), *(build_count_cell(count) for count in row.values())] for row in ends.to_dict("records")
     ]
     heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#still noisy"]
     tables = [
@@ -221,7 +240,7 @@ def build_noise(inputs: ReportInputs, content: ReportData) -> Section:
     ]
     if len(failed):
         rows = [
-            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), format_count(row["rows"])]
+            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), build_count_cell(row["rows"])]
             for row in failed.head(FAILURE_REASONS).to_dict("records")
         ]
         tables.append(
@@ -238,11 +257,11 @@ def _pace(ratios: pd.Series) -> str:
     """Return sentences on the pace of the machine by the fixed work beside the points; empty where unknown."""
     if ratios.empty:
         return ""
-    middle, most = units.ratio(float(ratios.median())), units.ratio(float(ratios.max()))
+    middle, most = format_ratio(float(ratios.median())), format_ratio(float(ratios.max()))
     slow = int((ratios > SLOW).sum())
     return (
         f"Fixed work beside the points took {middle} as long as usual at the median point, and {most} at most. "
-        f"Beside {units.count(slow)} of {units.count(len(ratios))} points it took over {units.ratio(SLOW)}: their "
+        f"Beside {format_count(slow)} of {format_count(len(ratios))} points it took over {format_ratio(SLOW)}: their "
         "times may be too long by this factor. Times are shown as measured."
     )
 
@@ -250,31 +269,31 @@ def _pace(ratios: pd.Series) -> str:
 def build_profile(chosen: Profile, layers: pd.DataFrame) -> Section:
     """Build the section of a profile; `layers` is the frame of `report_data.build_profile_layers`."""
     total = chosen.predicted_seconds
-    predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
-    fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
+    predicted = format_seconds(total, chosen.predicted_low, chosen.predicted_high)
+    fixed = format_seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
     ceiling = "Only the times of the layers bound the speedup."
     if chosen.ceiling and chosen.ceiling < overview.MOST_CEILING:
-        ceiling = f"The ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
+        ceiling = f"The ceiling is {format_ratio(chosen.ceiling)}: the speedup if searched layers took no time."
     sentences = [
-        f"The predicted time of the whole model is {predicted}, for a target of {units.ratio(chosen.target)} over "
-        f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)} (batch {chosen.batch}, "
-        f"{units.threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}).",
-        f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: other layers and overhead. "
+        f"The predicted time of the whole model is {predicted}, for a target of {format_ratio(chosen.target)} over "
+        f"{chosen.dense_engine} at {format_seconds(chosen.dense_seconds)} (batch {chosen.batch}, "
+        f"{format_threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}).",
+        f"{fixed} of it, {format_percent(chosen.fixed_seconds / total)}, is fixed: other layers and overhead. "
         f"{ceiling}",
-        f"The sum of separate layer times differs from the whole model by {units.percent(chosen.additivity_before)} "
-        f"(median), and by {units.percent(chosen.additivity_after)} after the fitted correction. A verification "
+        f"The sum of separate layer times differs from the whole model by {format_percent(chosen.additivity_before)} "
+        f"(median), and by {format_percent(chosen.additivity_after)} after the fitted correction. A verification "
         "meets the target with a probability of "
-        f"{units.percent(chosen.risk)}.",
+        f"{format_percent(chosen.risk)}.",
     ]
     if (weights := chosen.weights) is not None:
         sentences.append(
-            f"All packed weights take {units.size(weights.packed)} of {units.size(weights.most)} allowed; dense "
-            f"weights take {units.size(weights.dense)}."
+            f"All packed weights take {format_bytes(weights.packed)} of {format_bytes(weights.most)} allowed; dense "
+            f"weights take {format_bytes(weights.dense)}."
         )
     rows = [
-        [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
-         Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         Cell(units.percent(row["seconds"] / total), row["seconds"]), Cell(f"{row['error']:.3g}", row["error"])]
+        [row["name"], row["pattern"], Cell(format_percent(row["sparsity"]), row["sparsity"]),
+         Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
+         Cell(format_percent(row["seconds"] / total), row["seconds"]), Cell(f"{row['error']:.3g}", row["error"])]
         for row in layers.to_dict("records")
     ]  # fmt: skip
     heads = ["layer", "pattern", "#sparsity", "#predicted time", "#share of the model", "#relative error"]
@@ -286,10 +305,10 @@ def build_pruned(manifest: Mapping[str, Any]) -> Section:
     """Build the section of kept weights, and of loss and score after each stage of pruning."""
     layers = list(manifest["layers"].values())
     weights, kept, size = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights", "packed_bytes"))
-    share = units.percent(1 - kept / weights) if weights else units.NOTHING
+    share = format_percent(1 - kept / weights) if weights else NOTHING
     sentence = (
-        f"{units.count(kept)} of {units.count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
-        f"packed they take {units.size(size)}, dense {units.size(4 * weights)}."
+        f"{format_count(kept)} of {format_count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
+        f"packed they take {format_bytes(size)}, dense {format_bytes(4 * weights)}."
     )
     if "stages" not in manifest:  # saved by a training of the user
         return Section("pruned", "The pruned model", [sentence], [], [])
@@ -309,7 +328,7 @@ def build_pruned(manifest: Mapping[str, Any]) -> Section:
 
 
 def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
-    return format_share(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
+    return build_share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(NOTHING)
 
 
 def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
@@ -320,20 +339,20 @@ def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame)
     budget = verdict.dense_seconds / verdict.target
     sentences = [
         "Dense engines and the pruned model were timed end to end in turns, each in a process of its own. "
-        f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
+        f"The target of {format_ratio(verdict.target)} leaves {format_seconds(budget)}."
     ]
     if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_CEILING:
-        ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
+        ceiling, reached = format_ratio(chosen.ceiling), format_percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, if searched layers took no time, is {ceiling}; {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
 
     def gain(row: Mapping[Any, Any]) -> Cell:
         # The measured speedup is that of dense and pruned calls in turns, not of two medians.
         found = verdict.measured_speedup if row["kind"] == "measured" else verdict.dense_seconds / row["seconds"]
-        return Cell(units.ratio(found), found)
+        return Cell(format_ratio(found), found)
 
     rows = [
-        [row["name"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
+        [row["name"], Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
         for row in times.to_dict("records")
     ]
     heads = ["what", "#time", "#speedup"]
@@ -348,7 +367,7 @@ def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame)
 
 def build_provenance(inputs: ReportInputs, command: Sequence[str]) -> Section:
     """Build the section of files with hashes, versions and the command, and whether the files belong together."""
-    files = [[source.role, bundled.said(source.path), source.digest[:16]] for source in inputs.sources]
+    files = [[source.role, format_place(source.path), source.digest[:16]] for source in inputs.sources]
     tables = [("Files", build_table(["what", "file", "hash"], files)), *build_versions(command)]
     return Section("provenance", "Provenance", [line for line, _ in check_sources(inputs)], [], tables)
 
@@ -439,10 +458,10 @@ def build_cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section
         charts.append(Chart("predictions", caption, predictions.draw_figure(held_out)))
     if methods:
         rows = [
-            [Cell(meaning), *(format_share(figures_of.get(key)) for figures_of in methods.values())]
+            [Cell(meaning), *(build_share_cell(figures_of.get(key)) for figures_of in methods.values())]
             for key, meaning in ACCURACY.items()
         ]
-        counts = [format_count(int(figures_of.get("held_out") or 0)) for figures_of in methods.values()]
+        counts = [build_count_cell(int(figures_of.get("held_out") or 0)) for figures_of in methods.values()]
         heads = ["figure", *(f"#{method}" for method in methods)]
         charts.append(
             Chart("model", "Errors of held-out predictions, with the noise floor", figures.draw_model_errors(methods))

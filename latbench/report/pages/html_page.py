@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_threads
 from latbench.errors import EnvironmentUnusable
 from latbench.report import point_frames, report_data
 from latbench.report.elements import Chart, Section
@@ -80,7 +80,7 @@ def build_page(inputs: ReportInputs, content: ReportData, command: Sequence[str]
     ]
     apart, shapes = ({place[part] for place in content.places} for part in (0, 1))
     ways = f" in {len(apart)} settings" if len(apart) > 1 else ""
-    facts = [settings["device"], settings["threads"] and units.threads(settings["threads"]), settings["dtype_w"],
+    facts = [settings["device"], settings["threads"] and format_threads(settings["threads"]), settings["dtype_w"],
              f"{len(shapes)} layer shapes{ways}", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.check_sources(inputs) if not belongs]
     if ways:

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
 from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
+from latbench.base.number_format import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+)
 from latbench.report import point_frames
 from latbench.report.elements import Cell, FigureTile, Section, Table, build_table
 from latbench.report.report_data import ReportData
@@ -54,13 +62,13 @@ def build_table_headline(content: ReportData, device: str) -> Headline:
     level = min(point_frames.select_levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
     at_level = best[best["sparsity"] == level]
     middle = float(at_level["speedup"].median())
-    worst, top = (units.ratio(at_level["speedup"].agg(how)) for how in ("min", "max"))
+    worst, top = (format_ratio(at_level["speedup"].agg(how)) for how in ("min", "max"))
     certain = int((at_level["speedup_low"] > 1).sum())
     gains = int((at_level["speedup"] > 1).sum())
-    at = units.percent(level)
+    at = format_percent(level)
     spread = f" ({worst} to {top})" if shapes > 1 else ""
-    title = f"At {at} sparsity, layers run {units.ratio(middle)} as fast as dense{spread}"
-    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
+    title = f"At {at} sparsity, layers run {format_ratio(middle)} as fast as dense{spread}"
+    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + format_percent_rounded_up(start)
     lead = (
         f"On {device}: {_uses(uses, shapes)} Every speedup is over the fastest dense engine at the same shape. "
         f"{_only_engine(speedups)}At {at}, {gains} of {_count(len(at_level), 'shape')} gain"
@@ -68,7 +76,7 @@ def build_table_headline(content: ReportData, device: str) -> Headline:
         + (" Only time is compared, not accuracy." if gains else "")
     )  # fmt: skip
     noise = content.noise
-    width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
+    width = format_percent(float(noise["median"].median())) if len(noise) else NOTHING
     sure = int(content.break_evens.groupby(point_frames.PLACE)["certain"].min().notna().sum())
     tiles = [
         FigureTile(
@@ -76,7 +84,7 @@ def build_table_headline(content: ReportData, device: str) -> Headline:
             f"{paying} of {shapes}",
             f"{sure} with certainty: a pattern is faster than dense up to its highest measured sparsity",
         ),
-        FigureTile(f"Gain at {at}", units.ratio(middle), f"median shape, {worst} to {top}"),
+        FigureTile(f"Gain at {at}", format_ratio(middle), f"median shape, {worst} to {top}"),
         FigureTile(
             "Pays from",
             from_there,
@@ -147,7 +155,7 @@ def format_profile(profile: Profile) -> str:
         found.setdefault(layer.pattern, []).append(layer.sparsity)
     texts = []
     for pattern, sparsities in sorted(found.items(), key=lambda item: (item[0] == STAY_DENSE, -len(item[1]))):
-        ends = list(dict.fromkeys(units.percent(end) for end in (min(sparsities), max(sparsities))))
+        ends = list(dict.fromkeys(format_percent(end) for end in (min(sparsities), max(sparsities))))
         at = "" if pattern == STAY_DENSE else f" at {' to '.join(ends)}"
         texts.append(f"{pattern}{at} in {_count(len(sparsities), 'layer')}")
     return f"It uses {', '.join(texts)}."
@@ -155,28 +163,28 @@ def format_profile(profile: Profile) -> str:
 
 def build_promise_headline(verdict: Verdict, profile: Profile | None) -> Headline:
     """Build the headline of a verified promise."""
-    target, gain = units.ratio(verdict.target), units.ratio(verdict.measured_speedup)
-    measured, predicted = units.seconds(verdict.measured_seconds), units.seconds(verdict.predicted_seconds)
-    dense = units.seconds(verdict.dense_seconds)
+    target, gain = format_ratio(verdict.target), format_ratio(verdict.measured_speedup)
+    measured, predicted = format_seconds(verdict.measured_seconds), format_seconds(verdict.predicted_seconds)
+    dense = format_seconds(verdict.dense_seconds)
     if gain == target and not verdict.met:
         gain = f"{verdict.measured_speedup:.4f}×"
     title = f"{verdict.task} runs {gain} faster" + (", as promised" if verdict.met else f", not {target} as promised")
     narrow = verdict.measured_speedup_low < verdict.target <= verdict.measured_speedup
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
-    difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
+    difference = f"{format_percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
     where = MODEL_ENGINES[verdict.backend].phrase if verdict.backend in MODEL_ENGINES else ""
     whose = ", for latbench's own kernels," if is_deepsparse(verdict.backend) else ""
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
-        f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
+        f"{format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
         f"{'The interval reaches below the target: it was met, but within the noise. ' if narrow else ''}"
         f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
         f"{'inside' if inside else 'outside'} the interval." + (f" {format_profile(profile)}" if profile else "")
     )
-    interval = f"{units.seconds(verdict.predicted_low)} to {units.seconds(verdict.predicted_high)}"
-    sure = f"{verdict.measured_speedup_low:.2f}–{units.ratio(verdict.measured_speedup_high)}"
+    interval = f"{format_seconds(verdict.predicted_low)} to {format_seconds(verdict.predicted_high)}"
+    sure = f"{verdict.measured_speedup_low:.2f}–{format_ratio(verdict.measured_speedup_high)}"
     name = verdict.score_name or "score"
     tiles = [
         FigureTile("Target", target, "over the fastest dense engine, end to end"),
@@ -190,10 +198,10 @@ def build_promise_headline(verdict: Verdict, profile: Profile | None) -> Headlin
         ),
     ]
     if profile and profile.ceiling and profile.ceiling < MOST_CEILING:
-        tiles.append(FigureTile("Ceiling", units.ratio(profile.ceiling), "if every searched layer took no time"))
+        tiles.append(FigureTile("Ceiling", format_ratio(profile.ceiling), "if every searched layer took no time"))
     if profile and (weights := profile.weights):
-        beside = f"all of them, packed; {units.size(weights.most)} allowed, {units.size(weights.dense)} dense"
-        tiles.append(FigureTile("Weights", units.size(weights.packed), beside))
+        beside = f"all of them, packed; {format_bytes(weights.most)} allowed, {format_bytes(weights.dense)} dense"
+        tiles.append(FigureTile("Weights", format_bytes(weights.packed), beside))
     return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
 
 
@@ -215,12 +223,12 @@ def build_verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Se
     rows = []
     for place in places:
         first, at = fastest[place][0], {row["sparsity"]: row for row in fastest[place]}
-        cells = [_gain(at[level], strongest) if level in at else Cell(units.NOTHING) for level in shown]
-        dense = Cell(units.seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
+        cells = [_gain(at[level], strongest) if level in at else Cell(NOTHING) for level in shown]
+        dense = Cell(format_seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
         start = min((row["break_even"] for row in starts[place] if not math.isnan(row["break_even"])), default=2.0)
         verdict = Cell(format_verdict(starts[place], fastest[place]), start)
         rows.append([Cell(point_frames.format_place(*place)), verdict, *cells, dense])
-    headings = [f"#at {units.percent(level)}" for level in shown]
+    headings = [f"#at {format_percent(level)}" for level in shown]
     return replace(build_table(["layer shape", "verdict", *headings, "#fastest dense"], rows), cards=True)
 
 
@@ -251,12 +259,12 @@ def build_section(content: ReportData, places: Sequence[tuple[str, str]], headli
 def _close(speedups: pd.DataFrame) -> list[str]:
     overlap, unknown, several = point_frames.count_contested(speedups)
     said = [
-        f"The two fastest patterns differ within the noise at {units.count(overlap)} of {units.count(several)} "
+        f"The two fastest patterns differ within the noise at {format_count(overlap)} of {format_count(several)} "
         "shapes and sparsities: either is a good choice there."
     ] if overlap else []  # fmt: skip
     if unknown:
         said.append(
-            f"The certainty of the fastest pattern is unknown at {units.count(unknown)} of {units.count(several)} "
+            f"The certainty of the fastest pattern is unknown at {format_count(unknown)} of {format_count(several)} "
             "shapes and sparsities, because too few samples were kept."
         )
     return said
@@ -277,7 +285,7 @@ def format_glossary(names: Iterable[str]) -> str:
 def _gain(row: Record, strongest: float) -> Cell:
     gain, unsure = float(row["speedup"]), not (row["speedup_low"] > 1 or row["speedup_high"] < 1)
     tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(gain) / strongest))
-    return Cell(("≈ " if unsure else "") + units.ratio(gain), gain, str(row["pattern"]), tint)
+    return Cell(("≈ " if unsure else "") + format_ratio(gain), gain, str(row["pattern"]), tint)
 
 
 def format_verdict(break_evens: Sequence[Record], best: Sequence[Record]) -> str:
@@ -291,7 +299,7 @@ def format_verdict(break_evens: Sequence[Record], best: Sequence[Record]) -> str
         if top["speedup"] <= 1:
             return "Stay dense: no pattern is faster."
         doubt = " beyond the noise" if any(not math.isnan(row["possible"]) for row in break_evens) else ""
-        at_best = f"{top['pattern']} at {units.percent(top['sparsity'])}, {units.ratio(top['speedup'])}"
+        at_best = f"{top['pattern']} at {format_percent(top['sparsity'])}, {format_ratio(top['speedup'])}"
         return f"Stay dense: no pattern stays faster up to the highest sparsity{doubt}; at best {at_best}."
     paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
     earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
@@ -313,7 +321,7 @@ def format_loss(start: Record) -> str:
         return "never, within the noise"
     if start["best"] <= 1:
         return "never"
-    return f"not throughout, at best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
+    return f"not throughout, at best {format_ratio(start['best'])} at {format_percent(start['best_sparsity'])}"
 
 
 def select_favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record | None:
@@ -325,7 +333,7 @@ def select_favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> R
 
 def format_start(start: Record) -> str:
     """Return where a pattern starts to pay: `from 62%`, `at 50% and above`."""
-    at = units.percent_up(float(start["break_even"]))
+    at = format_percent_rounded_up(float(start["break_even"]))
     if start["sparsities"] == 1:
         return f"at {at}"
     return f"at {at} and above" if start["at_lowest"] else f"from {at}"
@@ -339,4 +347,4 @@ def _doubt(start: Record) -> str:
         return " (not certain: within the noise)"
     if start["certain"] - start["break_even"] < 0.01:
         return ""
-    return f" (certain from {units.percent_up(float(start['certain']))})"
+    return f" (certain from {format_percent_rounded_up(float(start['certain']))})"

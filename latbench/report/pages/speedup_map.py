@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_percent, format_percent_rounded_up, format_ratio, format_seconds
 from latbench.report import point_frames
 from latbench.report.elements import Chart, Section
 from latbench.report.figures import CELLS, Figure, escape_name
@@ -56,7 +56,7 @@ def build_slices(content: ReportData, places: Sequence[Place]) -> list[tuple[str
     def by_sparsity(rows: pd.DataFrame, begins: Mapping[Place, float]) -> Figure:
         found = {(*find_place(row), row["sparsity"]): row for row in rows.to_dict("records")}
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
-        figure = _map(grid, [units.percent(sparsity) for sparsity in columns], labels, limit)
+        figure = _map(grid, [format_percent(sparsity) for sparsity in columns], labels, limit)
         figure["data"].append(_line([begins[place] for place in places], columns, labels))
         return figure
 
@@ -73,7 +73,7 @@ def build_slices(content: ReportData, places: Sequence[Place]) -> list[tuple[str
         grid = [[found.get((*place, pattern)) for pattern in own] for place in places]
         figures.append(
             (
-                f"all patterns at {units.percent(level)}",
+                f"all patterns at {format_percent(level)}",
                 _map(grid, list(map(escape_name, own)), labels, limit, "pattern"),
             )
         )
@@ -145,11 +145,11 @@ def _map(
 
 
 def _hover(row: Record) -> str:
-    dense = units.seconds(row["dense_seconds"])
+    dense, sparsity = format_seconds(row["dense_seconds"]), format_percent(row["sparsity"])
     return (
-        f"<b>{escape_name(row['shape'])}</b><br>{escape_name(row['pattern'])} at {units.percent(row['sparsity'])}<br>"
-        f"{units.ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
-        f"{units.seconds(row['seconds'])} instead of {dense} ({escape_name(row['dense_engine'])})"
+        f"<b>{escape_name(row['shape'])}</b><br>{escape_name(row['pattern'])} at {sparsity}<br>"
+        f"{format_ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
+        f"{format_seconds(row['seconds'])} instead of {dense} ({escape_name(row['dense_engine'])})"
     )
 
 
@@ -162,10 +162,10 @@ def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[st
         if math.isnan(start):
             place, said = len(columns) - 0.5, "not faster up to the highest measured sparsity"
         elif start <= columns[0]:
-            place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest measured sparsity"
+            place, said = -0.5, f"faster from {format_percent(columns[0])}, the lowest measured sparsity"
         else:
             place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
-            said = f"breaks even at {units.percent_up(start, 3)}"
+            said = f"breaks even at {format_percent_rounded_up(start, 3)}"
         x += [place, place]
         y += [row - 0.5, row + 0.5]
         text += [f"<b>{label}</b><br>{said}"] * 2

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import NOTHING, format_percent, format_ratio
 from latbench.errors import BadData
-from latbench.report.elements import Cell, Chart, Section, Table, build_table, format_count
+from latbench.report.elements import Cell, Chart, Section, Table, build_count_cell, build_table
 from latbench.report.figures import (
     DASHES,
     OTHER_COLOURS,
@@ -111,15 +111,15 @@ def build_section(points: pd.DataFrame) -> Section:
             if best is None
             else f"The fastest point that loses at most {loss} on average is {best['pattern']} "
             f"with {best['method']}: "
-            f"{units.ratio(best['speedup'])} at "
+            f"{format_ratio(best['speedup'])} at "
             f"{format_accuracy(best['accuracy'], share)}, {format_accuracy(base, share)} dense."
         )
         tables.append((f"Highest speedup that loses at most {loss}", _build_best_table(sparse, base, share)))
     cells = [
-        [row["pattern"], row["method"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
-         Cell(units.ratio(row["speedup"]), row["speedup"]),
+        [row["pattern"], row["method"], Cell(format_percent(row["sparsity"]), row["sparsity"]),
+         Cell(format_ratio(row["speedup"]), row["speedup"]),
          Cell(format_accuracy(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]),
-         _difference(row["accuracy"] - base, share), format_count(row["seeds"])]
+         _difference(row["accuracy"] - base, share), build_count_cell(row["seeds"])]
         for row in points.to_dict("records")
     ]  # fmt: skip
     against = "#against dense, percentage points" if share else "#against dense"
@@ -162,11 +162,13 @@ def _build_best_table(sparse: pd.DataFrame, base: float, share: bool) -> Table:
             tried = own[own["method"] == method]
             best = _fastest(tried, base, share)
             if best is None:
-                cells.append(Cell("none", 0.0) if len(tried) else Cell(units.NOTHING))
+                cells.append(Cell("none", 0.0) if len(tried) else Cell(NOTHING))
             else:
-                at = "" if math.isnan(best["sparsity"]) else f" at {units.percent(best['sparsity'])}"
+                at = "" if math.isnan(best["sparsity"]) else f" at {format_percent(best['sparsity'])}"
                 cells.append(
-                    Cell(units.ratio(best["speedup"]), best["speedup"], format_accuracy(best["accuracy"], share) + at)
+                    Cell(
+                        format_ratio(best["speedup"]), best["speedup"], format_accuracy(best["accuracy"], share) + at
+                    )
                 )
         rows.append([str(pattern), *cells])
     return build_table(["pattern", *(f"#{method}" for method in methods)], rows)
@@ -175,7 +177,7 @@ def _build_best_table(sparse: pd.DataFrame, base: float, share: bool) -> Table:
 def _difference(value: float, share: bool) -> Cell:
     """Return the difference from dense, in percentage points for a share."""
     if math.isnan(value):
-        return Cell(units.NOTHING)
+        return Cell(NOTHING)
     return Cell(f"{100 * value:+.2f}" if share else f"{value:+.3g}", value)
 
 
@@ -224,10 +226,10 @@ def draw_figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str)
 
 
 def _hover(row: Mapping[Any, Any], share: bool) -> str:
-    sparsity = "" if math.isnan(row["sparsity"]) else f" at {units.percent(row['sparsity'])}"
+    sparsity = "" if math.isnan(row["sparsity"]) else f" at {format_percent(row['sparsity'])}"
     seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
     return (
         f"<b>{escape_name(row['pattern'])}</b>{sparsity}, {escape_name(row['method'])}<br>"
-        f"{units.ratio(row['speedup'])}<br>"
+        f"{format_ratio(row['speedup'])}<br>"
         f"{format_accuracy(row['accuracy'], share, row['low'], row['high'])}, {seeds}"
     )

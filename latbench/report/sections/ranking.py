@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import choose_time_unit, format_percent, format_ratio, format_seconds
 from latbench.report import point_frames
-from latbench.report.elements import Cell, Table, build_table, format_count
+from latbench.report.elements import Cell, Table, build_count_cell, build_table
 from latbench.report.figures import Figure, draw_line, escape_name, find_colour, round_error_bars, round_values
 
 LEVELS = (0.5, 0.75, 0.9)  # sparsities shown, or the nearest measured ones
@@ -45,9 +45,9 @@ def build_summary(rows: pd.DataFrame) -> pd.DataFrame:
 def build_summary_table(rows: pd.DataFrame) -> Table:
     """Build the table of the ranks of `build_summary`."""
     cells = [
-        [Cell("dense" if row["pattern"] == "dense" else units.percent(row["sparsity"]), row["sparsity"]),
-         row["pattern"], row["engine"], format_count(row["shapes"]), format_count(row["first"]),
-         Cell("the fastest" if row["behind"] == 1 else units.ratio(row["behind"]), row["behind"])]
+        [Cell("dense" if row["pattern"] == "dense" else format_percent(row["sparsity"]), row["sparsity"]),
+         row["pattern"], row["engine"], build_count_cell(row["shapes"]), build_count_cell(row["first"]),
+         Cell("the fastest" if row["behind"] == 1 else format_ratio(row["behind"]), row["behind"])]
         for row in rows.to_dict("records")
     ]  # fmt: skip
     heads = ["#sparsity", "pattern", "engine", "#shapes", "#fastest in", "#median time / fastest time"]
@@ -57,7 +57,7 @@ def build_summary_table(rows: pd.DataFrame) -> Table:
 def draw_figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
     """Draw the kernels of one setting and shape as bars with intervals, the fastest on top."""
     ordered = sorted(rows, key=lambda row: float(row["seconds"]))
-    scale, unit = units.axis(max(float(row["seconds"]) for row in ordered))
+    scale, unit = choose_time_unit(max(float(row["seconds"]) for row in ordered))
     bars = {
         "type": "bar", "orientation": "h", "showlegend": False, "y": list(range(len(ordered))),
         "x": round_values(row["seconds"] / scale for row in ordered),
@@ -87,12 +87,12 @@ def draw_figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
 
 
 def _name(row: Record) -> str:
-    sparse = "" if row["pattern"] == "dense" else f" {units.percent(row['sparsity'])}"
+    sparse = "" if row["pattern"] == "dense" else f" {format_percent(row['sparsity'])}"
     return f"{escape_name(row['pattern'])}{sparse}, {escape_name(row['engine'])}"
 
 
 def _hover(row: Record, dense_seconds: float) -> str:
-    time = units.seconds(row["seconds"], row["low"], row["high"])
-    gain = units.ratio(dense_seconds / row["seconds"])
+    time = format_seconds(row["seconds"], row["low"], row["high"])
+    gain = format_ratio(dense_seconds / row["seconds"])
     noisy = "<br>noisy" if row["noisy"] else ""
     return f"<b>{_name(row)}</b><br>{time}, {gain} the fastest dense<br>{escape_name(row['kernel'])}{noisy}"

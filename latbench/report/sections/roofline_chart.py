@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
-from latbench.report.elements import Chart, Section, build_table, format_count, format_share
+from latbench.base.number_format import format_flop_rate, format_percent, format_seconds
+from latbench.report.elements import Chart, Section, build_count_cell, build_share_cell, build_table
 from latbench.report.figures import (
     COLOURS,
     Figure,
@@ -62,7 +62,7 @@ def build_section(points: pd.DataFrame) -> Section | None:
         "Only operations on kept weights count, so a sparse kernel may lie below a dense one and still be faster."
     ]
     if len(near):
-        best, typical = near.iloc[0], units.percent(round(near["median"].iloc[0], 3))
+        best, typical = near.iloc[0], format_percent(round(near["median"].iloc[0], 3))
         sentences.append(
             "A grey dash is the roof of a point: the upper bound of this device for that work. "
             f"Closest is {best['pattern']} on {best['engine']}, with {typical} of its roof at the median. Far below "
@@ -71,8 +71,8 @@ def build_section(points: pd.DataFrame) -> Section | None:
     else:
         sentences.append("The table holds no roofline, because its sweep did not measure the limits of the device.")
     cells = [
-        [row["engine"], row["pattern"], format_count(row["points"]), format_share(round(row["median"], 3)),
-         format_share(round(row["best"], 3))]
+        [row["engine"], row["pattern"], build_count_cell(row["points"]), build_share_cell(round(row["median"], 3)),
+         build_share_cell(round(row["best"], 3))]
         for row in near.to_dict("records")
     ]  # fmt: skip
     heads = ["engine", "pattern", "#points", "#median share of the roof", "#best"]
@@ -126,10 +126,10 @@ def _axis(ends: tuple[float, float]) -> Figure:
 
 
 def _hover(row: Mapping[Any, Any]) -> str:
-    what = f"{row['pattern']} at {units.percent(row['sparsity'])}" if row["sparsity"] else row["pattern"]
+    what = f"{row['pattern']} at {format_percent(row['sparsity'])}" if row["sparsity"] else row["pattern"]
     share = float(row["share"])
-    near = "" if math.isnan(share) else f", {units.percent(round(share, 3))} of its roof"
+    near = "" if math.isnan(share) else f", {format_percent(round(share, 3))} of its roof"
     return (
         f"<b>{escape_name(what)}</b>, {escape_name(row['engine'])}<br>{escape_name(row['shape'])}<br>"
-        f"{units.seconds(row['seconds'])}: {units.flop_rate(row['flop_per_second'])}{near}"
+        f"{format_seconds(row['seconds'])}: {format_flop_rate(row['flop_per_second'])}{near}"
     )

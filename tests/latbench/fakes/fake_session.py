@@ -32,9 +32,9 @@ def prepare(point):
 def main(arguments: list[str]) -> int:
     sys.modules["pynvml"] = fakes.FakeNvml(fakes.H200)
     sys.path.insert(0, str(ROOT))
-    from latbench.base.environments import env_id
+    from latbench.base.environments import hash_environment
     from latbench.cli import gpu_session as session
-    from latbench.machines import nvml
+    from latbench.machines.nvml import describe_gpu_environment
     from latbench.sweeping import gpu_points as points
 
     if arguments[:1] == [POINTS]:
@@ -51,9 +51,9 @@ def main(arguments: list[str]) -> int:
             self.versions = dict.fromkeys(points.GPU_ENGINES, "1")
 
         def environment(self):
-            row = {**nvml.environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
+            row = {**describe_gpu_environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
             del row["env_id"]
-            return {"env_id": env_id(row), **row}
+            return {"env_id": hash_environment(row), **row}
 
         def process(self, backend):
             return points.GPU_ENGINES[backend].process

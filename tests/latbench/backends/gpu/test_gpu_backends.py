@@ -18,9 +18,10 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
+from latbench.sweeping import bench
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
 from latbench.workloads.points import Point
@@ -88,7 +89,7 @@ def _fails(work: object) -> None:
 
 def point(shape: Shape = LINEAR, pattern: Pattern = VECTORS, sparsity: float = 0.75, dtype: str = "float16") -> Point:
     kernel = points.OURS_CONV[0] if isinstance(shape, Conv2dShape) else points.OURS[0]
-    return dataclasses.replace(points.point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
+    return dataclasses.replace(build_gpu_point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [LINEAR, CONV, LinearShape(5, 7, 3), Conv2dShape(1, 4, 3, 3, 8, 1, 1)])
@@ -177,7 +178,7 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
     with pytest.raises(timing.NotCaptured, match=said) as caught:
         prepare_gpu_point.prepare_gpu_point(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
-    outcome = sweep._failed(failure)
+    outcome = bench._failed(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
@@ -190,12 +191,12 @@ def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.M
     for kernel, times in ((points.OURS[0], 1), (points.DENSE[0], 0), (points.BSR[0], 1), (points.CUSPARSELT[0], 0)):
         gpu_layers._layer.cache_clear()
         packs.clear()
-        wanted = points.point("x", LINEAR, NM(2, 4), 0.5, kernel)
+        wanted = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, kernel)
         prepare_gpu_point.pack_gpu_point(wanted)
         prepare_gpu_point.pack_gpu_point(wanted)
         assert len(packs) == times, kernel
     prepare_gpu_point.pack_gpu_point(
-        points.point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0])
+        build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0])
     )  # refused when it is prepared
 
 
@@ -304,7 +305,7 @@ def test_what_an_engine_does_not_do_is_a_sentence(
         pytest.importorskip("cupy")
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=said):
-        prepare_gpu_point.prepare_gpu_point(points.point("x", shape, pattern, sparsity, (backend, kernel, layout)))
+        prepare_gpu_point.prepare_gpu_point(build_gpu_point("x", shape, pattern, sparsity, (backend, kernel, layout)))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -369,7 +370,7 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
     def refuses() -> None:
         raise RuntimeError("Supported only on GPUs with compute capability 8.x")
 
-    it = points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
+    it = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
     with pytest.raises(Unsupported, match=r"^torch cutlass: Supported only on GPUs with compute capability 8\.x$"):
         _try(it, refuses)
     assert _try(it, lambda: 3) == 3
@@ -384,12 +385,12 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        _try(points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
-    assert sweep._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
+        _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
+    assert bench._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
-    planned = {each.backend for block in points.standard("x") for each in block}
+    planned = {each.backend for block in list_standard_blocks("x") for each in block}
     assert planned == set(GPU_ENGINES)
     root = Path(prepare_gpu_point.__file__).parent
     for backend in GPU_ENGINES.values():

@@ -15,11 +15,12 @@ from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_machine import GpuMachine, find_architecture
+from latbench.sweeping.gpu_points import build_probe_points
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
@@ -37,7 +38,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # In the process of an engine ---------------------------------------------------------------------------------------
 
 
-PROBES = points.probes("nvidia-h200", GPU_ENGINES)
+PROBES = build_probe_points("nvidia-h200", GPU_ENGINES)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_every_backend_has_a_small_point_of_its_own() -> None:
     assert set(PROBES) == set(GPU_ENGINES)
     assert all(point.backend == name and point.shape == points.SMOKE_LINEAR for name, point in PROBES.items())
     assert all(point.pattern.refuses(point.shape) is None for point in PROBES.values())
-    assert set(points.probes("x", ["cupy"])) == {"cupy"}
+    assert set(build_probe_points("x", ["cupy"])) == {"cupy"}
 
 
 def test_an_exception_without_words_is_called_by_its_name() -> None:
@@ -116,7 +117,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known: dict[str, Any] = {}
 
     def call(worker: Worker, function: str, *args: Any, timeout: float) -> Any:
-        assert callable(resolve(function)) and timeout == GpuMachine.start_seconds + GpuMachine.prepare_seconds
+        assert callable(load_function(function)) and timeout == GpuMachine.start_seconds + GpuMachine.prepare_seconds
         known.setdefault("asked", []).append((worker.name, function.rpartition(":")[2], args))
         time.sleep(0.3)
         answer = known.get(worker.name, Probed({}, {}))
@@ -166,7 +167,7 @@ def test_a_reference_that_hangs_while_it_starts_is_not_waited_for(
 
 
 def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(machine.libraries, "versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
+    monkeypatch.setattr(machine, "find_library_versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
     answers["torch"] = Probed({}, {"cublas": "13.1.0.3", "nvrtc": None})
     answers["cupy"] = Probed({}, {"nvrtc": "13.0"}, "sm_90a")
     answers["cupy_peers"] = Probed({}, {"cublas": "13.1.1"})
@@ -186,7 +187,7 @@ def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, An
 
 @pytest.mark.parametrize("capability", ["9.0", "5.2", None])
 def test_before_it_is_asked_a_gpu_has_the_kernels_of_its_number(capability: str | None) -> None:
-    assert machine.architecture_of(capability) == ("sm_90a" if capability == "9.0" else None)
+    assert find_architecture(capability) == ("sm_90a" if capability == "9.0" else None)
 
 
 def test_a_process_that_dies_takes_its_engines_along_and_no_others(
