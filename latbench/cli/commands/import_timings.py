@@ -97,8 +97,8 @@ def _read_kernel_timings(
 def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:
     """Return the rows that the table lacks.
 
-    Raises UsageError for rows that contradict the table: of another device, of another version or with other shapes
-    for the same layers, which a key does not tell apart, or with other times of the same point.
+    Raises UsageError for rows that contradict the table. They are of another device or version, or have other shapes
+    for the same layers, which a key does not tell apart. Or they have other times of the same point.
     """
     from cost_models.rows import describe
     from latbench.errors import UsageError

@@ -40,9 +40,12 @@ def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
     A look-up holds out sparsities, because it interpolates over them. Any other model holds out a fifth of the
     shapes; a transfer does so for its own device. Random shapes represent a long table; rows without m, k and n are
-    left out. Columns: held_out (which of the two), shape, pattern, format, engine, sparsity; measured, measured_low,
-    measured_high, predicted, low, high in seconds, with an interval of COVERAGE that is NaN where too little was
-    measured for one; ratio (predicted over measured), inside (bool). Empty where nothing can be held out.
+    left out.
+
+    Columns: held_out (sparsities or shapes), shape, pattern, format, engine, sparsity. Then measured, measured_low,
+    measured_high, predicted, low and high in seconds. The interval has the coverage COVERAGE, and is NaN where too
+    little was measured. Then ratio (predicted over measured) and inside (bool). It is empty where nothing can be held
+    out.
     """
     from sklearn.base import clone
 
