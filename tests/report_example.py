@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from cost_models import AnchoredLookup, storage
+from cost_models import AnchoredLookup
+from cost_models import model_file as storage
 from latbench.base import files
 from latbench.tables import table as tables
 from latbench.workloads import workload as workloads

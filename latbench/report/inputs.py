@@ -24,7 +24,7 @@ from search import profile as profiles
 from search.profile import Profile
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
     from search.verify import Verdict
 
 # What a report shows of a table.
@@ -123,7 +123,7 @@ def read(
 
 
 def _model(path: Path) -> ModelFile:
-    from cost_models import storage
+    from cost_models import model_file as storage
 
     return storage.read(path)
 

@@ -14,7 +14,7 @@ from latbench.report import frames as data
 from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
 
 COVERAGE = 0.9
 ROWS = 3000  # whole shapes up to so many rows are predicted: fitting again to a long table takes minutes
@@ -36,8 +36,8 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     from sklearn.base import clone
 
     from cost_models import AnchoredLookup, Transfer
-    from cost_models.rows import shape_groups, split_by_shape, training_rows
-    from cost_models.validation import by_sparsity
+    from cost_models.evaluation.held_out_errors import by_sparsity
+    from cost_models.rows.row_keys import shape_groups, split_by_shape, training_rows
 
     X, y = training_rows(table, model.where)
     asked = X[["m", "k", "n"]].notna().all(axis=1).to_numpy()
@@ -61,7 +61,7 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
 def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
     """Which of the rows `among` (mask) belong to shapes, drawn at random, of no more than ROWS rows together."""
-    from cost_models.rows import shape_groups
+    from cost_models.rows.row_keys import shape_groups
 
     if among.sum() <= ROWS:
         return among

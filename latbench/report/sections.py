@@ -20,7 +20,7 @@ from latbench.report.inputs import Inputs
 from latbench.report.report_data import Content
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
     from search.profile import Profile
     from search.verify import Verdict
 

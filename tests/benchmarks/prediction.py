@@ -26,8 +26,8 @@ from scipy.optimize import minimize
 
 import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
-from cost_models.features import Physics
-from cost_models.rows import count_shapes
+from cost_models.features.layer_work import Physics
+from cost_models.rows.row_keys import count_shapes
 from latbench.importers import kernel_timings
 from latbench.importers.text_formats import read_spdy
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models.choosing import ANCHORS, Adaptive, anchors
+from cost_models.adaptive_planner import ANCHORS, Adaptive, anchors
 from latbench.errors import BadData
 from latbench.tables import table as tables
 from latbench.workloads import points as plan

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import cost_models
-from cost_models.rows import count_shapes, shape_groups
+from cost_models.rows.row_keys import count_shapes, shape_groups
 from latbench.cli import main as cli
 from latbench.runners.worker import resolve
 from latbench.tables import table as tables

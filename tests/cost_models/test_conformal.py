@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from cost_models import Uncalibrated
-from cost_models.conformal import quantile, scatter
+from cost_models.uncertainty.conformal import quantile, scatter
 
 
 @pytest.mark.parametrize(("coverage", "rank"), [(0.9, 9), (0.5, 5), (0.45, 5), (0.1, 1), (0.81, 9)])

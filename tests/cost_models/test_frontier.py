@@ -8,9 +8,9 @@ import pytest
 from scipy.stats import norm
 
 from cost_models import Uncalibrated, hold_outs
-from cost_models.frontier import edges, fifths, furthest, octaves, ranges
-from cost_models.hold_outs import families
-from cost_models.rows import shape_groups
+from cost_models.evaluation.hold_outs import families
+from cost_models.features.measured_ranges import edges, fifths, furthest, octaves, ranges
+from cost_models.rows.row_keys import shape_groups
 
 Table = Callable[..., pd.DataFrame]
 

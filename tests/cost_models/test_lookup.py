@@ -10,7 +10,7 @@ from scipy.stats import binom, norm
 from sklearn.base import clone
 
 from cost_models import AnchoredLookup, Unanchored, Uncalibrated, read_training_rows, validate
-from cost_models.lookup import LeftOut
+from cost_models.estimators.anchored_lookup import LeftOut
 from latbench.base import bundled_data as bundled
 from latbench.importers.text_formats import read_spdy
 

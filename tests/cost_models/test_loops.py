@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models import Boosted, Roofline, loops
-from cost_models.work import amounts, fitted_rates
+from cost_models import Boosted, Roofline
+from cost_models.features import cpu_kernel_work as loops
+from cost_models.features.work_terms import amounts, fitted_rates
 from sparse_kernels import pack, patterns
 from sparse_kernels.cpu.codegen.cpu_target import Target
 from sparse_kernels.cpu.kernels import image_layout as images

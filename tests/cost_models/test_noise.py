@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models import noise
+from cost_models.uncertainty import timing_noise as noise
 from latbench.tables import table as tables
 
 Table = Callable[..., pd.DataFrame]

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from cost_models import Roofline, Unanchored
-from cost_models.work import FORMS, amounts, fitted_rates
+from cost_models.features.work_terms import FORMS, amounts, fitted_rates
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]

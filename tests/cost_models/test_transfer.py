@@ -6,7 +6,7 @@ import pytest
 from sklearn.base import clone
 
 from cost_models import Boosted, MixedModes, Roofline, Transfer, Unanchored
-from cost_models.errors import BadRows
+from cost_models.refusals import BadRows
 
 
 def _sweep(rng: np.random.Generator, device: str, count: int) -> pd.DataFrame:

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 from scipy.stats import binom
 
-from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, hold_outs, noise, validate, validate_held_out
-from cost_models.validation import by_sparsity
+from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, hold_outs, validate, validate_held_out
+from cost_models.evaluation.held_out_errors import by_sparsity
+from cost_models.uncertainty import timing_noise as noise
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]

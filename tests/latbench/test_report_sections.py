@@ -15,7 +15,7 @@ import pytest
 import scipy.stats
 
 from cost_models import AnchoredLookup, Boosted, Transfer
-from cost_models.storage import ModelFile
+from cost_models.model_file import ModelFile
 from latbench.errors import BadData
 from latbench.report import (
     accuracy,

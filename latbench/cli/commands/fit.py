@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cost_models import CostModel
-    from cost_models.validation import Figures
+    from cost_models.evaluation.held_out_errors import Figures
 
 
 class Kind(StrEnum):
@@ -55,8 +55,8 @@ def fit(
     from rich.console import Console
 
     import cost_models
-    from cost_models.rows import count_shapes
-    from cost_models.storage import libraries
+    from cost_models.model_file import libraries
+    from cost_models.rows.row_keys import count_shapes
     from latbench.cli.commands.options import values_by_column
     from latbench.errors import UsageError
     from latbench.tables import table as tables

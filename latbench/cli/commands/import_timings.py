@@ -87,7 +87,7 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
     device, of another version or with other shapes for the same layers, which a key does not tell apart, or with
     other times for a point that is there.
     """
-    from cost_models.rows import describe
+    from cost_models.rows.row_keys import describe
     from latbench.errors import UsageError
     from latbench.tables import table as tables
 

@@ -110,7 +110,8 @@ def predict(
 
 def _flag(model: CostModel, query: pd.DataFrame) -> None:
     """Say that a prediction is an extrapolation, and in what."""
-    from cost_models import AnchoredLookup, Hybrid, frontier
+    from cost_models import AnchoredLookup, Hybrid
+    from cost_models.features import measured_ranges as frontier
 
     if isinstance(model, AnchoredLookup):
         outside = "" if model.covers(query)[0] else "this sparsity lies outside the measured range"
@@ -172,7 +173,7 @@ def _pair(name: str, text: str) -> tuple[int, int]:
 
 def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """The columns of `where` with the values that measured rows have for these texts. UsageError where none has."""
-    from cost_models.rows import plain
+    from cost_models.rows.row_keys import plain
     from latbench.errors import UsageError
     from latbench.tables import table as tables
 
@@ -192,7 +193,7 @@ def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
 
     They need no asking: a table of one device, say, answers for that device.
     """
-    from cost_models.rows import SHAPE
+    from cost_models.rows.row_keys import SHAPE
     from latbench.tables import table as tables
 
     rows = measured

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models import frontier
-from cost_models.rows import shape_groups, split_by_shape
+from cost_models.features import measured_ranges as frontier
+from cost_models.rows.row_keys import shape_groups, split_by_shape
 
 Mask = npt.NDArray[np.bool_]
 

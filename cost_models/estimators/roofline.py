@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from cost_models import frontier
-from cost_models.features import with_structure
-from cost_models.learned import Learned
-from cost_models.rows import Array, keys, shape_groups
-from cost_models.work import FORMS, amounts, fitted_rates
+from cost_models.estimators.learned_model import Learned
+from cost_models.features import measured_ranges as frontier
+from cost_models.features.layer_work import with_structure
+from cost_models.features.work_terms import FORMS, amounts, fitted_rates
+from cost_models.rows.row_keys import Array, keys, shape_groups
 
 FEWEST_SHAPES = 50  # to choose a form by: a fifth of them is then ten
 
@@ -29,7 +29,7 @@ ENGINE = ("kernel_requested", "threads")  # as far as a table says them, their v
 
 @dataclass(frozen=True)
 class Rates:
-    """Fitted rates of a form of work (`cost_models.work`), seconds a unit: rates (terms,)."""
+    """Fitted rates of a form of work (`cost_models.features.work_terms`), seconds a unit: rates (terms,)."""
 
     form: str
     formats: tuple[str, ...]
@@ -61,7 +61,7 @@ class Apart:
 class Roofline(Learned):
     """Sums of work at fitted rates, one model a device, backend and way of measuring.
 
-    Parameters: form, of `cost_models.work.FORMS`; None takes the one that predicts the smallest and the largest fifth
+    Parameters: form, of `cost_models.features.work_terms.FORMS`; None takes the one that predicts the smallest and the largest fifth
     of the shapes best from the others, and `plain` where there are fewer than 50. Others as of `Learned`.
 
     Fitted as `Learned`; engine_, which columns of ENGINE the rows have, and cells_, the values of these and of the

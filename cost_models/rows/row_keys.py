@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cost_models.errors import BadRows
+from cost_models.refusals import BadRows
 from latbench.errors import BadData, UsageError
 from latbench.tables import latest_rows as latest
 from latbench.tables import table as tables

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.rows import CURVE, Array
+from cost_models.rows.row_keys import CURVE, Array
 
 _NORMAL = NormalDist()
 _FAR = _NORMAL.inv_cdf(0.975)  # half of a 95% interval, in standard deviations

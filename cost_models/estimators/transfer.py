@@ -24,14 +24,14 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import nnls
 
-from cost_models import roofline
-from cost_models.boosted import Boosted, Trees, grown
-from cost_models.errors import BadRows, Unanchored
-from cost_models.features import SIZES, Encoder, Structure
-from cost_models.learned import Learned, Predict, check_shapes, one_mode
-from cost_models.roofline import Rates
-from cost_models.rows import Array, checked, shape_groups, split_by_shape
-from cost_models.work import amounts, fitted_rates, own_form
+from cost_models.estimators import roofline
+from cost_models.estimators.boosted import Boosted, Trees, grown
+from cost_models.estimators.learned_model import Learned, Predict, check_shapes, one_mode
+from cost_models.estimators.roofline import Rates
+from cost_models.features.layer_work import SIZES, Encoder, Structure
+from cost_models.features.work_terms import amounts, fitted_rates, own_form
+from cost_models.refusals import BadRows, Unanchored
+from cost_models.rows.row_keys import Array, checked, shape_groups, split_by_shape
 
 FEWEST_ANCHORS = 5
 ENOUGH_TREES = 40  # for the anchors, which are few and are learned from dozens of times over

@@ -16,12 +16,12 @@ import pandas as pd
 from sklearn.base import clone
 from sklearn.utils.parallel import Parallel, delayed
 
-from cost_models import noise
-from cost_models.errors import Unanchored, Uncalibrated
-from cost_models.hybrid import Hybrid
-from cost_models.learned import Learned
-from cost_models.lookup import AnchoredLookup
-from cost_models.rows import CURVE, SHAPE, Array, checked, keys, sparsities
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.estimators.hybrid import Hybrid
+from cost_models.estimators.learned_model import Learned
+from cost_models.refusals import Unanchored, Uncalibrated
+from cost_models.rows.row_keys import CURVE, SHAPE, Array, checked, keys, sparsities
+from cost_models.uncertainty import timing_noise as noise
 
 ANCHORS = 6
 Mask = npt.NDArray[np.bool_]

@@ -8,7 +8,7 @@ The forms differ in what they count, each with all of the one before:
 
 and one of its own for our CPU kernels:
 
-    kernels what they are known to repeat, fill up and copy (`cost_models.loops`)
+    kernels what they are known to repeat, fill up and copy (`cost_models.features.cpu_kernel_work`)
 
 The rates are fitted to a table, so no data sheet is needed, and none is negative, so that more work takes longer.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from cost_models import loops
-from cost_models.features import SIZES, Physics, Structure
-from cost_models.rows import Array
+from cost_models.features import cpu_kernel_work as loops
+from cost_models.features.layer_work import SIZES, Physics, Structure
+from cost_models.rows.row_keys import Array
 
 FORMS = ("plain", "cached", "sized")
 OWN_KERNELS = "kernels"

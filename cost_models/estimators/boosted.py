@@ -20,12 +20,12 @@ import pandas as pd
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
-from cost_models import roofline
-from cost_models.features import Encoder
-from cost_models.learned import Learned
-from cost_models.roofline import Rates
-from cost_models.rows import Array
-from cost_models.work import own_form
+from cost_models.estimators import roofline
+from cost_models.estimators.learned_model import Learned
+from cost_models.estimators.roofline import Rates
+from cost_models.features.layer_work import Encoder
+from cost_models.features.work_terms import own_form
+from cost_models.rows.row_keys import Array
 
 LEAF = 5  # rows of a leaf, at least
 
@@ -72,7 +72,7 @@ class Boosted(Learned):
     """Gradient-boosted trees on log(seconds / sums of work), one model a device, backend and way of measuring.
 
     Parameters: max_iter, learning_rate, max_leaf_nodes and min_samples_leaf of the trees; form of the sums, of
-    `cost_models.work`: None takes that of our kernels for backend numba, else the one that `Roofline` would choose.
+    `cost_models.features.work_terms`: None takes that of our kernels for backend numba, else the one that `Roofline` would choose.
     Others as of `Learned`.
     """
 

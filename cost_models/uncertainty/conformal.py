@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from cost_models.errors import Uncalibrated
+from cost_models.refusals import Uncalibrated
 
 
 def quantile(scores: npt.ArrayLike, coverage: float, groups: npt.ArrayLike | None = None) -> float:

@@ -18,9 +18,9 @@ import pandas as pd
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from cost_models.boosted import Boosted
-from cost_models.lookup import AnchoredLookup
-from cost_models.rows import Array
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.estimators.boosted import Boosted
+from cost_models.rows.row_keys import Array
 
 
 class Hybrid(RegressorMixin, BaseEstimator):

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.errors import BadRows
-from cost_models.rows import Array, sparsities
+from cost_models.refusals import BadRows
+from cost_models.rows.row_keys import Array, sparsities
 from latbench.tables import table as tables
 
 SIZES = ("m", "k", "n")

@@ -14,9 +14,9 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from cost_models.errors import Uncalibrated
-from cost_models.lookup import AnchoredLookup
-from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.refusals import Uncalibrated
+from cost_models.rows.row_keys import CURVE, KEY, keys, sparsities, training_rows
 from latbench.sweeping.sweep import FINISHED
 from latbench.tables import table as tables
 from latbench.workloads.points import Point

@@ -17,14 +17,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cost_models.boosted import Boosted
-from cost_models.errors import BadModel
-from cost_models.hybrid import Hybrid
-from cost_models.lookup import AnchoredLookup
-from cost_models.roofline import Roofline
-from cost_models.rows import read_training_rows
-from cost_models.transfer import Transfer
-from cost_models.validation import CostModel, Figures
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.estimators.boosted import Boosted
+from cost_models.estimators.hybrid import Hybrid
+from cost_models.estimators.roofline import Roofline
+from cost_models.estimators.transfer import Transfer
+from cost_models.evaluation.held_out_errors import CostModel, Figures
+from cost_models.refusals import BadModel
+from cost_models.rows.row_keys import read_training_rows
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, UsageError
 from latbench.tables import table as tables

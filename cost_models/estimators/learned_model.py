@@ -17,11 +17,11 @@ import pandas as pd
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from cost_models import frontier
-from cost_models.conformal import quantile
-from cost_models.errors import BadRows, MixedModes, Unanchored
-from cost_models.features import SIZES, Encoder, with_structure
-from cost_models.rows import Array, checked, describe, keys, shape_groups, sparsities, split_by_shape
+from cost_models.features import measured_ranges as frontier
+from cost_models.features.layer_work import SIZES, Encoder, with_structure
+from cost_models.refusals import BadRows, MixedModes, Unanchored
+from cost_models.rows.row_keys import Array, checked, describe, keys, shape_groups, sparsities, split_by_shape
+from cost_models.uncertainty.conformal import quantile
 
 MODE = ("device", "backend", "dtype_w", "dtype_a", "dtype_out", "context", "cache_mode", "launch_mode")
 

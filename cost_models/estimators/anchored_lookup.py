@@ -26,10 +26,10 @@ from scipy.interpolate import PchipInterpolator
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from cost_models.conformal import quantile, scatter
-from cost_models.errors import Unanchored, Uncalibrated
-from cost_models.noise import deviations
-from cost_models.rows import CURVE, Array, checked, describe, keys, sparsities
+from cost_models.refusals import Unanchored, Uncalibrated
+from cost_models.rows.row_keys import CURVE, Array, checked, describe, keys, sparsities
+from cost_models.uncertainty.conformal import quantile, scatter
+from cost_models.uncertainty.timing_noise import deviations
 
 # Curves without a single wiggle would make every interval empty: no clock is that good.
 _LEAST_ERROR = 1e-6
@@ -90,7 +90,7 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
         """Take the rows of X (key columns, one row a point) with y seconds as anchors.
 
-        Equal keys are averaged. The noise of each time is as `cost_models.noise` has it. Raises ValueError for times
+        Equal keys are averaged. The noise of each time is as `cost_models.uncertainty.timing_noise` has it. Raises ValueError for times
         that are not positive and finite.
         """
         log_seconds = np.log(checked(X, y))

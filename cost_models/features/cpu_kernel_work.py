@@ -2,7 +2,7 @@
 
 All from the columns of a row, for vectors of 16 floats (AVX-512), of 4 or 8 where tokens are as few; narrower units
 do more of the same. Each amount but the call is divided by the threads, and takes so many seconds a unit, which a
-table tells (`cost_models.work`):
+table tells (`cost_models.features.work_terms`):
 
     call
     multiplications of each format, of all lanes: vectors that positions (tokens, pixels) do not fill, tiles of two
@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.features import SIZES, Physics, Structure
-from cost_models.rows import Array, sparsities
+from cost_models.features.layer_work import SIZES, Physics, Structure
+from cost_models.rows.row_keys import Array, sparsities
 
 Mask = npt.NDArray[np.bool_]
 

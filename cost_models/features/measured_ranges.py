@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.conformal import quantile, scatter
-from cost_models.errors import Uncalibrated
-from cost_models.features import SIZES, Physics, with_structure
-from cost_models.rows import Array, shape_groups, sparsities
+from cost_models.features.layer_work import SIZES, Physics, with_structure
+from cost_models.refusals import Uncalibrated
+from cost_models.rows.row_keys import Array, shape_groups, sparsities
+from cost_models.uncertainty.conformal import quantile, scatter
 
 SIDES = ("smallest", "largest")
 RINGS = 3
