@@ -1,23 +1,23 @@
-"""What a cost model refuses, in one sentence; the command line prints it and exits with the code of bad data."""
+"""Errors that cost models raise. The command line prints their one sentence and exits with the code for bad data."""
 
 from latbench.errors import BadData
 
 
 class Unanchored(BadData, ValueError):
-    """Nothing that was measured anchors this prediction."""
+    """No measurement supports this prediction: its shape, kernel or sparsity lies outside the training rows."""
 
 
 class Uncalibrated(BadData, ValueError):
-    """Too little was measured to say how wrong a prediction may be."""
+    """Too few measurements to calibrate a prediction interval."""
 
 
 class MixedModes(BadData, ValueError):
-    """Rows that must not share one model: another device, backend or way of measuring."""
+    """Rows of several devices, backends, dtypes or ways of measuring, which cannot share one model."""
 
 
 class BadRows(BadData, ValueError):
-    """Rows that say nothing a model could learn from or predict."""
+    """Rows without the columns or values that a cost model needs."""
 
 
 class BadModel(BadData, ValueError):
-    """A model file is missing, foreign, of another version or of another table."""
+    """A model file that is missing, malformed, of another version or fitted to another table."""

@@ -1,10 +1,7 @@
-"""Measured curves where there are some, a learned model elsewhere.
+"""Measured curves where there are some, and boosted trees elsewhere.
 
-A curve that was measured is interpolated over its sparsity (`AnchoredLookup`), with that model's intervals; any other
-shape, pattern or sparsity is predicted by `Boosted`, with its own, wider ones. A row on no measured curve and unlike
-all that was learned is refused.
-
-What it does not know: what either of them does not.
+A measured curve is interpolated over its sparsity (`AnchoredLookup`), with that model's intervals. Any other shape,
+pattern or sparsity is predicted by `Boosted`, with its wider intervals. A row that neither covers is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +17,27 @@ from sklearn.utils.validation import check_is_fitted
 
 from cost_models.estimators.anchored_lookup import AnchoredLookup
 from cost_models.estimators.boosted import Boosted
-from cost_models.rows.row_keys import Array
+from cost_models.rows.row_keys import FloatArray, RowMask
 
 
 class Hybrid(RegressorMixin, BaseEstimator):
-    """A look-up of measured curves and boosted trees for the rest, one model a device, backend and way of measuring.
+    """A look-up of measured curves and boosted trees for the rest, for one device, backend and way of measuring.
 
-    Parameters: allow_extrapolation, whether what neither covers is predicted by the learned model instead of refused;
-    max_iter of the trees; random_state, a whole number.
+    Parameters
+    ----------
+    max_iter : int
+        Number of trees.
+    allow_extrapolation : bool
+        Whether the trees predict rows that neither model covers; otherwise these are refused.
+    random_state : int
+        Seed of the trees and of their folds.
 
-    Fitted: lookup_ and learned_.
+    Attributes
+    ----------
+    lookup_ : AnchoredLookup
+        The model of measured curves.
+    learned_ : Boosted
+        The model of all other rows.
     """
 
     def __init__(self, max_iter: int = 150, allow_extrapolation: bool = False, random_state: int = 0) -> None:
@@ -38,23 +46,40 @@ class Hybrid(RegressorMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
-        """Learn from the rows of X (key columns, one row a point) with y seconds. Raises as `Boosted.fit`."""
+        """Fit both models to X (rows, columns) with y (rows,) in seconds. Parameters and errors as `Boosted.fit`."""
         self.learned_ = Boosted(max_iter=self.max_iter, random_state=self.random_state).fit(X, y)
         self.lookup_ = AnchoredLookup().fit(X, y)
         return self
 
-    def predict(self, X: pd.DataFrame) -> Array:
-        """Seconds of every row of X, (rows,). Raises Unanchored for a row that neither model covers."""
+    def predict(self, X: pd.DataFrame) -> FloatArray:
+        """Predict the seconds of every row of X, (rows,). Raises Unanchored for a row that neither model covers."""
         measured, learned = self._split(X)
         seconds = np.empty(len(X))
         seconds[measured] = self.lookup_.predict(X[measured])
         seconds[~measured] = learned.predict(X[~measured])
         return seconds
 
-    def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[Array, Array]:
-        """Seconds (low, high) of every row that hold its time with probability `coverage`, as the two models say it.
+    def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[FloatArray, FloatArray]:
+        """Predict an interval for the time of every row of X, by the model that predicts the row.
 
-        Raises Unanchored as `predict`, and Uncalibrated where too little was measured for the model that a row needs.
+        Parameters
+        ----------
+        X : DataFrame of shape (rows, columns)
+            Columns of `latbench.tables.table.KEY`, one row a point.
+        coverage : float
+            Probability that the interval holds the time, in (0, 1).
+
+        Returns
+        -------
+        low, high : ndarray of shape (rows,)
+            Seconds.
+
+        Raises
+        ------
+        Unanchored
+            Neither model covers a row.
+        Uncalibrated
+            Too little was measured for the model that a row needs.
         """
         measured, learned = self._split(X)
         low, high = np.empty(len(X)), np.empty(len(X))
@@ -64,19 +89,19 @@ class Hybrid(RegressorMixin, BaseEstimator):
             low[~measured], high[~measured] = learned.predict_interval(X[~measured], coverage)
         return low, high
 
-    def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
-        """Whether each row of X, (rows,), lies on a measured curve or is like those that were learned from."""
+    def covers(self, X: pd.DataFrame) -> RowMask:
+        """Return whether each row of X, (rows,), is predicted without `allow_extrapolation`."""
         check_is_fitted(self)
-        covered: npt.NDArray[np.bool_] = self.lookup_.covers(X) | self.learned_.covers(X)
+        covered: RowMask = self.lookup_.covers(X) | self.learned_.covers(X)
         return covered
 
-    def octaves_outside(self, X: pd.DataFrame) -> dict[str, Array]:
-        """How far every row lies outside what was learned from, as `Learned.octaves_outside`."""
+    def octaves_outside(self, X: pd.DataFrame) -> dict[str, FloatArray]:
+        """Return by how many octaves every row exceeds the measured ranges (`LearnedModel.octaves_outside`)."""
         check_is_fitted(self)
         return self.learned_.octaves_outside(X)
 
-    def _split(self, X: pd.DataFrame) -> tuple[npt.NDArray[np.bool_], Boosted]:
-        """(rows,) whether a measured curve anchors a row, and the model for the others."""
+    def _split(self, X: pd.DataFrame) -> tuple[RowMask, Boosted]:
+        """Return whether a measured curve covers each row, (rows,), and the model for the other rows."""
         check_is_fitted(self)
         learned = copy(self.learned_).set_params(allow_extrapolation=self.allow_extrapolation)
         return self.lookup_.covers(X), learned

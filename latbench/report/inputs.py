@@ -123,9 +123,9 @@ def read(
 
 
 def _model(path: Path) -> ModelFile:
-    from cost_models import model_file as storage
+    import cost_models
 
-    return storage.read(path)
+    return cost_models.read(path)
 
 
 def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:

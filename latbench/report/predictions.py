@@ -36,10 +36,11 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     from sklearn.base import clone
 
     from cost_models import AnchoredLookup, Transfer
-    from cost_models.evaluation.held_out_errors import by_sparsity
-    from cost_models.rows.row_keys import shape_groups, split_by_shape, training_rows
+    from cost_models.evaluation.held_out_errors import split_by_sparsity
+    from cost_models.rows.shape_groups import group_by_shape, split_by_shape
+    from cost_models.rows.training_rows import select_training_rows
 
-    X, y = training_rows(table, model.where)
+    X, y = select_training_rows(table, model.where)
     asked = X[["m", "k", "n"]].notna().all(axis=1).to_numpy()
     others = np.zeros(len(X), bool)  # that a transfer learns from, and does not predict
     if isinstance(model.estimator, Transfer):
@@ -47,10 +48,10 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     some = _whole_shapes(X, asked & ~others) | _whole_shapes(X, others)
     X, y, others = data.plain(X[some]).reset_index(drop=True), y[some], others[some]
     if isinstance(model.estimator, AnchoredLookup):
-        masks, held_out = list(by_sparsity(X)), SPARSITIES
+        masks, held_out = list(split_by_sparsity(X)), SPARSITIES
     else:
         masks, held_out = [], SHAPES
-        if not others.all() and (shapes := shape_groups(X[~others])).max():
+        if not others.all() and (shapes := group_by_shape(X[~others])).max():
             masks = [np.zeros(len(X), bool)]
             masks[0][~others] = split_by_shape(shapes, FOLDS, 0) == 0
     parts = [_predicted(clone(model.estimator), X, y, mask) for mask in masks if mask.any() and not mask.all()]
@@ -61,11 +62,11 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
 def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
     """Which of the rows `among` (mask) belong to shapes, drawn at random, of no more than ROWS rows together."""
-    from cost_models.rows.row_keys import shape_groups
+    from cost_models.rows.shape_groups import group_by_shape
 
     if among.sum() <= ROWS:
         return among
-    shapes = shape_groups(X[among])
+    shapes = group_by_shape(X[among])
     order = np.random.default_rng(0).permutation(shapes.max() + 1)
     sizes = np.bincount(shapes)[order]
     kept = order[: max(2, int(np.searchsorted(np.cumsum(sizes), ROWS)))]

@@ -87,7 +87,7 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
     device, of another version or with other shapes for the same layers, which a key does not tell apart, or with
     other times for a point that is there.
     """
-    from cost_models.rows.row_keys import describe
+    from cost_models.rows.row_keys import describe_point
     from latbench.errors import UsageError
     from latbench.tables import table as tables
 
@@ -120,8 +120,8 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
             fresh.append(row)
         elif list(row["samples_seconds"]) not in known:
             raise UsageError(
-                f"{output} holds other times of {describe(row)} than this file: the same points timed again, or a "
-                "corrected file; give another folder"
+                f"{output} holds other times of {describe_point(row)} than this file: the same points timed again, "
+                "or a corrected file; give another folder"
             )
     return fresh
 

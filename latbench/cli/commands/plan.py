@@ -41,7 +41,7 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
-    from cost_models import Adaptive
+    from cost_models import AdaptivePlanner
     from latbench.backends import available
     from latbench.errors import UsageError
     from latbench.machines import devices
@@ -79,7 +79,7 @@ def plan(
                 device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
             )
             points = [point for block in blocks for point in block]
-        return Adaptive(points).anchors if adaptive else points
+        return AdaptivePlanner(points).anchors if adaptive else points
 
     def in_seconds(points: list[planning.Point]) -> float:
         return sessions * once(points)  # most of the time goes into preparing

@@ -111,7 +111,7 @@ def predict(
 def _flag(model: CostModel, query: pd.DataFrame) -> None:
     """Say that a prediction is an extrapolation, and in what."""
     from cost_models import AnchoredLookup, Hybrid
-    from cost_models.features import measured_ranges as frontier
+    from cost_models.features.measured_ranges import find_furthest
 
     if isinstance(model, AnchoredLookup):
         outside = "" if model.covers(query)[0] else "this sparsity lies outside the measured range"
@@ -119,7 +119,7 @@ def _flag(model: CostModel, query: pd.DataFrame) -> None:
         outside = ""
     else:
         learned = model.learned_ if isinstance(model, Hybrid) else model
-        [(name, octaves)] = frontier.furthest(query, learned.ranges_)
+        [(name, octaves)] = find_furthest(query, learned.ranges_)
         outside = f"{name} is {octaves:.1f} octaves outside the measured range" if octaves > 0 else ""
     if outside:
         typer.echo(f"latbench: extrapolated: {outside}; measure it", err=True)
@@ -173,7 +173,7 @@ def _pair(name: str, text: str) -> tuple[int, int]:
 
 def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """The columns of `where` with the values that measured rows have for these texts. UsageError where none has."""
-    from cost_models.rows.row_keys import plain
+    from cost_models.rows.row_keys import normalize_key_value
     from latbench.errors import UsageError
     from latbench.tables import table as tables
 
@@ -181,7 +181,7 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     for name, text in where.items():
         if name not in (known := [field.name for field in tables.KEY]):
             raise UsageError(f"--where {name}: points are not told apart by it, only by {', '.join(known)}")
-        values = {str(plain(value)): value for value in measured[name].dropna().unique()}
+        values = {str(normalize_key_value(value)): value for value in measured[name].dropna().unique()}
         if text not in values:
             raise UsageError(f"--where {name}={text}: nothing measured is so, only {', '.join(sorted(values))}")
         found[name] = values[text]

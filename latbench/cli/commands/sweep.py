@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.table import Table
 
-    from cost_models import Adaptive
+    from cost_models import AdaptivePlanner
     from latbench.cli.commands.progress import Tell
     from latbench.sweeping.gpu_machine import GpuMachine
     from latbench.sweeping.sweep import Progress, Summary
@@ -387,10 +387,10 @@ def _run(
     _measure(folder, points, target, how, blocks)
 
 
-def _chooser(points: Sequence[Point]) -> Adaptive:
-    from cost_models import Adaptive
+def _chooser(points: Sequence[Point]) -> AdaptivePlanner:
+    from cost_models import AdaptivePlanner
 
-    return Adaptive(points)
+    return AdaptivePlanner(points)
 
 
 def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, where: str = "here") -> list[str]:
@@ -507,7 +507,7 @@ def _measure(
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and chooser is not None and frame is not None:
         spent = time.monotonic() - began >= how.time_budget
-        stopped = None if spent and chooser.anchored(frame) else stopped
+        stopped = None if spent and chooser.has_all_anchors(frame) else stopped
     if how.as_json:
         document = _document(folder, target.device, summary, frame, time.monotonic() - began)
         typer.echo(json.dumps({**document, "complete": stopped is None}, indent=2))
