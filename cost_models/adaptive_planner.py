@@ -18,8 +18,8 @@ from cost_models.estimators.anchored_lookup import AnchoredLookup
 from cost_models.refusals import Uncalibrated
 from cost_models.rows.row_keys import CURVE, KEY, extract_keys, extract_sparsities
 from cost_models.rows.training_rows import select_training_rows
-from latbench.sweeping.sweep import FINISHED
-from latbench.tables import table as tables
+from latbench.tables.schema import FINISHED, TIMED
+from latbench.tables.table import select_timed
 from latbench.workloads.points import Point
 
 ANCHORS = 6
@@ -112,7 +112,7 @@ class AdaptivePlanner:
 
 def _predict_intervals(points: Sequence[Point], table: pd.DataFrame) -> list[tuple[Point, float, float]]:
     """Return the points between measured ones of their curve, each with an interval of its seconds."""
-    if not table["status"].isin(tables.TIMED).any():
+    if not table["status"].isin(TIMED).any():
         return []
     X, seconds = select_training_rows(table)
     measured: dict[tuple[Hashable, ...], list[float]] = {}
@@ -147,7 +147,7 @@ def _get_values(row: dict[str, Hashable], names: Sequence[str]) -> tuple[Hashabl
 
 def _find_fastest_dense(table: pd.DataFrame) -> dict[tuple[Hashable, ...], float]:
     """Return the least seconds of a dense layer of each shape."""
-    rows = tables.timed(table)
+    rows = select_timed(table)
     dense = rows[rows["pattern"] == "dense"]
     fastest: dict[tuple[Hashable, ...], float] = {}
     for shape, seconds in zip(extract_keys(dense, _SHAPE), dense["median_seconds"], strict=True):

@@ -27,8 +27,8 @@ from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, UsageError
-from latbench.tables import table as tables
 from latbench.tables.storage import Place
+from latbench.tables.table import hash_table
 
 VERSION = 4  # also rises if the same settings give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # whose versions affect a fit
@@ -84,7 +84,7 @@ def save(
     model : CostModel
         The model, fitted to the training rows of the table.
     table_hash : str
-        Hash of the table, as `latbench.tables.table.table_hash` returns it.
+        Hash of the table, as `latbench.tables.table.hash_table` returns it.
     where : mapping of str to str, optional
         Filter of the training rows, as of `select_training_rows`.
     validation : mapping of str to mapping, optional
@@ -197,7 +197,7 @@ def load(path: str | Path, table: str | Place) -> CostModel:
     BadData
         There is no such table.
     """
-    saved, found = read(path), tables.table_hash(table)
+    saved, found = read(path), hash_table(table)
     if saved.table_hash != found:
         raise BadModel(
             f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "

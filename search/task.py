@@ -8,7 +8,7 @@ A user writes an object or a module with these members (batches are whatever `lo
     loss(model, batch) -> torch.Tensor     a scalar
     score(model) -> float                  on held-out data, higher is better
     train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
-    limits: dict                           optional: tied, fixed, excluded layers and more, as in `search.limits`
+    limits: dict                           optional: tied, fixed, excluded layers: `search.problem.limits`
     excluded: tuple[str, ...]              optional: the limits' `excluded`, where there is no more to say
     name, score_name: str                  optional: how reports call them
 
@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from latbench.base.files import sha256
 from latbench.errors import BadData, UsageError
-from search import limits
-from search.limits import Limits
+from search.problem.limits import Limits, parse_limits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,8 +155,8 @@ def load(reference: str) -> Task:
 def _limits(implementation: Any, reference: str) -> Limits:
     """What the task says of its layers, `excluded` with the rest."""
     excluded = {"excluded": getattr(implementation, "excluded", ())}
-    own = limits.of(getattr(implementation, "limits", {}), f"task {reference}: limits")
-    return limits.of(excluded, f"task {reference}") + own
+    own = parse_limits(getattr(implementation, "limits", {}), f"task {reference}: limits")
+    return parse_limits(excluded, f"task {reference}") + own
 
 
 def bundled() -> list[str]:

@@ -1,9 +1,14 @@
-"""What every test may use: a generator seeded from the test's own name, the folder of real data, a Ray cluster."""
+"""What every test may use: a generator seeded from the test's own name, the folder of real data, a Ray cluster.
+
+The folders in HELPERS hold modules that tests share. A test imports such a module by its plain name, as in
+`import gpu_fakes`. A process that a test starts gets the module's `__file__`, or takes over `sys.path` as workers do.
+"""
 
 import functools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -12,6 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+HELPERS = (
+    "latbench/fakes", "sparse_kernels/cases", "sparse_kernels/cuda", "sparse_kernels/cuda/emulator",
+    "sparse_kernels/cuda/mutations",
+)  # fmt: skip
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in HELPERS]
 
 # A shell's background jobs, and nohup's, ignore these, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

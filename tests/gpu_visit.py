@@ -28,7 +28,7 @@ FIRST_SECONDS, SECOND_SECONDS = 560.0, 200.0
 DEVICE = "nvidia-h200"  # of the rehearsal
 LATBENCH = [sys.executable, "-P", "-m", "latbench.cli.main"]
 SESSION = [sys.executable, "-P", "-m", "latbench.cli.gpu_session"]
-FAKE_SESSION = [sys.executable, "-P", str(ROOT / "tests" / "latbench" / "fake_session.py")]
+FAKE_SESSION = [sys.executable, "-P", str(ROOT / "tests" / "latbench" / "fakes" / "fake_session.py")]
 
 
 def run(*command: object) -> None:
@@ -46,17 +46,17 @@ def run(*command: object) -> None:
 def compile_cubins(architectures: Sequence[str]) -> None:
     """Compile every kernel for these architectures, so that no second of the visit goes into it."""
     chosen = [word for name in architectures for word in ("--architecture", name)]
-    run(sys.executable, ROOT / "tests" / "cuda" / "gate.py", *chosen, "--folder", BUILD / "cubins")
+    run(sys.executable, ROOT / "tests" / "sparse_kernels" / "cuda" / "gate.py", *chosen, "--folder", BUILD / "cubins")
 
 
 def keep(out: Path, measured: Path) -> Path:
     """Add the table in `out` to the one of its device; return that one's folder. Rows that both have count once."""
     sys.path.insert(0, str(ROOT))
     from latbench.errors import LatbenchError
-    from latbench.tables import table as tables
+    from latbench.tables.table import read_table
 
     try:
-        devices = set(tables.read(out, ["device"])["device"])
+        devices = set(read_table(out, ["device"])["device"])
     except LatbenchError as error:
         raise SystemExit(f"gpu_visit: {error}") from error
     if len(devices) != 1:

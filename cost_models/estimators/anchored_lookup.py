@@ -126,8 +126,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point; the noise of each time comes from its other
-            columns (`cost_models.uncertainty.timing_noise`).
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point; the noise of each time comes from its
+            other columns (`cost_models.uncertainty.timing_noise`).
         y : array_like of shape (rows,)
             Measured seconds.
 
@@ -213,7 +213,7 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
 
         Returns
         -------
@@ -241,7 +241,7 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
         coverage : float
             Probability that the interval holds the time, in (0, 1).
 

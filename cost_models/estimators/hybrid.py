@@ -65,7 +65,7 @@ class Hybrid(RegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
         coverage : float
             Probability that the interval holds the time, in (0, 1).
 

@@ -2,7 +2,7 @@
 
 A subclass fits a predictor; this class holds whole shapes out to calibrate it. Inside the measured range, intervals
 come from shapes that are held out at random. Beyond it, they come from the smallest or the largest shapes, predicted
-from the others, and grow with the distance as the errors did there (`cost_models.uncertainty.edge_calibration`).
+from the others (`cost_models.uncertainty.edge_calibration`). They grow with the distance as the errors did there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LearnedModel(RegressorMixin, BaseEstimator, ABC):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
         y : array_like of shape (rows,)
             Measured seconds.
 
@@ -142,7 +142,7 @@ class LearnedModel(RegressorMixin, BaseEstimator, ABC):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
 
         Returns
         -------
@@ -167,7 +167,7 @@ class LearnedModel(RegressorMixin, BaseEstimator, ABC):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
         coverage : float
             Probability that the interval holds a measurement of a new shape, in (0, 1).
 

@@ -92,7 +92,7 @@ class Transfer(LearnedModel):
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
-            Columns of `latbench.tables.table.KEY`, one row a point.
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
         y : array_like of shape (rows,)
             Measured seconds.
 

@@ -62,7 +62,7 @@ def evaluate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
     estimator : CostModel
         The model, fitted to (X, y).
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`, one row a point.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
     y : array_like of shape (rows,)
         Measured seconds.
     coverage : float
@@ -110,7 +110,7 @@ def evaluate_held_out(
     estimator : LearnedModel
         Settings of the model; it need not be fitted.
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`, one row a point.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
     y : array_like of shape (rows,)
         Measured seconds.
     held_out : mapping of str to sequence of ndarray of bool, shape (rows,)

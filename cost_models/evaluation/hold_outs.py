@@ -24,7 +24,7 @@ def build_hold_outs(X: pd.DataFrame, random_state: int = 0) -> dict[str, list[Ro
     Parameters
     ----------
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`, one row a point.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
     random_state : int
         Seed of the folds of random shapes.
 

@@ -19,8 +19,8 @@ The terms were chosen on two tables of an AMD EPYC of family 26, with shapes hel
 tables of another CPU their sums are 14% off for five shapes of a ResNet20, where a plain roofline is 25% off. For
 three linear shapes both are 18% off.
 
-Not modelled: cache lines that another core has just written; threads that wait for each other; small batches, where
-each thread packs all of x; and the choice of a matrix unit (`sparse_kernels.cpu.kernels.amx_linear`, `amx_conv2d`).
+Not modelled are cache lines that another core has just written, threads that wait for each other, and small batches,
+where each thread packs all of x. Nor is the choice of a matrix unit (`sparse_kernels.cpu.kernels.amx_linear`).
 Terms for matrix units were tried. They brought unseen shapes no nearer: trees on 29 shapes learn as much.
 """
 
@@ -90,10 +90,9 @@ def vectorizes_outputs(X: pd.DataFrame) -> RowMask:
     """Return whether each row, (rows,), is a token-major linear layer that runs with its outputs along the vector.
 
     This is the choice of `sparse_kernels.cpu.plans.linear` for a CPU whose vector unit works in halves (Zen 4).
-    Groups of rows must fill vectors. Tokens run along the vector instead if there are many of them and either a group
-    fills one vector only, or the rows are permuted and x has no long rows. For few tokens half a filled vector is
-    enough. A vector unit of full width (Zen 5) runs fewer permuted layers this way. Modelling that did not bring its
-    unseen shapes nearer.
+    Groups of rows must fill vectors. Many tokens run along the vector instead if a group fills only one vector. The
+    same holds for permuted rows if x has no long rows. For few tokens half a filled vector is enough. A vector unit
+    of full width (Zen 5) runs fewer permuted layers this way. Modelling that did not bring its unseen shapes nearer.
     """
     m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
     structure = PatternStructure.from_rows(X)

@@ -29,7 +29,7 @@ def select_outer_fifths(X: pd.DataFrame, count: int = 1) -> dict[str, RowMask]:
     Parameters
     ----------
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`.
     count : int
         How many fifths of the shapes each side holds.
 

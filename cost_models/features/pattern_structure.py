@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from latbench.tables import table as tables
+from latbench.tables.layer_columns import derive_pattern_columns
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def add_structure(X: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def _parse_structure(pattern: str) -> tuple[str, int, int]:
-    columns = tables.structure(pattern)
+    columns = derive_pattern_columns(pattern)
     return columns["format"], columns["block_h"] or columns["v"] or 1, columns["block_w"] or columns["nm_m"] or 1

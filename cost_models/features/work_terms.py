@@ -45,7 +45,7 @@ def count_work(X: pd.DataFrame, form: str, formats: Sequence[str]) -> FloatArray
     Parameters
     ----------
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`.
     form : str
         One of FORMS, or OWN_KERNELS.
     formats : sequence of str

@@ -1,6 +1,6 @@
 """The key of a table's row: which columns identify a point, a curve and a layer shape.
 
-X is a pandas frame with the columns of `latbench.tables.table.KEY`, one row a point; more columns are allowed.
+X is a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point, and maybe others.
 A curve holds the points that differ only in sparsity: one layer shape, pattern, kernel, device and way of measuring.
 """
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from cost_models.refusals import BadRows
-from latbench.tables import table as tables
+from latbench.tables.schema import KEY_COLUMNS
 
-KEY = [field.name for field in tables.KEY]
+KEY = [field.name for field in KEY_COLUMNS]
 """The columns that identify a point."""
 
 CURVE = [name for name in KEY if name != "sparsity_target"]

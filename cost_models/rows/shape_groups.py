@@ -20,7 +20,7 @@ def group_by_shape(X: pd.DataFrame) -> Groups:
     Parameters
     ----------
     X : DataFrame of shape (rows, columns)
-        Columns of `latbench.tables.table.KEY`.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`.
 
     Returns
     -------

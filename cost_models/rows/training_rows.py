@@ -12,9 +12,11 @@ import pyarrow.compute as pc
 
 from cost_models.rows.row_keys import KEY, FloatArray, normalize_key_value
 from latbench.errors import BadData, UsageError
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables.latest_rows import read_latest
+from latbench.tables.layer_columns import check_layers
+from latbench.tables.schema import TIMED
 from latbench.tables.storage import Place
+from latbench.tables.table import select_timed
 
 Where = Mapping[str, str]
 """A filter of rows: the required value, as text, of some columns of KEY or of backend_version."""
@@ -31,7 +33,7 @@ def select_training_rows(table: pd.DataFrame, where: Where | None = None) -> tup
     Parameters
     ----------
     table : DataFrame
-        A table as `latbench.tables.table.read` returns it.
+        A table as `latbench.tables.table.read_table` returns it.
     where : mapping of str to str, optional
         Required values by column, as text, such as {"backend": "numba"}.
 
@@ -54,7 +56,7 @@ def select_training_rows(table: pd.DataFrame, where: Where | None = None) -> tup
     for name, text in where.items():
         matching = [value for value in table[name].unique() if str(normalize_key_value(value)) == text]
         layers &= table[name].isin(matching)
-    rows = _check_rows(tables.timed(table[layers]), where)
+    rows = _check_rows(select_timed(table[layers]), where)
     return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
 
@@ -87,12 +89,12 @@ def read_training_rows(table: str | Place, where: Where | None = None) -> tuple[
     def is_training_row(piece: pa.Table) -> pa.Array:
         # Published tables may lack the operation: such rows are layers.
         layer = pc.and_(pc.not_equal(piece["op"], "model").fill_null(True), pc.not_equal(piece["purpose"], "verify"))
-        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
+        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(TIMED)))
         for name, text in where.items():
             mask = pc.and_(mask, pc.equal(pc.cast(piece[name], pa.string()), text).fill_null(False))
         return mask
 
-    rows = latest.frame(table, COLUMNS, per=["point_id"], useful=is_training_row, looked_at=["op", "purpose", *where])
+    rows = read_latest(table, COLUMNS, per=["point_id"], useful=is_training_row, looked_at=["op", "purpose", *where])
     return _check_rows(rows, where), rows["median_seconds"].to_numpy(np.float64)
 
 
@@ -102,7 +104,9 @@ def check_seconds(X: pd.DataFrame, y: npt.ArrayLike) -> FloatArray:
     Raises ValueError unless it holds one positive finite time for each row of X, and TypeError if X is no frame.
     """
     if not isinstance(X, pd.DataFrame):
-        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.table.KEY`, one row a point")
+        raise TypeError(
+            "X must be a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point"
+        )
     seconds = np.asarray(y, dtype=np.float64)
     if seconds.shape != (len(X),) or seconds.size == 0:
         raise ValueError(
@@ -127,5 +131,5 @@ def _check_rows(rows: pd.DataFrame, where: Where) -> pd.DataFrame:
         raise BadData(
             f"the table holds no valid time of a layer{f' with {condition}' if condition else ''}; sweep one first"
         )
-    tables.refuse_nonsense(rows)
+    check_layers(rows)
     return rows

@@ -57,7 +57,10 @@ from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine, repository_on_path
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.sweeping.publisher import Publisher
-from latbench.tables import table as tables
+from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.sweep_machine import SweepMachine
+from latbench.tables.table import has_rows, list_environments, read_arrow_table, read_batches, read_table
+from latbench.tables.writer import format_parquet, write_environment, write_part
 from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
 
@@ -149,9 +152,9 @@ def resume(sources: Sequence[Path], folder: Path, device: str) -> int:
     """
     seen: set[tuple[Any, ...]] = set()
     for source in sources:
-        if not source.is_dir() or not tables.holds_rows(source):
+        if not source.is_dir() or not has_rows(source):
             continue
-        rows = [row for batch in tables.batches(source) for row in batch.to_pylist()]
+        rows = [row for batch in read_batches(source) for row in batch.to_pylist()]
         if others := {row["device"] for row in rows} - {device}:
             raise UsageError(
                 f"{source} has a table of {', '.join(sorted(others))}, and this machine has {device}: name another "
@@ -160,9 +163,9 @@ def resume(sources: Sequence[Path], folder: Path, device: str) -> int:
         fresh = [row for row in rows if (row["point_id"], row["started_at"]) not in seen]
         seen |= {(row["point_id"], row["started_at"]) for row in fresh}
         if fresh:
-            tables.write_part(folder, fresh)
-        for environment in tables.environment_rows(source):
-            tables.write_environment(folder, environment)
+            write_part(folder, fresh)
+        for environment in list_environments(source):
+            write_environment(folder, environment)
     return len(seen)
 
 
@@ -173,10 +176,10 @@ def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Se
     """
     if not any(folder.glob("part-*.parquet")):
         return
-    files.write_bytes_atomically(out / "table.parquet", tables.to_parquet(tables.load(folder)))
-    for row in tables.environment_rows(folder):
-        tables.write_environment(out, row)
-    files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, list(remarks)))
+    files.write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
+    for row in list_environments(folder):
+        write_environment(out, row)
+    files.write_text_atomically(out / "summary.txt", summary.text(read_table(folder), environment, list(remarks)))
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class SmokeFailed(Exception):
 
 
 def measure(
-    machine: sweep.Machine,
+    machine: SweepMachine,
     blocks: Sequence[Sequence[Point]],
     out: Path,
     *,
@@ -214,7 +217,7 @@ def measure(
     remarks: Sequence[str] = (),
     smoke_points: Sequence[Point] = (),
     sources: Sequence[Path] = (),
-    settings: sweep.Settings = SETTINGS,
+    settings: SweepSettings = SETTINGS,
     watch: Stopwatch | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Swept:
@@ -252,7 +255,7 @@ def measure(
             said = [each.verdict for each in judged]
             publish(folder, out, environment, [*notes, *said, str(watch), *watch.laps[:MOST_LAPS]])
 
-        def report(now: sweep.Progress) -> None:
+        def report(now: Progress) -> None:
             watch.turn_to(now.activity.partition(":")[0])
 
         late: Incomplete | None = None
@@ -272,12 +275,12 @@ def measure(
                     folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
                     report=report, saved=saved, expected=wanted, chances_last=True,
                 )  # fmt: skip
-            except sweep.Stopped as error:
+            except SweepStopped as error:
                 interrupted = error.interrupted
                 late = _unfinished("interrupted" if interrupted else "the time is over", out, machine.device)
             except SmokeFailed:
                 pass
-        table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
+        table = read_table(folder) if any(folder.glob("part-*.parquet")) else None
         if table is None and not interrupted:
             late = Incomplete("the time was over before anything was measured: give it more --seconds")
         return Swept(table, late, judged[0] if judged else None, interrupted)
@@ -332,7 +335,7 @@ def main(given: Sequence[str] | None = None) -> None:
         )
     out: Path = asked.out
     gpu = nvml.only_gpu()
-    if asked.table is not None and not (asked.table.is_dir() and tables.holds_rows(asked.table)):
+    if asked.table is not None and not (asked.table.is_dir() and has_rows(asked.table)):
         raise UsageError(f"--table {asked.table} has no table: name a folder with the parts of one")
     repository_on_path()
     log = Log(out)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from latbench.errors import BadData, UsageError
 from latbench.machines.devices import slug
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
 from sparse_kernels.shapes import Conv2dShape
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def read(
                 whole = {**_DENSE, **row}
                 for name, values in found.items():
                     values.add(str(row.get(name)))
-                kept = merged.setdefault(tables.point_id(whole), whole | {"samples_seconds": []})
+                kept = merged.setdefault(hash_key(whole), whole | {"samples_seconds": []})
                 kept["samples_seconds"].append(_seconds(milliseconds))
         except LeftOut as reason:
             left_out[str(reason)] += 1

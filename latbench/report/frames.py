@@ -17,7 +17,9 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.tables import table as tables
+from latbench.tables.layer_columns import check_layers
+from latbench.tables.schema import TIMED
+from latbench.tables.table import select_timed
 
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
@@ -46,7 +48,7 @@ def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 def timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The table rows that hold a time, one a point; noisy (bool) is added."""
-    return tables.timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
+    return select_timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
 
 
 def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFrame:
@@ -59,7 +61,7 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     Raises BadData for rows of what cannot be a layer.
     """
     rows = timed_rows(layer_rows(table))
-    tables.refuse_nonsense(rows)
+    check_layers(rows)
     rows = with_rivals(rows)
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
@@ -320,7 +322,7 @@ def statuses(table: pd.DataFrame) -> pd.DataFrame:
 def failures(table: pd.DataFrame) -> pd.DataFrame:
     """The layer rows with no time to use, by reason, most frequent first: backend, pattern, status, reason, rows."""
     rows = layer_rows(table)
-    rows = rows[~rows["status"].isin(tables.TIMED)]
+    rows = rows[~rows["status"].isin(TIMED)]
     reason = _said(rows, "error").fillna(_said(rows, "flags")).fillna("no reason recorded").rename("reason")
     by = [*(_text(rows, name) for name in ("backend", "pattern", "status")), reason]
     grouped = rows.groupby(by, dropna=False).size()

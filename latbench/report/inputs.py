@@ -16,20 +16,21 @@ from latbench.base import files
 from latbench.errors import BadData, UsageError
 from latbench.report import accuracy as results
 from latbench.report import trade_off
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables.latest_rows import accept_every_row, read_latest
+from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
+from latbench.tables.table import hash_table, read_environments
 from latbench.workloads import workload as workloads
-from search import profile as profiles
-from search.profile import Profile
+from search.artifacts import profile as profiles
+from search.artifacts.profile import Profile
 
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
-    from search.verify import Verdict
+    from search.pipeline.verify import Verdict
 
 # What a report shows of a table.
 COLUMNS = [
-    *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
+    *(field.name for field in KEY_COLUMNS), "point_id", "started_at", "backend_version", "format", "kernel_used",
     "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio",
     "reference_ratio", "flop_nnz",
     "bytes_min", "roofline_seconds", "status", "flags", "error",
@@ -90,14 +91,14 @@ def read(
         )
     if workload and not database:
         raise UsageError("--workload names the layers of a --database: give both")
-    table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
-    frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=latest.every)
+    table_hash = hash_table(table)  # first, while there is no frame beside it in memory
+    frame = read_latest(table, COLUMNS, per=["point_id", "status"], useful=accept_every_row)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = Inputs(
         table=frame,
         table_hash=table_hash,
-        environments=tables.read_env(table).to_dict("records"),
+        environments=read_environments(table).to_dict("records"),
         model=_model(model) if model else None,
         profile=profiles.load(profile) if profile else None,
         verdict=_verdict(verify / "verify.json") if verify else None,
@@ -129,8 +130,8 @@ def _model(path: Path) -> ModelFile:
 
 
 def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
+    from search.pipeline.verify import manifest_hash
     from search.pruning.storage.model_folder import read_manifest
-    from search.verify import manifest_hash
 
     manifest = read_manifest(folder)
     try:
@@ -160,7 +161,7 @@ _FLOP = ("total", "dense_total")
 
 
 def _verdict(path: Path) -> Verdict:
-    from search import verify as verification
+    from search.pipeline import verify as verification
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: make it with latbench verify")

@@ -17,8 +17,8 @@ from latbench.report.report_data import Content
 from sparse_kernels import patterns
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 MEANINGS = {
     patterns.Unstructured: "each weight on its own",

@@ -11,11 +11,11 @@ from latbench.errors import BadData
 from latbench.report import accuracy, predictions, ranking, roofline
 from latbench.report import frames as data
 from latbench.report.inputs import Inputs
-from latbench.tables import table as tables
+from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def of(inputs: Inputs) -> Content:
     """Raises BadData where the table holds no time to show, or no shape with both a dense and a sparse one."""
     points = data.points(inputs.table)
     if points.empty:
-        timed = tables.timed(inputs.table)
+        timed = select_timed(inputs.table)
         if timed.loc[timed["op"].ne("model") & timed["purpose"].ne("verify"), ["m", "k", "n"]].isna().any(axis=None):
             raise BadData(
                 "the table does not say the sizes of its layers, by which a report puts them side by side: import it "
@@ -94,7 +94,7 @@ def profile_layers(chosen: Profile) -> pd.DataFrame:
 
 def promise_times(verdict: Verdict) -> pd.DataFrame:
     """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
-    from search.verify import PRUNED
+    from search.pipeline.verify import PRUNED
 
     dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
     rows = [

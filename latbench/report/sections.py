@@ -21,8 +21,8 @@ from latbench.report.report_data import Content
 
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 Place = tuple[str, str]
 

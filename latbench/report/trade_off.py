@@ -31,15 +31,15 @@ from latbench.report.figures import (
     time_axis,
 )
 from latbench.workloads import workload as workloads
-from search import layer_errors
+from search.artifacts.profile import Profile
+from search.inputs import layer_errors, problem_from_table
 from search.knapsack.arrays import sum_in_order
 from search.knapsack.pareto import frontier
-from search.layers import DENSE, every_option, uniform_choice
-from search.problem import Problem
-from search.profile import Profile
+from search.problem.layers import DENSE, every_option, uniform_choice
+from search.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from search.verify import Verdict
+    from search.pipeline.verify import Verdict
 
 POINTS = 600  # of a frontier that may have 40,000
 FINE = 1000  # finer than this part of the dense time nobody sees
@@ -52,12 +52,12 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     `swept`: rows of the table; `workload`: a file of `latbench trace`, or a workload's name; `database`: the folder
     of pruned layers that the search was given. Raises BadData where they do not go with the profile.
     """
-    from search.database import Database
+    from search.artifacts.layer_database import Database
 
     layers = {layer.name: layer.shape for layer in workloads.load(workload).layers}
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]}, which the profile has: give its own, of latbench trace")
-    problem = Problem.from_table(
+    problem = problem_from_table(
         data.plain(swept), {name: layers[name] for name in profile.layers},
         device=profile.device, backend=profile.backend,
         threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from latbench.errors import EnvironmentUnusable
-from latbench.tables import storage as places
+from latbench.tables.storage import hide_secrets
 
 WAIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.2
@@ -87,7 +87,7 @@ def _taken(handle: int) -> bool:
 
 def _sign(handle: int) -> None:
     """Write into the file who holds it, since when. Where the disk is full it says nothing, and is locked."""
-    command = " ".join([Path(sys.argv[0]).name, *map(places.shown, sys.argv[1:])])
+    command = " ".join([Path(sys.argv[0]).name, *map(hide_secrets, sys.argv[1:])])
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} of {_user()} since {datetime.now():%F %T}: {command}".encode(), 0)

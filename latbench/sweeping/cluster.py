@@ -32,9 +32,12 @@ from latbench.machines.gpu_discovery import find_gpu
 from latbench.runners.block_scheduler import Call, Lost, Node
 from latbench.runners.device_lock import WAIT_SECONDS, device_lock
 from latbench.runners.worker import resolve
+from latbench.sweeping.bench import Bench
 from latbench.sweeping.gpu_machine import GpuMachine
-from latbench.sweeping.sweep import Bench, Machine, Row, Settings, Sweep, TimeLeft, TimeUsedUp
-from latbench.tables import table as tables
+from latbench.sweeping.settings import Row, SweepSettings, TimeLeft, TimeUsedUp
+from latbench.sweeping.sweep import Sweep
+from latbench.sweeping.sweep_machine import SweepMachine
+from latbench.tables.point_ids import hash_key
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
 
@@ -137,7 +140,7 @@ def gpu_machine(name: str) -> GpuMachine:
     return GpuMachine(find_gpu(name))
 
 
-def machine_like(common: Seen, gpu: str | None, machine: Call) -> Machine:
+def machine_like(common: Seen, gpu: str | None, machine: Call) -> SweepMachine:
     """Run on a node: what the call `machine` gives; raises EnvironmentUnusable where it is not what the table is of,
     `common`, which may be so of a node that came after the survey.
     """
@@ -147,14 +150,14 @@ def machine_like(common: Seen, gpu: str | None, machine: Call) -> Machine:
         what = its.device if its.device != common.device else missing
         raise EnvironmentUnusable(f"it has {what}")
     name, *args = machine
-    found: Machine = resolve(name)(*args)
+    found: SweepMachine = resolve(name)(*args)
     return found
 
 
 class OnNode:
     """Run on a node: measures blocks on the machine that the call `machine` gives, for which it waits so long."""
 
-    def __init__(self, machine: Call, seed: int, settings: Settings, wait_seconds: float) -> None:
+    def __init__(self, machine: Call, seed: int, settings: SweepSettings, wait_seconds: float) -> None:
         name, *args = machine
         self._bench = Bench(resolve(name)(*args), seed, settings)
         self._wait_seconds = wait_seconds
@@ -192,7 +195,7 @@ class Elsewhere:
     """
 
     def __init__(
-        self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings,
+        self, nodes: Nodes, device: str, machine: Call, seed: int, settings: SweepSettings,
         wait_seconds: float = WAIT_SECONDS, current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None,
     ) -> None:  # fmt: skip
         self.device = device
@@ -245,7 +248,7 @@ class Elsewhere:
             else:
                 for environment, rows in answer:
                     sweep.keep(environment, rows)
-                    left -= {tables.point_id(row) for row in rows}
+                    left -= {hash_key(row) for row in rows}
             tell()
         if left:
             raise TimeUsedUp

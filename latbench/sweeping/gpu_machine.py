@@ -25,7 +25,7 @@ from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping import gpu_roofline as roofline
 from latbench.sweeping.gpu_roofline import GpuPace
-from latbench.sweeping.sweep import SecondsLeft, Settings
+from latbench.sweeping.settings import SecondsLeft, SweepSettings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
@@ -37,7 +37,7 @@ from sparse_kernels.registry import NoDevice
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
+SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 """A GPU alone repeats itself within a percent; a burst is a few batches."""
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from latbench.backends.gpu_installation import NEEDED
 from latbench.sweeping.gpu_tests import Outcome
-from latbench.tables import table as tables
+from latbench.tables.schema import TIMED
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _NAMED = ("backend", "kernel_requested", "pattern", "layout")
-_TIMED = (*tables.TIMED, "throttled", "spike")  # the statuses of rows whose result was right
+_TIMED = (*TIMED, "throttled", "spike")  # the statuses of rows whose result was right
 
 
 def judge(rows: pd.DataFrame | None) -> Outcome:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.tables import table as tables
+from latbench.tables.schema import TIMED
+from latbench.tables.table import select_timed
 
 OURS = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
@@ -33,7 +34,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     peer_kernel); missing where there is none.
     """
     frame = frame.reset_index(drop=True)
-    rows = frame.loc[[*tables.timed(frame).index, *_throttled(frame).index]]
+    rows = frame.loc[[*select_timed(frame).index, *_throttled(frame).index]]
     sizes = rows[SHAPE].select_dtypes("number").columns
     # A linear layer has no filters; groups of missing values would be left out.
     rows[sizes] = rows[sizes].fillna(-1)
@@ -45,7 +46,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
     """The latest throttled row of each point that has no time of its own."""
-    known = set(tables.timed(frame)["point_id"])
+    known = set(select_timed(frame)["point_id"])
     rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
     return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
 
@@ -136,7 +137,7 @@ def _ratio(values: Any) -> str:
 
 def _failures(frame: pd.DataFrame) -> Iterator[str]:
     tried = frame.sort_values("started_at").drop_duplicates("point_id", keep="last")
-    failed = tried[~tried["status"].isin((*tables.TIMED, THROTTLED))]
+    failed = tried[~tried["status"].isin((*TIMED, THROTTLED))]
     named = failed.assign(error=failed["error"].fillna(""))
     for (status, backend, kernel, error), rows in named.groupby(["status", "backend", "kernel_requested", "error"]):
         yield f"  {len(rows)} {status}: {backend} {kernel}: {error}"

@@ -19,7 +19,10 @@ from latbench.machines import devices
 from latbench.timing.sampling import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py", "tests/numba_cuda")
+TESTS = (
+    "tests/latbench/backends/gpu/test_gpu_device.py", "tests/sparse_kernels/cuda/test_torch_layers.py",
+    "tests/sparse_kernels/numba_cuda",
+)  # fmt: skip
 
 # What pyproject.toml asks of pytest needs plugins that a GPU machine may lack, and it has others: only named ones are
 # loaded. After a minute in one test, its output says where it is; the test goes on.

@@ -11,11 +11,11 @@ from typing import TypeVar
 MODES = ("context", "cache_mode", "launch_mode", "threads", "timer", "l2_flush_bytes", "pinning")
 
 Named = TypeVar("Named", bound=Hashable)
-Values = Mapping[str, Collection[Hashable]]
+ColumnValues = Mapping[str, Collection[Hashable]]
 """Column -> the values that a table has in it, nulls left out."""
 
 
-def unlike_devices(tables: Mapping[Named, Values]) -> str | None:
+def describe_device_difference(tables: Mapping[Named, ColumnValues]) -> str | None:
     """What sets the devices of the tables apart, in a sentence; None if all hold the same ones."""
     each = {path: _listed(values["device"]) for path, values in tables.items()}
     if len(set(each.values())) < 2:
@@ -23,7 +23,7 @@ def unlike_devices(tables: Mapping[Named, Values]) -> str | None:
     return "unlike devices: " + "; ".join(f"{path} is of {devices}" for path, devices in each.items())
 
 
-def unlike_modes(tables: Mapping[Named, Values]) -> str | None:
+def describe_mode_difference(tables: Mapping[Named, ColumnValues]) -> str | None:
     """In which modes two tables have nothing in common, in a sentence; None if there is no such mode."""
     for name in MODES:
         seen: dict[Named, set[Hashable]] = {

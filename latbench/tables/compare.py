@@ -9,11 +9,22 @@ from typing import Any
 import pandas as pd
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import comparability as likeness
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
-from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR, Verdict, judged_together, spread, verdict
+from latbench.tables.comparability import MODES
+from latbench.tables.latest_rows import accept_every_row, read_latest_arrow
+from latbench.tables.point_ids import convert_to_plain, hash_key
+from latbench.tables.schema import KEY_COLUMNS, TIMED
+from latbench.tables.significance import (
+    FASTER,
+    SAME,
+    SLOWER,
+    UNCLEAR,
+    ChangeVerdict,
+    estimate_spread,
+    judge_change,
+    judge_together,
+)
 from latbench.tables.storage import Place
+from latbench.tables.table import select_timed
 
 MISSING, NEW = "MISSING", "NEW"
 KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
@@ -21,22 +32,22 @@ KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
 
 
 _COLUMNS = list(dict.fromkeys([
-    *(field.name for field in tables.KEY), *likeness.MODES, "point_id", "status", "error", "started_at",
+    *(field.name for field in KEY_COLUMNS), *MODES, "point_id", "status", "error", "started_at",
     "median_seconds", "samples_seconds", "reference_seconds", "reference_usual_seconds", "flags",
 ]))  # fmt: skip
 
 
-def read(path: str | Place) -> pd.DataFrame:
-    """What `compare` needs of the table at `path`: the latest row of each point with each status that it ever had.
+def read_compared_rows(path: str | Place) -> pd.DataFrame:
+    """Read the latest row of each point with each status that it ever had, as `compare_tables` needs them.
 
-    Memory grows with the points, however often each was measured. Raises BadData as `tables.read` does.
+    Memory grows with the points, however often each was measured. Raises BadData as `read_table` does.
     """
-    found = latest.table(path, _COLUMNS, per=["point_id", "status"], useful=latest.every)
+    found = read_latest_arrow(path, _COLUMNS, per=["point_id", "status"], useful=accept_every_row)
     return found.to_pandas(self_destruct=True)
 
 
 # How a point was timed, as far as its key does not say so.
-_WAYS = [name for name in likeness.MODES if name not in {field.name for field in tables.KEY}]
+_WAYS = [name for name in MODES if name not in {field.name for field in KEY_COLUMNS}]
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Change:
     reason: str = ""
 
 
-def compare(
+def compare_tables(
     before: pd.DataFrame,
     after: pd.DataFrame,
     *,
@@ -83,11 +94,11 @@ def compare(
         usual = {key: row["reference_usual_seconds"] for key, row in old.items() if _alike(row, new.get(key))}
         old, new = ({key: _corrected(row, usual.get(key)) for key, row in rows.items()} for rows in (old, new))
     pairs = [(row, new[key]) for key, row in old.items() if key in new]
-    between = spread([_seconds(second) / _seconds(first) for first, second in pairs])
+    between = estimate_spread([_seconds(second) / _seconds(first) for first, second in pairs])
     ways = [name for name in _WAYS if name not in across]
     reasons = [_no_verdict(*pair, ways) for pair in pairs]
     known = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None]
-    verdicts = iter(judged_together([_verdict(*pair, threshold, between) for pair in known]))
+    verdicts = iter(judge_together([_verdict(*pair, threshold, between) for pair in known]))
     changes = [_change(*pair, reason, verdicts) for pair, reason in zip(pairs, reasons, strict=True)]
     failures = _failures(after, across)
     for key, row in old.items():
@@ -103,7 +114,7 @@ def compare(
 
 def _by_key(frame: pd.DataFrame, across: Sequence[str], which: str) -> dict[Hashable, dict[str, Any]]:
     found: dict[Hashable, dict[str, Any]] = {}
-    for row in tables.timed(frame).to_dict("records"):
+    for row in select_timed(frame).to_dict("records"):
         if (key := _matched(row, across)) in found:
             raise UsageError(
                 f"the {which} table has several points that differ only in {' or '.join(across)}: which of them to "
@@ -114,12 +125,12 @@ def _by_key(frame: pd.DataFrame, across: Sequence[str], which: str) -> dict[Hash
 
 
 def _matched(row: dict[Any, Any], across: Sequence[str]) -> Hashable:
-    return tables.point_id(row | dict.fromkeys(across)) if across else row["point_id"]
+    return hash_key(row | dict.fromkeys(across)) if across else row["point_id"]
 
 
 def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]:
     """Why a point has no time: the status and the error of its latest row."""
-    failed = frame[~frame["status"].isin(tables.TIMED)].sort_values("started_at", kind="stable")
+    failed = frame[~frame["status"].isin(TIMED)].sort_values("started_at", kind="stable")
     return {
         _matched(row, across): f"{row['status']}: {row['error']}" if isinstance(row["error"], str) else row["status"]
         for row in failed.to_dict("records")
@@ -139,17 +150,19 @@ def _no_verdict(old: dict[str, Any], new: dict[str, Any], ways: Sequence[str]) -
     return None
 
 
-def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Verdict:
+def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> ChangeVerdict:
     samples = [row["samples_seconds"] for row in (old, new)]
     try:
-        return verdict(*samples, threshold=threshold, between=between)
+        return judge_change(*samples, threshold=threshold, between=between)
     except ValueError as error:
         raise BadData(
             f"point {new['point_id']}: {error}; `latbench validate` tells which table is damaged"
         ) from error
 
 
-def _change(old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[Verdict]) -> Change:
+def _change(
+    old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[ChangeVerdict]
+) -> Change:
     """With the next verdict, if nothing is against one."""
     key, before, after = _key(new), _seconds(old), _seconds(new)
     if reason is not None:
@@ -183,4 +196,4 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def _key(row: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: tables.plain(field.type, row[field.name]) for field in tables.KEY}
+    return {field.name: convert_to_plain(field.type, row[field.name]) for field in KEY_COLUMNS}

@@ -18,18 +18,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from latbench.tables import row_hashes as digests
-from latbench.tables import table as tables
+from latbench.tables.row_hashes import hash_rows
+from latbench.tables.schema import SCHEMA
 from latbench.tables.storage import Place
+from latbench.tables.table import BATCH_ROWS, list_parts, read_batches, read_part_batches
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Useful = Callable[[pa.Table], pa.Array]
+RowFilter = Callable[[pa.Table], pa.Array]
 """Which rows of a piece count: (rows,) booleans."""
 
 
-def every(piece: pa.Table) -> pa.Array:
+def accept_every_row(piece: pa.Table) -> pa.Array:
     """Useful: all of them."""
     return pa.repeat(True, piece.num_rows)
 
@@ -38,20 +39,20 @@ _PENDING_ROWS = 1 << 20  # are looked through for the latest at once, or as many
 _EXACT_FLOAT32 = 2**24  # whole numbers up to it
 
 
-def frame(
-    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: Useful, looked_at: Sequence[str] = ()
+def read_latest(
+    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
 ) -> pd.DataFrame:
     """The latest useful row for each value of the columns `per`, in the table's order: `columns` of SCHEMA, no lists.
 
-    Of rows with a time, one with status ok is later than any that is noisy, as `tables.timed` says. `useful` is given
+    Of rows with a time, one with status ok is later than any that is noisy, as `select_timed` says. `useful` is given
     pieces with the columns `per`, status, started_at and `looked_at`. Texts become categories in alphabetical order;
-    point_id, which few rows share, a whole number of 64 bits. Raises BadData as `tables.read` does.
+    point_id, which few rows share, a whole number of 64 bits. Raises BadData as `read_table` does.
     """
     import pandas as pd
 
     files, chosen = _found(path, per, useful, looked_at)
     pa.default_memory_pool().release_unused()  # of the first pass, where the columns go now
-    filled = [_column(tables.SCHEMA.field(name), len(chosen)) for name in columns]
+    filled = [_column(SCHEMA.field(name), len(chosen)) for name in columns]
     done = 0
     for piece in _chosen(files, chosen, columns):
         for column, name in zip(filled, columns, strict=True):
@@ -60,25 +61,25 @@ def frame(
     return pd.DataFrame({name: filled.pop(0).series() for name in columns}, copy=False)
 
 
-def table(
-    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: Useful, looked_at: Sequence[str] = ()
+def read_latest_arrow(
+    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
 ) -> pa.Table:
-    """The rows that `frame` gives, as they are in the table: with lists, and with texts written out."""
+    """The rows that `read_latest` gives, as they are in the table: with lists, and with texts written out."""
     files, chosen = _found(path, per, useful, looked_at)
-    schema = pa.schema([tables.SCHEMA.field(name) for name in columns])
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
     return pa.concat_tables([schema.empty_table(), *_chosen(files, chosen, columns)])
 
 
 def _found(
-    path: str | Place, per: Sequence[str], useful: Useful, looked_at: Sequence[str]
+    path: str | Place, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str]
 ) -> tuple[list[_File], NDArray[np.int64]]:
-    """The files of a table, and the numbers of the rows that `frame` gives."""
+    """The files of a table, and the numbers of the rows that `read_latest` gives."""
     wanted = list(dict.fromkeys([*per, "status", "started_at", *looked_at]))
     files: list[_File] = []
     latest = _Latest()
-    for part in tables.parts(path):
+    for part in list_parts(path):
         start = first = sum(file.rows for file in files)
-        for piece in tables.batches(part, wanted):
+        for piece in read_batches(part, wanted):
             mask = pc.fill_null(useful(piece), False).to_numpy(zero_copy_only=False)
             latest.add(piece.filter(pa.array(mask)), start + np.flatnonzero(mask), per)
             start += piece.num_rows
@@ -101,7 +102,7 @@ class _Latest:
 
     def add(self, piece: pa.Table, numbers: NDArray[np.int64], per: Sequence[str]) -> None:
         """Take in the rows of `piece`, which have these numbers."""
-        key = digests.rows(piece.select(list(per)))[:, 0]
+        key = hash_rows(piece.select(list(per)))[:, 0]
         settled = pc.equal(piece["status"], "ok").fill_null(False).to_numpy().astype(np.uint8)
         moment = piece["started_at"].cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
         self._seen.append((key, settled, moment, numbers))
@@ -138,7 +139,7 @@ def _chosen(files: Iterable[_File], chosen: NDArray[np.int64], columns: Sequence
         first += file.rows
         if not len(own):
             continue
-        for start, piece in tables.part_batches(file.part, columns):
+        for start, piece in read_part_batches(file.part, columns):
             here = own[np.searchsorted(own, start) : np.searchsorted(own, start + piece.num_rows)] - start
             if len(here):
                 yield piece.take(pa.array(here))
@@ -149,7 +150,7 @@ def _chosen(files: Iterable[_File], chosen: NDArray[np.int64], columns: Sequence
 
 def _column(field: pa.Field, rows: int) -> _Codes | _Numbers | _Wholes:
     if field.name == "point_id":
-        return _Numbers(np.empty(rows, np.uint64), lambda values: digests.rows(pa.table({"point_id": values}))[:, 0])
+        return _Numbers(np.empty(rows, np.uint64), lambda values: hash_rows(pa.table({"point_id": values}))[:, 0])
     if pa.types.is_string(field.type):
         return _Codes(rows)
     if pa.types.is_timestamp(field.type):
@@ -248,7 +249,7 @@ class _Codes:
         texts = sorted(self._levels)
         place = {text: code for code, text in enumerate(texts)}
         moved = np.array([*(place[text] for text in self._levels), -1], self._codes.dtype)
-        for start in range(0, len(self._codes), tables.BATCH_ROWS):  # in place: all at once would be there twice
-            some = slice(start, start + tables.BATCH_ROWS)
+        for start in range(0, len(self._codes), BATCH_ROWS):  # in place: all at once would be there twice
+            some = slice(start, start + BATCH_ROWS)
             self._codes[some] = moved[self._codes[some]]
         return pd.Categorical.from_codes(self._codes, categories=pd.Index(texts, dtype=object))

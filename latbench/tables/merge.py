@@ -12,18 +12,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import comparability as likeness
-from latbench.tables import row_hashes as digests
-from latbench.tables import storage as places
-from latbench.tables import table as tables
-from latbench.tables.storage import Place
+from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+from latbench.tables.row_hashes import find_first_occurrences, hash_rows
+from latbench.tables.storage import Place, hide_secrets, parse_place
+from latbench.tables.table import list_environments, list_parts, read_batches
+from latbench.tables.writer import mark_unfinished, write_environment, write_rows
 
 # Of a part that is written, in memory: whichever comes first.
 PART_ROWS, PART_BYTES = 1 << 17, 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What a merge wrote: the new parts, how many rows they hold, and how many there were in all sources."""
 
     parts: list[Place]
@@ -31,33 +31,33 @@ class Merged:
     read: int
 
 
-def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> Merged:
+def merge_tables(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> MergeResult:
     """Write every row of the tables `sources`, equal rows once and in their order, as a table in `folder`; with their
     environments.
 
-    Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `tables.read` does, and
+    Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `read_table` does, and
     EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once. Until all is
     written nobody can read the new table: with parts missing, it would look like a whole one.
     """
     # Parts never change, but a sweep may add some meanwhile.
-    into, given = places.at(folder), {places.at(source): tables.parts(source) for source in sources}
+    into, given = parse_place(folder), {parse_place(source): list_parts(source) for source in sources}
     values: dict[Place, _Values] = {source: _Values() for source in given}
     hashes = []
     for source, table in _tables(given):
         values[source].add(table)
-        hashes.append(digests.rows(table))
+        hashes.append(hash_rows(table))
     if not hashes:
-        raise BadData(f"nothing to merge: there are no rows in {', '.join(places.shown(str(s)) for s in given)}")
+        raise BadData(f"nothing to merge: there are no rows in {', '.join(hide_secrets(str(s)) for s in given)}")
     if not mixed:
         _check_alike(values)
-    first = digests.first_of_equals(np.concatenate(hashes))
-    environments = [row for source in given for row in tables.environment_rows(source)]
+    first = find_first_occurrences(np.concatenate(hashes))
+    environments = [row for source in given for row in list_environments(source)]
     every = (table for _, table in _tables(given))
-    with tables.unfinished(into):
+    with mark_unfinished(into):
         for row in environments:
-            tables.write_environment(into, row)
-        written = [tables.write_rows(into, table) for table in _pieces(_chosen(every, first))]
-    return Merged(written, int(first.sum()), len(first))
+            write_environment(into, row)
+        written = [write_rows(into, table) for table in _pieces(_chosen(every, first))]
+    return MergeResult(written, int(first.sum()), len(first))
 
 
 class _Values(defaultdict[str, set[Hashable]]):
@@ -67,19 +67,19 @@ class _Values(defaultdict[str, set[Hashable]]):
         super().__init__(set)
 
     def add(self, table: pa.Table) -> None:
-        for name in ("device", *likeness.MODES):
+        for name in ("device", *MODES):
             self[name].update(pc.unique(table[name].drop_null()).to_pylist())
 
 
 def _check_alike(values: dict[Place, _Values]) -> None:
-    for unlike in (likeness.unlike_devices(values), likeness.unlike_modes(values)):
+    for unlike in (describe_device_difference(values), describe_mode_difference(values)):
         if unlike is not None:
             raise UsageError(f"they do not belong in one table, {unlike}; --allow-mixed merges them all the same")
 
 
 def _tables(parts: Mapping[Place, Sequence[Place]]) -> Iterator[tuple[Place, pa.Table]]:
     """Each source with its rows, in pieces."""
-    return ((source, table) for source, own in parts.items() for part in own for table in tables.batches(part))
+    return ((source, table) for source, own in parts.items() for part in own for table in read_batches(part))
 
 
 def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[pa.Table]:

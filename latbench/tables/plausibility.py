@@ -13,12 +13,12 @@ import numpy as np
 MOST_UTILISATION = 1.25
 """Of what the ceilings say: they are the fastest of some milliseconds, and clocks rise for a while above that."""
 
-SPIKE = 1.5
+SPIKE_RATIO = 1.5
 """How far a time may lie above those of the two neighbouring sparsities. Steps where libraries switch kernels are
 real, and are mostly smaller; a second measurement tells."""
 
 
-def impossible(samples: Sequence[float], roofline_seconds: float | None) -> str | None:
+def explain_impossible(samples: Sequence[float], roofline_seconds: float | None) -> str | None:
     """Why these samples, in seconds, are no times of anything; None if they may be.
 
     `roofline_seconds` is the least that the work can take on the device, if that is known.
@@ -28,10 +28,12 @@ def impossible(samples: Sequence[float], roofline_seconds: float | None) -> str 
             return f"a sample of {sample:g} s: the clock went backwards or does not resolve it"
     if roofline_seconds is None or not samples:
         return None
-    return too_fast(float(np.median(samples)), roofline_seconds)  # the table's median, which validate judges too
+    return explain_too_fast(
+        float(np.median(samples)), roofline_seconds
+    )  # the table's median, which validate judges too
 
 
-def too_fast(seconds: float, roofline_seconds: float) -> str | None:
+def explain_too_fast(seconds: float, roofline_seconds: float) -> str | None:
     """Why nothing takes only `seconds` that needs `roofline_seconds` at least; None if it may."""
     if seconds * MOST_UTILISATION >= roofline_seconds:
         return None
@@ -41,7 +43,7 @@ def too_fast(seconds: float, roofline_seconds: float) -> str | None:
     )
 
 
-def spikes(curve: Mapping[float, float]) -> list[float]:
+def find_spikes(curve: Mapping[float, float]) -> list[float]:
     """The sparsities at which a curve (sparsity: seconds) takes SPIKE times as long as at the next lower one and at
     the next higher one. The ends have one neighbour only, and are not judged.
     """
@@ -49,5 +51,5 @@ def spikes(curve: Mapping[float, float]) -> list[float]:
     return [
         here
         for lower, here, higher in zip(at, at[1:], at[2:], strict=False)
-        if curve[here] > SPIKE * max(curve[lower], curve[higher])
+        if curve[here] > SPIKE_RATIO * max(curve[lower], curve[higher])
     ]

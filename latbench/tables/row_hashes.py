@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NOTHING = np.uint64(0x6E756C6C)
 
 
-def rows(table: pa.Table) -> Words:
+def hash_rows(table: pa.Table) -> Words:
     """(rows, 2) the hash of every row; it depends on the names of the columns, not on their order.
 
     Raises TypeError for a column that is neither numbers, text, times nor lists of numbers.
@@ -38,12 +38,12 @@ def rows(table: pa.Table) -> Words:
     return _mixed(total)
 
 
-def of_multiset(sums: Words, count: int) -> str:
+def hash_multiset(sums: Words, count: int) -> str:
     """16 hexadecimal digits for `count` rows whose hashes add up to `sums` (2,), in whatever order they came."""
     return hashlib.sha256(f"{count} {sums[0]} {sums[1]}".encode()).hexdigest()[:16]
 
 
-def first_of_equals(hashes: Words) -> NDArray[np.bool_]:
+def find_first_occurrences(hashes: Words) -> NDArray[np.bool_]:
     """(rows,) whether a row is the first of those that have its hash."""
     order = np.lexsort((np.arange(len(hashes)), hashes[:, 1], hashes[:, 0]))
     ordered = hashes[order]

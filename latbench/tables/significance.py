@@ -5,9 +5,9 @@ are not resampled one by one, which would make the interval far too narrow, but 
 "The jackknife and the bootstrap for general stationary observations"). So few blocks vary less than they should; the
 interval is widened for that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
 
-Samples of one run cannot tell how runs differ: where memory lies, what the neighbours on the chip do. The other
-points of the same two tables can (`spread`), as far as most of them did not change. And of many points that did not
-change luck moves some beyond any interval: of those that are called changed, few may be wrong (`judged_together`).
+Samples of one run cannot show how runs differ: by the placement of memory, by the load of neighbouring cores. The
+other points of the same two tables can (`estimate_spread`), provided that most of them did not change. Among many
+unchanged points, chance moves a few beyond any interval. `judge_together` bounds the share of false verdicts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAIRS = 4000  # of a median before and one after
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChangeVerdict:
     """How two measurements compare.
 
     kind: SAME, FASTER, SLOWER or UNCLEAR. ratio: the median after over the median before; low, high: its interval.
@@ -46,7 +46,7 @@ class Verdict:
     luck: float = 1.0
 
 
-def spread(ratios: Sequence[float]) -> float:
+def estimate_spread(ratios: Sequence[float]) -> float:
     """The standard deviation of the logarithms of `ratios` (median after over before, a point each), as far as it can
     be told while up to half of the points may have changed: by the median absolute deviation. 0 of fewer than three.
 
@@ -61,15 +61,15 @@ def spread(ratios: Sequence[float]) -> float:
     return deviation * float(stdtrit(max(1.0, MAD_EFFICIENCY * (len(ratios) - 1)), inner) / ndtri(inner))
 
 
-def verdict(
+def judge_change(
     before: Sequence[float], after: Sequence[float], *, threshold: float = 0.02, between: float = 0.0
-) -> Verdict:
+) -> ChangeVerdict:
     """Judge the samples `after` against the samples `before`, both in seconds and in the order they were taken.
 
     SLOWER or FASTER if the 95% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
     inverse, SAME if it lies between the two, UNCLEAR if it straddles either, or if there are fewer than six samples.
-    `between`: by what standard deviation (of the logarithm) the ratio of equal work differs from one pair of runs to
-    the next, as `spread` says; the interval is at least as wide. The same samples always get the same verdict. Raises
+    `between`: the standard deviation of the logarithm of the ratio between pairs of runs of equal work, from
+    `estimate_spread`; the interval is at least as wide. The same samples always get the same verdict. Raises
     ValueError for no samples, for samples that are not positive finite times, and for a threshold that is not
     positive.
     """
@@ -78,7 +78,7 @@ def verdict(
     old, new = _times(before, "before"), _times(after, "after")
     ratio = float(np.median(new) / np.median(old))
     if min(len(old), len(new)) < FEWEST_SAMPLES:
-        return Verdict(UNCLEAR, ratio, float(new.min() / old.max()), float(new.max() / old.min()))
+        return ChangeVerdict(UNCLEAR, ratio, float(new.min() / old.max()), float(new.max() / old.min()))
     shares = (np.arange(PAIRS) + 0.5) / PAIRS
     ratios = _medians(new, shares) / _medians(old, np.random.default_rng(0).permutation(shares))
     tail = _tail(min(BLOCKS, len(old), len(new)))
@@ -87,10 +87,10 @@ def verdict(
     low, high = min(low, ratio), max(high, ratio)
     runs = between * float(ndtri((1 + COVERAGE) / 2))
     low, high = min(low, ratio * math.exp(-runs)), max(high, ratio * math.exp(runs))
-    return Verdict(_kind(low, high, 1 + threshold), ratio, low, high, _luck(ratio, low, high, 1 + threshold))
+    return ChangeVerdict(_kind(low, high, 1 + threshold), ratio, low, high, _luck(ratio, low, high, 1 + threshold))
 
 
-def judged_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def judge_together(verdicts: Sequence[ChangeVerdict]) -> list[ChangeVerdict]:
     """The verdicts on all points of two tables, where FASTER and SLOWER are UNCLEAR unless at most 5% of those that
     stay are wrong in the mean; where no point changed, that makes one wrong one in 20 comparisons of tables
     (Benjamini and Hochberg 1995, "Controlling the false discovery rate").

@@ -22,6 +22,11 @@ from latbench.base import bundled_data as bundled
 from latbench.base import files
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
+# The name of a part tells its content, so that damage of any kind shows when it is read.
+PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
+
+UNFINISHED = "unfinished.txt"  # lies beside the parts of a table while there are more to come
+
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.*", re.S)
 
 # How each kind of store learns who asks, for whoever was refused.
@@ -36,7 +41,7 @@ _GCS_PATIENCE_SECONDS = 30  # its client tries again for 15 minutes unless told
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemotePlace:
     """A file or folder of a pyarrow filesystem, with the few verbs of a Path that tables need.
 
     path: within the filesystem; scheme: as in the URI, for messages.
@@ -49,10 +54,10 @@ class Remote:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
 
-    def __truediv__(self, name: str) -> Remote:
+    def __truediv__(self, name: str) -> RemotePlace:
         return replace(self, path=str(PurePosixPath(self.path) / name))
 
-    def __lt__(self, other: Remote) -> bool:
+    def __lt__(self, other: RemotePlace) -> bool:
         return self.path < other.path
 
     @property
@@ -61,7 +66,7 @@ class Remote:
         return PurePosixPath(self.path).name
 
     @property
-    def parent(self) -> Remote:
+    def parent(self) -> RemotePlace:
         """The folder that it lies in."""
         return replace(self, path=str(PurePosixPath(self.path).parent))
 
@@ -77,7 +82,7 @@ class Remote:
         """Whether there is anything of this name."""
         return self._kind() != fs.FileType.NotFound
 
-    def iterdir(self) -> Iterator[Remote]:
+    def iterdir(self) -> Iterator[RemotePlace]:
         """What lies in this folder."""
         with _reached(self):
             found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
@@ -88,16 +93,16 @@ class Remote:
             return self.filesystem.get_file_info(self.path).type
 
 
-Place = Path | Remote
+Place = Path | RemotePlace
 
 
-def at(where: str | Place) -> Place:
+def parse_place(where: str | Place) -> Place:
     """The place that a path or URI names. Raises UsageError for a URI that nothing here understands."""
     if not isinstance(where, str):
         return where
     if (uri := _URI.fullmatch(where)) is None:
         return Path(where)
-    named = shown(where)
+    named = hide_secrets(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
     if scheme == bundled.SCHEME:
         return bundled.table(where.partition("://")[2])
@@ -114,10 +119,10 @@ def at(where: str | Place) -> Place:
         return Path(path)
     if not path:
         raise UsageError(f"{named}: names no folder, such as {scheme}://bucket/table")
-    return Remote(filesystem, path, scheme)
+    return RemotePlace(filesystem, path, scheme)
 
 
-def shown(word: str) -> str:
+def hide_secrets(word: str) -> str:
     """A word of a command line as others may see it: a URI without its password and options, which may be secret."""
     return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", word.partition("?")[0]) if "://" in word else word
 
@@ -141,14 +146,14 @@ def open_input(place: Place) -> pa.NativeFile:
         raise BadData(f"{place}: {error.strerror or _first_line(error)}") from error
 
 
-def read(place: Place) -> bytes:
+def read_bytes(place: Place) -> bytes:
     """The content of a file that fits into memory. Raises BadData where there is none."""
     with open_input(place) as stream:
         content: bytes = stream.read()
     return content
 
 
-def write(place: Place, content: Any) -> None:
+def write_bytes(place: Place, content: Any) -> None:
     """Write `content` (bytes or a pyarrow buffer) to `place`, whole or not at all.
 
     Raises EnvironmentUnusable where the disk or the store refuses.
@@ -164,7 +169,7 @@ def write(place: Place, content: Any) -> None:
             stream.write(content)
 
 
-def remove(place: Place) -> None:
+def remove_file(place: Place) -> None:
     """Remove a file. Raises EnvironmentUnusable where the disk or the store refuses."""
     if isinstance(place, Path):
         try:
@@ -177,7 +182,7 @@ def remove(place: Place) -> None:
 
 
 @contextmanager
-def _reached(place: Remote) -> Iterator[None]:
+def _reached(place: RemotePlace) -> Iterator[None]:
     """Turns what a store answers into a sentence; that something is not there is left to the caller."""
     try:
         yield

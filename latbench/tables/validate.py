@@ -19,13 +19,33 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench.base import environments
-from latbench.base.median_interval import interval_rank
 from latbench.errors import BadData
-from latbench.tables import plausibility as gates
-from latbench.tables import row_hashes as digests
-from latbench.tables import storage as places
-from latbench.tables import table as tables
-from latbench.tables.storage import Place
+from latbench.tables.layer_columns import derive_pattern_columns
+from latbench.tables.plausibility import MOST_UTILISATION, explain_too_fast
+from latbench.tables.point_ids import hash_keys
+from latbench.tables.row_hashes import hash_rows
+from latbench.tables.schema import (
+    COLUMNS,
+    EVERY_ROW,
+    FAILED,
+    OWN_CONVOLUTIONS,
+    OWN_LAYERS,
+    OWN_TIMES,
+    PROVENANCE,
+    STATUSES,
+    TIMED,
+    Column,
+    list_needed_columns,
+)
+from latbench.tables.storage import PART_NAME, Place, RemotePlace, parse_place
+from latbench.tables.table import (
+    find_untimed,
+    list_environment_files,
+    list_parts,
+    read_environment,
+    read_part_batches,
+)
+from latbench.tables.time_summary import summarise_sample_rows, summarise_samples
 
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
 MOST_FLOP_PER_SECOND = 1e16
@@ -34,37 +54,9 @@ MOST_OF_A_FILE = 1000  # findings of one severity; what is wrong with every row 
 _CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
 _FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
 
-_NEVER_NULL = (
-    "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
-)  # fmt: skip
-# What whoever measures knows; of what others published it may be missing.
-_OF_A_TIME = ("threads", "context", "cache_mode", "launch_mode", "dtype_w", "dtype_a", "dtype_out")
-_ON_RECORD = ("run_id", "env_id", "timer")
-_OF_A_LAYER = ("m", "k", "n")
-_OF_A_CONVOLUTION = (
-    "batch", "c_in", "h", "w", "c_out", "kh", "kw",
-    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
-)  # fmt: skip
-_WORDS = {
-    "purpose": ("sweep", "verify", "baseline", "import"),
-    "op": ("linear", "conv2d", "model"),
-    "context": ("isolated", "network"),
-    "cache_mode": ("rotated", "warm", "cold"),
-    "launch_mode": ("call", "graph"),
-    "stop_reason": ("relative_error", "plateau", "budget", "failed"),
-}
-# The least that numbers may be, and the most where there is one.
-_LEAST = tables.LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
-_LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
-_LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
-_LEAST |= dict.fromkeys(("c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
-_LEAST |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "inner_loops", "bytes_min"), 1)
-_POSITIVE = ("clock_hertz", "drift_ratio", "roofline_seconds")
-_SHARES = ("steal_fraction",)
 _FIRST_YEAR = 2010  # no kernel for sparse networks is older
 _CLOCKS_DIFFER = timedelta(days=1)
-_WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
-_SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
+_SUMMARY = [name for name in summarise_samples([1.0]) if name != "sample_count"]
 # What makes a measurement: one run does not measure a point twice at the same moment.
 _MEASUREMENT = ("point_id", "run_id", "started_at")
 
@@ -82,28 +74,28 @@ class Finding:
     text: str
 
 
-def findings(path: str | Place) -> Iterator[Finding]:
+def validate_table(path: str | Place) -> Iterator[Finding]:
     """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
-    path = places.at(path)
-    parts = tables.parts(path)
+    path = parse_place(path)
+    parts = list_parts(path)
     described: set[str] = set()
-    for file in tables.environment_files(path):
+    for file in list_environment_files(path):
         described.add(file.name)
         try:
-            fault = environments.fault(tables.read_environment(file))
+            fault = environments.fault(read_environment(file))
         except BadData as error:
             fault = str(error).removeprefix(f"{file}: ")
         if fault is not None:
             yield Finding(file, "corrupt", fault)
     measured = _Measured(parts)
     for number, part in enumerate(parts):
-        if not tables.PART_NAME.fullmatch(part.name):
+        if not PART_NAME.fullmatch(part.name):
             text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
             yield Finding(part, "note", text)
         unknown: set[str] = set()
         rows, found, off_record = 0, Counter[str](), Counter[str]()
         try:
-            for start, table in tables.part_batches(part):
+            for start, table in read_part_batches(part):
                 rows += table.num_rows
                 for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
                     found[severity] += 1
@@ -128,7 +120,7 @@ def findings(path: str | Place) -> Iterator[Finding]:
             text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
             yield Finding(part, "suspect", text)
     yield from measured.findings(path)
-    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, places.Remote) else []:
+    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:
         yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
 
 
@@ -148,7 +140,7 @@ class _Measured:
         for seen, columns in (
             (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
         ):  # fmt: skip
-            seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
+            seen.append(hash_rows(table.select(list(columns)))[:, 0].copy())
         self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
         known = table.select(["run_id", "block"]).drop_null()
         for pair in known.group_by(["run_id", "block"]).aggregate([]).to_pylist():
@@ -208,16 +200,16 @@ def _identity(table: pa.Table) -> _Found:
     # What others published may name a layer and not say which operation it is.
     imported = pc.and_(pc.equal(table["purpose"], "import"), pc.not_equal(table["model"], ""))
     without_op = imported.fill_null(False).to_numpy()
-    for name in _NEVER_NULL:
+    for name in list_needed_columns(EVERY_ROW):
         missing = table[name].is_null().to_numpy()
         yield from _each("corrupt", missing & ~without_op if name == "op" else missing, _always(f"{name} is null"))
-    ids = tables.point_ids(table)
+    ids = hash_keys(table)
     wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
     yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")
     status = table["status"]
-    unknown = ~pc.is_in(status, pa.array(tables.STATUSES)).to_numpy() & status.is_valid().to_numpy()
+    unknown = ~pc.is_in(status, pa.array(STATUSES)).to_numpy() & status.is_valid().to_numpy()
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
-    failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
+    failed = pc.is_in(status, pa.array(FAILED)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
     yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
 
@@ -225,31 +217,45 @@ def _identity(table: pa.Table) -> _Found:
 def _off_record(table: pa.Table) -> Counter[str]:
     """How many of our own times lack what is known of each run, by column."""
     ours = _timed_here(table)
-    return Counter({name: n for name in _ON_RECORD if (n := int((ours & table[name].is_null().to_numpy()).sum()))})
+    missing = {name: int((ours & table[name].is_null().to_numpy()).sum()) for name in list_needed_columns(PROVENANCE)}
+    return Counter({name: count for name, count in missing.items() if count})
 
 
 def _timed_here(table: pa.Table) -> Bools:
-    timed: Bools = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    timed: Bools = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
     return timed & ~_imported(table)
 
 
 def _words(table: pa.Table) -> _Found:
-    for name, known in _WORDS.items():
-        column = table[name]
-        strange = ~pc.is_in(column, pa.array(known)).to_numpy() & column.is_valid().to_numpy()
-        yield from _each("suspect", strange, _unlike(name, column, f"latbench writes {', '.join(known)}"))
+    for column in COLUMNS.values():
+        if column.allowed:
+            values = table[column.name]
+            strange = ~pc.is_in(values, pa.array(column.allowed)).to_numpy() & values.is_valid().to_numpy()
+            said = f"latbench writes {', '.join(column.allowed)}"
+            yield from _each("suspect", strange, _unlike(column.name, values, said))
 
 
 def _ranges(table: pa.Table) -> _Found:
-    for name, least in _LEAST.items():
-        values = _reals(table, name)
-        yield from _each("corrupt", (values < least) | np.isinf(values), _valued(name, values))
-    for name in _POSITIVE:
-        values = _reals(table, name)
-        yield from _each("corrupt", (values <= 0) | np.isinf(values), _valued(name, values))
-    for name in _SHARES:
-        values = _reals(table, name)
-        yield from _each("corrupt", values > 1, _valued(name, values, ": more than all"))
+    for column in COLUMNS.values():
+        if column.limits and column.name not in _SUMMARY:
+            values = _reals(table, column.name)
+            yield from _each("corrupt", _outside(column, values), _out_of_range(column, values))
+
+
+def _outside(column: Column, values: Reals) -> Bools:
+    """(rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
+    outside: Bools = np.isinf(values)
+    if column.minimum is not None:
+        outside |= values < column.minimum
+    if column.above is not None:
+        outside |= values <= column.above
+    if column.maximum is not None:
+        outside |= values > column.maximum
+    return outside
+
+
+def _out_of_range(column: Column, values: Reals) -> Callable[[int], str]:
+    return _valued(column.name, values, f": it must be {column.limits}")
 
 
 def _structure(table: pa.Table) -> _Found:
@@ -260,7 +266,7 @@ def _structure(table: pa.Table) -> _Found:
     for level, pattern in enumerate(patterns.dictionary.to_pylist()):
         rows = index == level
         try:
-            expected = tables.structure(pattern)
+            expected = derive_pattern_columns(pattern)
         except ValueError as error:
             yield from _each("corrupt", rows, _always(str(error)))
             continue
@@ -282,10 +288,10 @@ def _shape(table: pa.Table) -> _Found:
     conv = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy()
     linear = pc.equal(table["op"], "linear").fill_null(False).to_numpy()
     ours = _timed_here(table)
-    for rows, names in (
-        (ours & (linear | conv), _OF_A_LAYER), (ours & conv, _OF_A_CONVOLUTION), (ours, _OF_A_TIME),
+    for rows, needed in (
+        (ours & (linear | conv), OWN_LAYERS), (ours & conv, OWN_CONVOLUTIONS), (ours, OWN_TIMES),
     ):  # fmt: skip
-        for name in names:
+        for name in list_needed_columns(needed):
             yield from _each("corrupt", rows & table[name].is_null().to_numpy(), _always(f"{name} is null"))
     k, kh, kw, c_in = (_reals(table, name) for name in ("k", "kh", "kw", "c_in"))
     wrong = conv & (k != kh * kw * c_in) & ~np.isnan(c_in)
@@ -302,9 +308,6 @@ def _sparsity(table: pa.Table) -> _Found:
     yield from _each(
         "corrupt", layer & table["sparsity_target"].is_null().to_numpy(), _always("sparsity_target is null")
     )
-    for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
-        outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
-        yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))
     weights = _reals(table, "m") * _reals(table, "k")
     with np.errstate(divide="ignore", invalid="ignore"):
         wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
@@ -318,12 +321,10 @@ def _sparsity(table: pa.Table) -> _Found:
 
 def _times(table: pa.Table) -> _Found:
     for name in _SUMMARY:
-        seconds = _reals(table, name, null=1.0)
-        wrong = ~((seconds > 0) & (seconds < math.inf))
-        if name == "std_seconds":
-            wrong = ~((seconds >= 0) & (seconds < math.inf))
-        yield from _each("corrupt", wrong, _valued(name, seconds, ": no time"))
-    absent = tables.without_time(table) & table["median_seconds"].is_null().to_numpy()
+        seconds = _reals(table, name, null=1.0)  # so that NaN is wrong, and null is not
+        wrong = _outside(COLUMNS[name], seconds) | np.isnan(seconds)
+        yield from _each("corrupt", wrong, _out_of_range(COLUMNS[name], seconds))
+    absent = find_untimed(table) & table["median_seconds"].is_null().to_numpy()
     yield from _each("corrupt", absent, lambda row: f"status {table['status'][row]} and no time")
 
 
@@ -343,12 +344,10 @@ def _samples(table: pa.Table) -> _Found:
     )
     columns = {name: _reals(table, name) for name in _SUMMARY}
     burst_errors = _reals(table, "burst_error").copy()
-    wrong = burst_errors < 0
-    yield from _each("corrupt", wrong, _valued("burst_error", burst_errors))
-    burst_errors[wrong] = math.nan
+    burst_errors[burst_errors < 0] = math.nan
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
-        summary = summaries(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
+        summary = summarise_sample_rows(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
         for name, expected in summary.items():
             found = columns[name][rows]
             # Not relative to the value alone: the spread of equal samples is rounding.
@@ -360,39 +359,12 @@ def _samples(table: pa.Table) -> _Found:
     yield from _each("suspect", bare & ~_imported(table), lambda _: "a time without the samples it comes from")
 
 
-def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
-    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
-    where it says None.
-    """
-    ordered = np.sort(samples, axis=1)
-    count = samples.shape[1]
-    q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
-    nothing = np.full(len(samples), math.nan)
-    rank = interval_rank(count)
-    low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
-    if rank is not None:
-        low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))
-    return {
-        "median_seconds": median,
-        "min_seconds": ordered[:, 0],
-        "mean_seconds": ordered.mean(axis=1),
-        "q25_seconds": q25,
-        "q75_seconds": q75,
-        "p95_seconds": p95,
-        "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
-        "low_seconds": low,
-        "high_seconds": high,
-    }
-
-
 def _comparisons(table: pa.Table) -> _Found:
     """Columns that follow from the median and what stands beside it."""
     median, roofline, meanwhile, usual = (
         _reals(table, name)
         for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
     )
-    for name, seconds in (("reference_seconds", meanwhile), ("reference_usual_seconds", usual)):
-        yield from _each("corrupt", seconds <= 0, _valued(name, seconds, ": no time"))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = meanwhile / usual
         derived = {"utilisation": roofline / median, "reference_ratio": ratio, "corrected_seconds": median / ratio}
@@ -403,12 +375,12 @@ def _comparisons(table: pa.Table) -> _Found:
         yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
         bare = missing & ~np.isnan(found)
         yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
-    timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
-    fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
+    timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
+    fast = timed & (median > 0) & (median * MOST_UTILISATION < roofline)
     yield from _each(
         "corrupt",
         fast,
-        lambda row: f"status {table['status'][row]}, but {gates.too_fast(median[row], roofline[row])}",
+        lambda row: f"status {table['status'][row]}, but {explain_too_fast(median[row], roofline[row])}",
     )
 
 

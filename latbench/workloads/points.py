@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latbench.errors import UsageError
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Workload
 from sparse_kernels import patterns
@@ -131,7 +131,7 @@ class Point:
     @property
     def id(self) -> str:
         """The point_id of this point's row."""
-        return tables.point_id(self.key())
+        return hash_key(self.key())
 
     def __str__(self) -> str:
         return f"{self.backend} {self.kernel} {self.pattern} {self.sparsity:g} {describe(self.shape)}"

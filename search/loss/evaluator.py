@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from search.database import Database
-from search.layers import DENSE
+from search.artifacts.layer_database import Database
+from search.problem.layers import DENSE
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 

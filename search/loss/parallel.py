@@ -18,12 +18,13 @@ from typing import Any, Self
 import torch
 
 from latbench.errors import LatbenchError
-from search.database import Database
-from search.layers import Choice, Layer, options_of
+from search.artifacts.layer_database import Database
+from search.knapsack.arrays import Choice
 from search.loss.cache import Trials
+from search.loss.evaluation_worker import Opening, Panel
 from search.loss.evaluator import Held, Judge
 from search.loss.pools import panel
-from search.loss.worker import Opening, Panel
+from search.problem.layers import Layer, options_of
 from search.task import Task
 
 

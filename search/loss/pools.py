@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from latbench.errors import EnvironmentUnusable
+from search.loss.evaluation_worker import Panel
 from search.loss.process_pool import Processes
-from search.loss.worker import Panel
 
 PLACES = ("cpu", "gpu", "ray")
 """Where profiles are judged: in processes of this machine, one a GPU of this machine, one a CPU of a Ray cluster."""

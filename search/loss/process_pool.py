@@ -11,8 +11,8 @@ from typing import Self
 from latbench import errors
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
+from search.loss.evaluation_worker import Opening
 from search.loss.evaluator import MEMORY_BYTES, THREADS, Held
-from search.loss.worker import Opening
 
 JUDGE_SECONDS = 3600.0  # an answer that takes longer will not come
 
@@ -57,7 +57,9 @@ class Processes:
         worker, device = self._free.get()
         own = replace(opening, memory_bytes=MEMORY_BYTES // self.width, device=device)
         try:
-            answer: list[float] = worker.call("search.loss.worker:judge", own, held, batches, timeout=JUDGE_SECONDS)
+            answer: list[float] = worker.call(
+                "search.loss.evaluation_worker:judge", own, held, batches, timeout=JUDGE_SECONDS
+            )
         except (TaskFailed, WorkerDied) as error:
             raise _said(error) from error
         finally:

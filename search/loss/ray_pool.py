@@ -13,8 +13,8 @@ from typing import Any, Self
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.block_scheduler import first_line
 from latbench.runners.ray_nodes import connected, nodes_of, why
+from search.loss.evaluation_worker import Opening, judge
 from search.loss.evaluator import MEMORY_BYTES, THREADS, Held
-from search.loss.worker import Opening, judge
 
 
 class OnRay:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
-from search.database import Database, model_hash
-from search.profile import Profile
+from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.profile import Profile
 from search.pruning.masks.layer_targets import targets_of
 from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
 from search.pruning.one_shot.global_adaprune import global_adaprune

@@ -1,8 +1,9 @@
 // What the kernels ask of the machine beyond C++: asynchronous copies, fragment loads, tensor-core products.
 //
 // All inline PTX of the project is in this file; a kernel calls these functions only. With HOST_EMULATOR defined the
-// same names come from the emulator of the tests (tests/cuda/emulator), which runs them on a CPU. Nothing here needs a
-// CUDA header. Fragments and instructions: PTX ISA, "Matrix multiply-accumulate operation using mma instruction".
+// same names come from the emulator of the tests (tests/sparse_kernels/cuda/emulator), which runs them on a CPU.
+// Nothing here needs a CUDA header. Fragments and instructions: PTX ISA, "Matrix multiply-accumulate operation using
+// mma instruction".
 //
 // An element is 16 bits: a half, or a bfloat16 where the macro BF16 is 1.
 #pragma once

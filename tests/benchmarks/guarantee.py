@@ -10,7 +10,8 @@ after measuring (exit 1 of `latbench search`) is counted by itself.
 Repeated, it goes on: what was searched and verified is kept beside the database.
 
 Last it prints how speedups of the same profile scattered in all searches and verifications that were kept under the
-same conditions: from building to building, and from session to session. `search.risk` has constants for both.
+same conditions: from building to building, and from session to session. `search.whole_model.confidence` has constants
+for both.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ import numpy as np
 
 from latbench.errors import PromiseMissed
 from latbench.machines import devices
-from latbench.tables import storage as places
-from search import job, risk, sessions, verify
+from latbench.tables.storage import parse_place
 from search import task as tasks
-from search.database import Database
-from search.engines import DENSE_ENGINES
-from search.profile import Profile
+from search.artifacts.layer_database import Database
+from search.artifacts.profile import Profile
+from search.pipeline import search_job as job
+from search.pipeline import verify
+from search.pipeline.verify import Verdict
+from search.problem.calibration import ignore_intervals
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.storage.model_folder import save_pruned
-from search.verify import Verdict
+from search.whole_model import confidence as risk
+from search.whole_model import sessions
+from search.whole_model.model_engines import DENSE_ENGINES
 
 LEAST, SHARE = 1.2, 0.9
 
@@ -41,7 +46,11 @@ def main() -> None:
     """Parse, search, verify, print."""
     arguments = _arguments()
     inputs = job.read_inputs(
-        tasks.load(arguments.task), places.at(arguments.table), arguments.model, arguments.database, arguments.method
+        tasks.load(arguments.task),
+        parse_place(arguments.table),
+        arguments.model,
+        arguments.database,
+        arguments.method,
     )
     settings = job.Settings(
         LEAST, devices.cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
@@ -52,7 +61,7 @@ def main() -> None:
 
 def report(inputs: job.Inputs, settings: job.Settings, count: int, seed: int) -> None:
     """Search and verify so many random targets, and print what came of it."""
-    problem = job.prepare(inputs, settings).problem.certain()
+    problem = ignore_intervals(job.prepare(inputs, settings).problem)
     fastest = problem.speedup(problem.predict(tuple(int(np.argmin(layer.seconds)) for layer in problem.layers))).value
     ceiling = "unbounded" if problem.ceiling is None else f"{problem.ceiling:.2f}x"
     print(
@@ -86,8 +95,8 @@ def report(inputs: job.Inputs, settings: job.Settings, count: int, seed: int) ->
     spread, mood = scatter(inputs, settings)
     print(
         f"the same profile again: {spread.value:.2%} between buildings of a session ({spread.freedom} degrees of "
-        f"freedom, search.risk takes {risk.SPREAD:.2%}), {mood.value:.2%} more between sessions ({mood.freedom}, "
-        f"search.risk takes {risk.MOOD:.2%})"
+        f"freedom, the constant is {risk.SPREAD:.2%}), {mood.value:.2%} more between sessions ({mood.freedom}, "
+        f"the constant is {risk.MOOD:.2%})"
     )
 
 

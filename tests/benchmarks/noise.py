@@ -31,9 +31,11 @@ import pandas as pd
 from latbench import backends
 from latbench.machines import devices
 from latbench.runners.worker_process import Worker
-from latbench.sweeping import sweep
-from latbench.tables import table as tables
-from latbench.tables.significance import Verdict, judged_together, spread, verdict
+from latbench.sweeping import sweep, sweep_machine
+from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.sweep_machine import CpuMachine
+from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
+from latbench.tables.table import read_table, select_timed
 from latbench.workloads import points as plan
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
@@ -107,20 +109,20 @@ def timed(run: Callable[[], object]) -> float:
 # The comparisons ----------------------------------------------------------------------------------------------------
 
 
-def measured(points: Sequence[Point], threads: int, settings: sweep.Settings, seed: int) -> pd.DataFrame:
+def measured(points: Sequence[Point], threads: int, settings: SweepSettings, seed: int) -> pd.DataFrame:
     """One sweep of `points`, a row of each that has a time, by point_id; `spent`: the seconds that all its samples
     took, in all its tries, those that do not count among them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        machine = sweep.Cpu(threads)
+        machine = CpuMachine(threads)
         sweep.run(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
-        rows = tables.read(Path(folder))
+        rows = read_table(Path(folder))
     taken = rows["sample_count"].fillna(0) + rows["discarded_samples"].fillna(0)
     spent = (taken * rows["inner_loops"] * rows["mean_seconds"]).groupby(rows["point_id"]).sum()
-    return tables.timed(rows).set_index("point_id").assign(spent=spent)
+    return select_timed(rows).set_index("point_id").assign(spent=spent)
 
 
-def repeat(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+def repeat(points: Sequence[Point], runs: int, threads: int, settings: SweepSettings) -> None:
     """Print how much the times of `points` vary between runs, latbench's and torch's."""
     found: dict[str, list[list[float]]] = {}
     for run in range(runs):
@@ -176,7 +178,7 @@ class Count:
         self.equal: Counter[str] = Counter()
         self.slowed: Counter[str] = Counter()
 
-    def add(self, judged: Verdict, slowed: bool, point: Point) -> None:
+    def add(self, judged: ChangeVerdict, slowed: bool, point: Point) -> None:
         """Count a verdict; a wrong one is printed."""
         (self.slowed if slowed else self.equal)[judged.kind] += 1
         if judged.kind not in (("SLOWER",) if slowed else ("SAME", "UNCLEAR")):
@@ -190,9 +192,9 @@ class Count:
         print(f"5% slower {dict(self.slowed)}, {self.slowed['SLOWER'] / sum(self.slowed.values()):.0%} caught")
 
 
-def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+def verdicts(points: Sequence[Point], runs: int, threads: int, settings: SweepSettings) -> None:
     """Measure `points` twice, `runs` times, one of them 5% slower the second time; count the verdicts."""
-    sweep.PREPARE = f"{HERE}:prepare"
+    sweep_machine.PREPARE = f"{HERE}:prepare"
     counts = [Count("as measured"), Count("at the usual pace"), Count("beside the other points")]
     for run in range(runs):
         which = run % len(points)
@@ -206,12 +208,13 @@ def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.S
         beside = [(before, after / common) for before, after in paced]
         print(
             f"  run {run}: times {np.median(ratios(raw)):.3f}, at the usual pace {common:.3f}, spread "
-            f"{spread(ratios(raw)):.2%}, {spread(ratios(paced)):.2%}; slowed {ratios(beside)[which]:.3f}",
+            f"{estimate_spread(ratios(raw)):.2%}, {estimate_spread(ratios(paced)):.2%}; "
+            f"slowed {ratios(beside)[which]:.3f}",
             flush=True,
         )
         for count, pairs in zip(counts, (raw, paced, beside), strict=True):
-            between = spread(ratios(pairs))
-            found = judged_together([verdict(before, after, between=between) for before, after in pairs])
+            between = estimate_spread(ratios(pairs))
+            found = judge_together([judge_change(before, after, between=between) for before, after in pairs])
             for i, each in enumerate(found):
                 count.add(each, i == which, points[i])
     for count in counts:
@@ -237,11 +240,11 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=30)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=devices.cores())
-    parser.add_argument("--seconds", type=float, default=sweep.Settings.max_seconds, help="most seconds a point")
-    parser.add_argument("--sessions", type=int, default=sweep.Settings.sessions, help="as of `latbench sweep`")
-    parser.add_argument("--error", type=float, default=sweep.Settings.rel_error, help="error at which a point ends")
+    parser.add_argument("--seconds", type=float, default=SweepSettings.max_seconds, help="most seconds a point")
+    parser.add_argument("--sessions", type=int, default=SweepSettings.sessions, help="as of `latbench sweep`")
+    parser.add_argument("--error", type=float, default=SweepSettings.rel_error, help="error at which a point ends")
     given = parser.parse_args()
-    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error, sessions=given.sessions)
+    settings = SweepSettings(max_seconds=given.seconds, rel_error=given.error, sessions=given.sessions)
     VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, settings)
 
 

@@ -15,12 +15,13 @@ from latbench.runners.ray_nodes import ADDRESS, RayNodes
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
+from latbench.sweeping.settings import SweepSettings
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
-MACHINE = f"{Path(__file__).resolve().parents[1] / 'latbench' / 'node_tasks.py'}:Machine"
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+MACHINE = f"{Path(__file__).resolve().parents[1] / 'latbench' / 'fakes' / 'node_tasks.py'}:Machine"
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 ROUNDS = 3
 
 

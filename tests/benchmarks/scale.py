@@ -26,11 +26,16 @@ import pyarrow as pa
 
 import cost_models
 from latbench.report import inputs
-from latbench.tables import compare
-from latbench.tables import merge as merging
-from latbench.tables import table as tables
-from latbench.tables import validate as validation
-from search.options import swept_rows
+from latbench.tables.compare import read_compared_rows
+from latbench.tables.layer_columns import derive_pattern_columns
+from latbench.tables.merge import PART_ROWS, merge_tables
+from latbench.tables.point_ids import hash_keys
+from latbench.tables.schema import SCHEMA, SCHEMA_VERSION
+from latbench.tables.table import hash_table
+from latbench.tables.time_summary import summarise_sample_rows
+from latbench.tables.validate import validate_table
+from latbench.tables.writer import write_rows
+from search.inputs.layer_options import swept_rows
 from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20
@@ -57,54 +62,54 @@ def piece(first: int, count: int, points: int) -> pa.Table:
     m, k, n = 32 * (1 + shape % 128), 32 * (1 + shape // 128 % 128), 1 + shape // 128**2
     seconds = 1e-6 + 2e-11 * m * k * n * (1 - SPARSITIES[level])
     samples = seconds[:, None] * (1 + 0.01 * np.sin(1.7 * (SAMPLES * taken[:, None] + np.arange(SAMPLES))))
-    structure = {text: tables.structure(text) for text in ("dense", *PATTERNS)}
+    structure = {text: derive_pattern_columns(text) for text in ("dense", *PATTERNS)}
     columns: dict[str, Any] = {
         **{name: [text] * count for name, text in TEXTS.items()},
-        "schema_version": np.full(count, tables.SCHEMA_VERSION), "threads": np.full(count, 2),
+        "schema_version": np.full(count, SCHEMA_VERSION), "threads": np.full(count, 2),
         "block": curve, "seq": level, "m": m, "k": k, "n": n, "pattern": pattern,
         "backend": np.where(dense, "torch", "numba"), "sparsity_target": SPARSITIES[level],
         # Each curve has a dense row of its own, told apart by the seed.
         "pattern_seed": curve % len(PATTERNS),
         "started_at": pa.array(FIRST_MICROSECOND + taken, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
         **{name: [structure[text][name] for text in pattern] for name in structure["dense"]},
-        "samples_seconds": pa.array(list(samples), tables.SCHEMA.field("samples_seconds").type),
-        **validation.summaries(samples, np.full(count, 0.001)), "burst_error": np.full(count, 0.001),
+        "samples_seconds": pa.array(list(samples), SCHEMA.field("samples_seconds").type),
+        **summarise_sample_rows(samples, np.full(count, 0.001)), "burst_error": np.full(count, 0.001),
         "sample_count": np.full(count, SAMPLES), "drift_ratio": np.ones(count),
     }  # fmt: skip
     arrays = [
         pa.array(columns[field.name], field.type, from_pandas=True)
         if field.name in columns
         else pa.nulls(count, field.type)
-        for field in tables.SCHEMA
+        for field in SCHEMA
     ]
-    table = pa.table(arrays, tables.SCHEMA)
-    ids = pa.array(tables.point_ids(table))
-    return table.set_column(table.column_names.index("point_id"), tables.SCHEMA.field("point_id"), ids)
+    table = pa.table(arrays, SCHEMA)
+    ids = pa.array(hash_keys(table))
+    return table.set_column(table.column_names.index("point_id"), SCHEMA.field("point_id"), ids)
 
 
 def generate(folder: Path, first: int, last: int, points: int) -> None:
     """A table of the rows from `first` to `last`."""
-    for start in range(first, last, merging.PART_ROWS):
-        tables.write_rows(folder, piece(start, min(merging.PART_ROWS, last - start), points))
+    for start in range(first, last, PART_ROWS):
+        write_rows(folder, piece(start, min(PART_ROWS, last - start), points))
 
 
 def merge(folder: Path, rows: int, points: int) -> str:
     """Two tables into one."""
-    merged = merging.merge([folder / "a", folder / "b"], folder / "table")
+    merged = merge_tables([folder / "a", folder / "b"], folder / "table")
     assert merged.rows == rows
     return f"{merged.read} rows into {merged.rows}"
 
 
 def validate(folder: Path, rows: int, points: int) -> str:
     """All checks."""
-    found = Counter(finding.severity for finding in validation.findings(folder / "table"))
+    found = Counter(finding.severity for finding in validate_table(folder / "table"))
     assert not found["corrupt"] and not found["suspect"]
     return f"{found['note']} notes"
 
 
 def table_hash(folder: Path, rows: int, points: int) -> str:
     """The hash of all rows."""
-    return tables.table_hash(folder / "table")
+    return hash_table(folder / "table")
 
 
 def fit_input(folder: Path, rows: int, points: int) -> str:
@@ -123,7 +128,7 @@ def report_input(folder: Path, rows: int, points: int) -> str:
 
 def compare_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench compare` reads of each table: with samples, the latest of each point."""
-    return f"{len(compare.read(folder / 'table'))} rows"
+    return f"{len(read_compared_rows(folder / 'table'))} rows"
 
 
 def search_input(folder: Path, rows: int, points: int) -> str:

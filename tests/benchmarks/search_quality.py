@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from latbench.machines import devices
-from latbench.tables import storage as places
-from search import job
+from latbench.tables.storage import parse_place
 from search import task as tasks
-from search.database import Database
-from search.evaluations import Found, Judging
+from search.artifacts.layer_database import Database
 from search.knapsack.arrays import Infeasible
 from search.knapsack.one_budget import solve
 from search.loss.cache import Trials
 from search.loss.parallel import Judges
-from search.problem import Problem
+from search.pipeline import search_job as job
+from search.problem.calibration import ignore_intervals
+from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
-from search.strategies import find, quadratic_priors
+from search.strategies.evaluation_budget import Found, Judging
+from search.strategies.run_strategy import find, quadratic_priors
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -118,12 +119,12 @@ def main() -> None:
     given = parser.parse_args()
 
     task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
-    inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database, given.method)
+    inputs = job.read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
     ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)
-    every, judge_every = ready.problem.certain(), ready.judge
-    problem = every.without_hopeless()
+    every, judge_every = ignore_intervals(ready.problem), ready.judge
+    problem = every.without_dominated()
     names = [part.name for layer in problem.layers for part in layer.parts]
     trials = Trials(names, given.database / "trials.jsonl", inputs.judged(settings))
     database = Database(inputs.database, inputs.model_hash, inputs.made_by)

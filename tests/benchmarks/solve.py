@@ -27,7 +27,7 @@ from latbench.importers.text_formats import read_spdy
 from search import Infeasible, Solution
 from search.knapsack import one_budget as solve
 from search.knapsack import pareto as frontier
-from search.spdy import quadratic_prior
+from search.problem.priors import quadratic_prior
 
 DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

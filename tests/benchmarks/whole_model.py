@@ -28,11 +28,11 @@ from torch import nn
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import Placement
 from search import task as tasks
-from search.end_to_end import MOST_MOVES, Engine, time_engines
-from search.engines import DENSE_ENGINES, random_pruned
-from search.job import prunable_layers
-from search.options import OWN
-from search.overhead import FREE, dense_engines
+from search.backends import OWN
+from search.pipeline.search_job import prunable_layers
+from search.whole_model.end_to_end import MOST_MOVES, Engine, time_engines
+from search.whole_model.model_engines import DENSE_ENGINES, random_pruned
+from search.whole_model.overhead import FREE, dense_engines
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import Framed
 from sparse_kernels.torch_tiles import Tiles
@@ -61,7 +61,8 @@ def just_written(x: Any) -> Any:
 
 
 def timed(layer: nn.Module, seconds: list[float]) -> None:
-    """Let a sparse layer note how long it computes each time: what `search.engines.layers_free` makes free."""
+    """Let a sparse layer note how long it computes each time: what `search.whole_model.model_engines.layers_free`
+    makes free."""
     for name in ("_multiply", "_by_address", "_over_frames"):
         if compute := getattr(layer, name, None):
 
@@ -137,11 +138,17 @@ def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -
     choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
     zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
     engines = dense_engines(task, threads, "deepsparse") | dense_engines(task, threads, backend)
-    engines[PRUNED] = Engine(PRUNED, "search.engines:random_pruned", (reference, threads, backend, choices))
-    engines["deepsparse, pruned"] = Engine(
-        "deepsparse, pruned", "search.engines:random_pruned", (reference, threads, "deepsparse", zeros)
+    engines[PRUNED] = Engine(
+        PRUNED, "search.whole_model.model_engines:random_pruned", (reference, threads, backend, choices)
     )
-    engines[FREE] = Engine(FREE, "search.engines:layers_free", (reference, threads, backend, choices))
+    engines["deepsparse, pruned"] = Engine(
+        "deepsparse, pruned",
+        "search.whole_model.model_engines:random_pruned",
+        (reference, threads, "deepsparse", zeros),
+    )
+    engines[FREE] = Engine(
+        FREE, "search.whole_model.model_engines:layers_free", (reference, threads, backend, choices)
+    )
     timings = time_engines(
         engines, threads=threads, required=[PRUNED], processes=arguments.processes, rounds=arguments.rounds
     )

@@ -11,7 +11,8 @@ import pytest
 
 from cost_models.adaptive_planner import ANCHORS, AdaptivePlanner, select_anchors
 from latbench.errors import BadData
-from latbench.tables import table as tables
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 from latbench.workloads import points as plan
 from latbench.workloads.points import FINE_SPARSITIES, Point
 from sparse_kernels.patterns import NM, Dense, VectorWise
@@ -46,8 +47,8 @@ def measured(folder: Path, found: Sequence[Point], seconds: Seconds) -> pd.DataF
         {**point.key(), "status": "ok", "samples_seconds": [seconds(point) * (1 + 1e-3 * i) for i in range(10)]}
         for point in found
     ]
-    tables.write_part(folder, rows)
-    return tables.read(folder)
+    write_part(folder, rows)
+    return read_table(folder)
 
 
 def swept(folder: Path, choose: AdaptivePlanner, seconds: Seconds, most: int = 1000) -> list[list[Point]]:
@@ -89,8 +90,8 @@ def test_an_anchor_that_is_noisy_is_asked_for_again_once_a_run(tmp_path: Path) -
     every = AdaptivePlanner(points())(None)
     rows = [{**p.key(), "status": "ok", "samples_seconds": [smooth(p)] * 10} for p in every]
     rows[2]["status"] = "noisy"
-    tables.write_part(tmp_path, rows)
-    choose, table = AdaptivePlanner(points()), tables.read(tmp_path)
+    write_part(tmp_path, rows)
+    choose, table = AdaptivePlanner(points()), read_table(tmp_path)
     assert choose(table) == [every[2]]
     assert every[2] not in choose(table)
 
@@ -138,9 +139,9 @@ def test_it_ends_and_never_asks_for_what_was_tried(tmp_path: Path) -> None:
 
 def test_a_table_without_times_ends_it(tmp_path: Path) -> None:
     choose = AdaptivePlanner(points())
-    tables.write_part(tmp_path, [{**point.key(), "status": "error"} for point in choose.anchors])
-    assert choose(tables.read(tmp_path)) == choose.anchors  # errors may be gone
-    assert choose(tables.read(tmp_path)) == []
+    write_part(tmp_path, [{**point.key(), "status": "error"} for point in choose.anchors])
+    assert choose(read_table(tmp_path)) == choose.anchors  # errors may be gone
+    assert choose(read_table(tmp_path)) == []
 
 
 def test_patterns_of_one_sparsity_have_one_anchor() -> None:

@@ -16,7 +16,9 @@ import cost_models
 from cost_models.rows.shape_groups import count_shapes, group_by_shape
 from latbench.cli import main as cli
 from latbench.runners.worker import resolve
-from latbench.tables import table as tables
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
+from latbench.tables.table import hash_table, read_table
+from latbench.tables.writer import write_part
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -63,7 +65,7 @@ def swept(
     samples = seconds(X)[:, None] * rng.lognormal(0, 0.01, (len(X), 9))
     rows = [{name: value for name, value in row.items() if value == value} for row in X.to_dict("records")]
     extra = [{"status": "ok", "samples_seconds": list(values)} for values in samples]
-    tables.write_part(tmp_path / "table", [row | more for row, more in zip(rows, extra, strict=True)])
+    write_part(tmp_path / "table", [row | more for row, more in zip(rows, extra, strict=True)])
     return tmp_path / "table"
 
 
@@ -113,7 +115,7 @@ def convolved(tmp_path: Path, rng: np.random.Generator) -> Path:
         point.key() | {"status": "ok", "samples_seconds": list(_conv_seconds(point) * rng.lognormal(0, 0.01, 9))}
         for point in every
     ]
-    tables.write_part(tmp_path / "table", rows)
+    write_part(tmp_path / "table", rows)
     return tmp_path / "table"
 
 
@@ -260,10 +262,10 @@ def test_predict_refuses_a_layer_that_the_pattern_cannot_have(latbench: Run, swe
 def test_a_table_of_layers_that_cannot_be_is_refused(
     command: str, column: str, value: object, said: str, latbench: Run, swept: Path, tmp_path: Path
 ) -> None:
-    rows = tables.read(swept).convert_dtypes()
+    rows = read_table(swept).convert_dtypes()
     rows[column] = rows[column].astype(object)
     rows.loc[rows["backend"].eq("numba").idxmax(), column] = value
-    pq.write_table(pa.Table.from_pandas(rows, tables.SCHEMA, preserve_index=False), tmp_path / "edited.parquet")
+    pq.write_table(pa.Table.from_pandas(rows, SCHEMA, preserve_index=False), tmp_path / "edited.parquet")
     name, *options = command.split()
     refused = latbench(name, tmp_path / "edited.parquet", "-o", tmp_path / "out", *options)
     assert f"layers that cannot be, such as of {said}: `latbench validate` names them" in _refused(refused, 5)
@@ -291,10 +293,10 @@ def test_a_hybrid_looks_up_what_was_measured(latbench: Run, swept: Path, tmp_pat
 def test_transfer_predicts_a_device_from_few_of_its_rows(
     latbench: Run, swept: Path, tmp_path: Path, seconds: Callable[[pd.DataFrame], np.ndarray]
 ) -> None:
-    rows = tables.read(swept)
+    rows = read_table(swept)
     few = rows[(rows["backend"] == "numba") & (rows["n"] == 37)].assign(device="b-cpu")
-    columns = [field.name for field in tables.KEY]
-    tables.write_part(tmp_path / "new", [
+    columns = [field.name for field in KEY_COLUMNS]
+    write_part(tmp_path / "new", [
         {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [s]}
         for row, s in zip(few[columns].to_dict("records"), 2 * few["median_seconds"], strict=True)
     ])  # fmt: skip
@@ -365,11 +367,11 @@ def test_the_benchmark_judges_tables_of_ones_own(swept: Path, capsys: pytest.Cap
 
 
 def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path: Path) -> None:
-    rows = tables.read(swept)
-    columns = [field.name for field in tables.KEY]
+    rows = read_table(swept)
+    columns = [field.name for field in KEY_COLUMNS]
     own = rows[rows["backend"] == "numba"]
     narrow = own[columns].assign(dtype_w="bfloat16").to_dict("records")
-    tables.write_part(swept, [
+    write_part(swept, [
         {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [t]}
         for row, t in zip(narrow, own["median_seconds"] / 2, strict=True)
     ])  # fmt: skip
@@ -396,11 +398,11 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
 
 
 def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Path, tmp_path: Path) -> None:
-    rows = tables.read(swept)
-    columns = [field.name for field in tables.KEY]
+    rows = read_table(swept)
+    columns = [field.name for field in KEY_COLUMNS]
     first, second = (rows[columns].assign(backend_version=version, threads=t) for version, t in (("1", 3), ("2", 4)))
     for own in (first, second):
-        tables.write_part(tmp_path / "both", [
+        write_part(tmp_path / "both", [
             {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [t]}
             for row, t in zip(own.to_dict("records"), rows["median_seconds"], strict=True)
         ])  # fmt: skip
@@ -415,7 +417,7 @@ def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Pa
 
 
 def test_fit_judges_a_model_that_was_saved_without_figures(latbench: Run, swept: Path, tmp_path: Path) -> None:
-    cost_models.save(tmp_path / "m.json", cost_models.AnchoredLookup(), tables.table_hash(swept))
+    cost_models.save(tmp_path / "m.json", cost_models.AnchoredLookup(), hash_table(swept))
     assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
     assert json.loads((tmp_path / "m.json").read_text())["validation"]
 
@@ -431,7 +433,7 @@ def test_a_model_of_another_table_is_refused(latbench: Run, swept: Path, tmp_pat
 def test_fit_refuses_a_missing_table_and_one_without_layers(latbench: Run, tmp_path: Path) -> None:
     assert "no such table" in _refused(latbench("fit", tmp_path / "none", "-o", tmp_path / "m.json"), 5)
     row = {"op": "model", "pattern": "dense", "status": "ok", "samples_seconds": [1.0]}
-    tables.write_part(tmp_path / "table", [row])
+    write_part(tmp_path / "table", [row])
     said = _refused(latbench("fit", tmp_path / "table", "-o", tmp_path / "m.json"), 5)
     assert "holds no valid time of a layer" in said
 
@@ -444,7 +446,7 @@ def test_import_adds_a_file_once(latbench: Run, tmp_path: Path) -> None:
     arguments = ("import", "spdy", tmp_path / "net.txt", "-o", tmp_path / "table")
     assert latbench(*arguments)[1].endswith("2 layers of unknown shape (--workload gives them)\n")
     assert "up to date" in latbench(*arguments)[1]
-    table = tables.read(tmp_path / "table")
+    table = read_table(tmp_path / "table")
     assert len(table) == 5 and set(table["model"]) == {"net", "net:conv1", "net:fc"}
     assert "is a table of unknown" in _refused(latbench(*arguments, "--device", "b-cpu"), 2)
 
@@ -459,14 +461,14 @@ def test_a_file_that_grew_is_added_to_and_one_that_changed_is_refused(latbench: 
     assert "up to date" in latbench(*arguments)[1]
     file.write_text(SPDY)  # all of it is there
     assert "up to date" in latbench(*arguments)[1]
-    before = tables.read(folder)
+    before = read_table(folder)
     file.write_text(SPDY.replace("0.01 0.4000", "0.011 0.4000"))
     said = _refused(latbench(*arguments), 2)
     assert "holds other times of net:conv1 unstructured on deepsparse than this file" in said
     file.write_text(SPDY.replace("conv1", "conv1").replace("0.4", "0.45"))
     said = _refused(latbench(*arguments, "--workload", "resnet50"), 2)
     assert "net:conv1 with another shape" in said
-    assert len(tables.read(folder)) == len(before) == 6
+    assert len(read_table(folder)) == len(before) == 6
 
 
 def test_another_version_of_the_same_kernels_is_refused(latbench: Run, tmp_path: Path) -> None:
@@ -496,7 +498,7 @@ def test_import_takes_shapes_from_a_workload(latbench: Run, tmp_path: Path) -> N
     (tmp_path / "net.txt").write_text(SPDY)
     arguments = ("import", "spdy", tmp_path / "net.txt", "-o", tmp_path / "table", "--pattern", "block:1x4")
     latbench(*arguments, "--workload", "resnet50")
-    table = tables.read(tmp_path / "table").set_index(["model", "sparsity_target"])
+    table = read_table(tmp_path / "table").set_index(["model", "sparsity_target"])
     assert table.loc[("net:conv1", 0.4), ["op", "kh", "pattern"]].tolist() == ["conv2d", 7, "block:1x4"]
     assert table.loc[("net:fc", 0.0), ["op", "m", "pattern"]].tolist() == ["linear", 1000, "dense"]
     other = (*arguments[:4], tmp_path / "other", "--workload", "bert-base")

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from cost_models.uncertainty.timing_noise import estimate_noise, estimate_noise_floor
-from latbench.tables import table as tables
+from latbench.tables.time_summary import summarise_samples
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]
@@ -22,7 +22,7 @@ def _measured(X: pd.DataFrame, truth: np.ndarray, rng: np.random.Generator, *, w
         samples = speed * rng.lognormal(0, within, count) * np.repeat(rng.lognormal(0, halves, 2), count // 2)
         reference = speed * np.exp(rng.normal(0, 1e-4))
         drift = np.median(samples[count // 2 :]) / np.median(samples[: count // 2])
-        rows.append(tables.summarise(list(samples)) | {"drift_ratio": drift, "reference_ratio": reference})
+        rows.append(summarise_samples(list(samples)) | {"drift_ratio": drift, "reference_ratio": reference})
     found = pd.DataFrame(rows)
     seconds = truth * found["median_seconds"].to_numpy()
     columns = ["low_seconds", "high_seconds"]

@@ -12,7 +12,8 @@ import sklearn
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
-from latbench.tables import table as tables
+from latbench.tables.table import hash_table, read_table
+from latbench.tables.writer import write_part
 
 Seconds = Callable[[pd.DataFrame], np.ndarray]
 Stored = tuple[Path, pd.DataFrame]
@@ -33,9 +34,7 @@ def _write(folder: Path, X: pd.DataFrame, seconds: np.ndarray, rng: np.random.Ge
         for row in X.to_dict("records")
     ]
     extra = {"status": "ok"}
-    tables.write_part(
-        folder, [row | extra | {"samples_seconds": list(s)} for row, s in zip(rows, samples, strict=True)]
-    )
+    write_part(folder, [row | extra | {"samples_seconds": list(s)} for row, s in zip(rows, samples, strict=True)])
 
 
 MODELS = [
@@ -49,9 +48,9 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_a_saved_model_comes_back_equal(model: CostModel, stored: Stored, tmp_path: Path) -> None:
     folder, X = stored
-    model.fit(*cost_models.select_training_rows(tables.read(folder)))
+    model.fit(*cost_models.select_training_rows(read_table(folder)))
     validation = {"a way": {"median": 0.01, "coverage": None}}
-    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder), validation=validation)
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder), validation=validation)
     again = cost_models.load(tmp_path / "m.json", folder)
     assert again.get_params() == model.get_params() and type(again) is type(model)
     np.testing.assert_array_equal(again.predict(X), model.predict(X))
@@ -65,8 +64,8 @@ def test_a_transfer_comes_back_from_a_table_of_several_devices(
     folder, X = stored
     new = X[X["n"] == 37].assign(device="b-cpu")
     _write(folder, new, 3 * seconds(new), rng)
-    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.select_training_rows(tables.read(folder)))
-    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder))
+    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.select_training_rows(read_table(folder)))
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder))
     again = cost_models.load(tmp_path / "m.json", folder)
     np.testing.assert_array_equal(again.predict(new), model.predict(new))
     assert np.median(np.abs(again.predict(new) / (3 * seconds(new)) - 1)) < 0.05
@@ -74,8 +73,8 @@ def test_a_transfer_comes_back_from_a_table_of_several_devices(
 
 def test_another_table_is_refused(stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator) -> None:
     folder, X = stored
-    model = AnchoredLookup().fit(*cost_models.select_training_rows(tables.read(folder)))
-    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder))
+    model = AnchoredLookup().fit(*cost_models.select_training_rows(read_table(folder)))
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder))
     _write(folder, X.iloc[:1], seconds(X.iloc[:1]), rng)
     with pytest.raises(BadModel, match=r"was fitted to a table with the hash .* has .* latbench fit"):
         cost_models.load(tmp_path / "m.json", folder)
@@ -86,7 +85,7 @@ def test_a_model_of_one_backend_learns_from_its_rows_alone(
 ) -> None:
     folder, X = stored
     _write(folder, X.assign(backend="torch"), 2 * seconds(X), rng)
-    table_hash = tables.table_hash(folder)
+    table_hash = hash_table(folder)
     cost_models.save(tmp_path / "m.json", AnchoredLookup(), table_hash, where={"backend": "torch"})
     np.testing.assert_allclose(
         cost_models.load(tmp_path / "m.json", folder).predict(X.drop(columns="backend")), 2 * seconds(X), rtol=0.1
@@ -99,7 +98,7 @@ def test_other_libraries_than_it_was_judged_with_are_refused(
 ) -> None:
     folder, _ = stored
     path = tmp_path / "m.json"
-    cost_models.save(path, AnchoredLookup(), tables.table_hash(folder))
+    cost_models.save(path, AnchoredLookup(), hash_table(folder))
     content = json.loads(path.read_text())
     assert content["libraries"]["scikit-learn"] == sklearn.__version__
     cost_models.load(path, folder)
@@ -146,7 +145,7 @@ def test_settings_that_nothing_can_be_fitted_with_are_refused(stored: Stored, tm
         {"random_state": "x"}, {"max_iter": "many"}, {"form": "none"}, {"folds": None}, {"folds": 0}, {"folds": 2.5},
         {"form": {}}, {"allow_extrapolation": "no"}, {"folds": True}, {"learning_rate": "fast"},
     ):  # fmt: skip
-        cost_models.save(path, Boosted(**params), tables.table_hash(folder), where={"backend": "numba"})
+        cost_models.save(path, Boosted(**params), hash_table(folder), where={"backend": "numba"})
         with pytest.raises(BadModel, match=r"its params .* fit nothing"):
             cost_models.load(path, folder)
 
@@ -159,12 +158,12 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_whole_models_verifications_and_failures_are_not_learned_from(stored: Stored) -> None:
     folder, X = stored
     row = {name: value for name, value in X.iloc[0].to_dict().items() if value == value}
-    tables.write_part(folder, [
+    write_part(folder, [
         row | {"op": "model", "model": "net", "status": "ok", "samples_seconds": [1.0]},
         row | {"purpose": "verify", "status": "ok", "samples_seconds": [1.0]},
         row | {"threads": 7, "status": "error", "error": "it broke"},
         row | {"threads": 8, "status": "throttled", "samples_seconds": [1.0]},
     ])  # fmt: skip
-    learned, y = cost_models.select_training_rows(tables.read(folder))
+    learned, y = cost_models.select_training_rows(read_table(folder))
     assert len(learned) == len(X) == len(y)
     assert y.max() < 1

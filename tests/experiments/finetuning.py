@@ -43,11 +43,12 @@ from torch import nn
 
 from latbench.errors import PromiseMissed
 from latbench.machines import devices
-from latbench.tables import storage as places
-from search import job, profile
+from latbench.tables.storage import parse_place
 from search import task as tasks
-from search.database import Database
-from search.profile import Profile
+from search.artifacts import profile
+from search.artifacts.layer_database import Database
+from search.artifacts.profile import Profile
+from search.pipeline import search_job as job
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database
 from search.pruning.one_shot.global_adaprune import global_adaprune
@@ -95,7 +96,7 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
 def read_inputs(arguments: argparse.Namespace) -> job.Inputs:
     task = tasks.load(str(RESNET20))
     return job.read_inputs(
-        task, places.at(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
+        task, parse_place(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
     )
 
 

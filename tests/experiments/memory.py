@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune
 from search import task as tasks
-from search.database import Database, model_hash
-from search.profile import LayerChoice, Profile
+from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, made_by
 
 WIDTH, LAYERS = 4096, 16

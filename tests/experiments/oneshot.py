@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from search import task as tasks
-from search.database import model_hash
-from search.job import prunable_layers
+from search.artifacts.layer_database import model_hash
+from search.pipeline.search_job import prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.base import OneShot, Pruned
 from search.pruning.one_shot.batchnorm import tune_batchnorm

@@ -10,7 +10,7 @@ from torch import nn
 
 from latbench.errors import PromiseMissed
 from latbench.report import accuracy
-from search.profile import LayerChoice, Profile
+from search.artifacts.profile import LayerChoice, Profile
 
 
 @pytest.fixture

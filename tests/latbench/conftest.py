@@ -36,7 +36,7 @@ def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps in this process do without the machine's ceilings, which take seconds to find."""
-    monkeypatch.setattr("latbench.sweeping.sweep.Cpu.pace", lambda machine, seconds_left: None)
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.CpuMachine.pace", lambda machine, seconds_left: None)
 
 
 @pytest.fixture

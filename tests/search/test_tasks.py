@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from latbench.workloads import workload as workloads
-from search.job import prunable_layers
+from search.pipeline.search_job import prunable_layers
 from search.task import load
 from search.tasks import digits
 

@@ -17,17 +17,20 @@ from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.importers import text_formats as interchange
 from latbench.runners.worker import resolve
-from latbench.tables import table as tables
-from search import job, layer_times, overhead
+from latbench.tables.table import read_table, select_timed
+from latbench.tables.writer import write_part
 from search import task as tasks
-from search import verify as verification
-from search.end_to_end import Engine, Timings
-from search.engines import DENSE_ENGINES, IN_BFLOAT16
-from search.layer_times import Settings, measure, rows
-from search.onnx_export import export, layer_values
-from search.profile import LayerChoice, Profile
+from search.artifacts.onnx_export import export, layer_values
+from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline import measure_in_network as layer_times
+from search.pipeline import search_job as job
+from search.pipeline import verify as verification
+from search.pipeline.measure_in_network import Settings, measure, rows
+from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
-from search.verify import PRUNED, verify
+from search.whole_model import overhead
+from search.whole_model.end_to_end import Engine, Timings
+from search.whole_model.model_engines import DENSE_ENGINES, IN_BFLOAT16
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
@@ -120,7 +123,7 @@ def test_the_analysis_tells_each_layers_time_and_sparsity(
 
 def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, tmp_path: Path) -> None:
     assert measure(little, tmp_path / "table", installed, Settings(2), {0.8: 2}) == []
-    table = tables.timed(tables.read(tmp_path / "table"))
+    table = select_timed(read_table(tmp_path / "table"))
     swept = table[table["purpose"] == "sweep"]
     assert set(zip(swept["model"], swept["sparsity_target"], strict=True)) == {
         (name, sparsity) for name in ("little", "little:fc1", "little:fc2") for sparsity in (0.0, 0.8)
@@ -163,7 +166,7 @@ def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_ther
         for sparsity in (0.0, 0.8, 0.9)
     }
     values = {name: name for name in shapes}
-    tables.write_part(tmp_path / "table", rows("little", shapes, values, analyses, threads=2, batch=32, calls=20))
+    write_part(tmp_path / "table", rows("little", shapes, values, analyses, threads=2, batch=32, calls=20))
     inputs = job.read_inputs(little, tmp_path / "table", None, database)
     found = job.search(inputs, job.Settings(1.8, threads=2, evaluations=5, backend="deepsparse"))
     assert found.backend == "deepsparse"
@@ -204,6 +207,6 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     assert verdict.backend == "deepsparse" and verdict.met
     assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - set(IN_BFLOAT16)
     assert verdict.score_pruned == pytest.approx(little.score(model))
-    table = tables.read(tmp_path / "verify").set_index("kernel_used")
+    table = read_table(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]
     assert (tmp_path / "verify" / "pruned.onnx").is_file()

@@ -5,21 +5,20 @@ Needs /usr/bin/chromium: apt-get update && apt-get install -y --no-install-recom
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import report_example as example
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from latbench.report import comparison, html, inputs
-from latbench.tables import table as tables
+from latbench.tables.writer import write_part
 
 pytestmark = pytest.mark.slow
 
@@ -29,19 +28,10 @@ DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 PRINTED = 688  # CSS pixels of A4, less usual margins
 
 
-def _example() -> Any:
-    spec = importlib.util.spec_from_file_location("report_example", Path(__file__).parents[1] / "report_example.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules["report_example"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
-    files = _example().write(folder, np.random.default_rng(7))
+    files = example.write(folder, np.random.default_rng(7))
     profile = json.loads(files.profile.read_text())
     profile["layers"][HOSTILE] = next(iter(profile["layers"].values()))
     files.profile.write_text(json.dumps(profile))
@@ -57,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything: the hostile layer of the other is in no database."""
     folder = tmp_path_factory.mktemp("whole")
-    files = _example().write(folder, np.random.default_rng(7))
+    files = example.write(folder, np.random.default_rng(7))
     path = folder / "report.html"
     path.write_text(html.render(inputs.read(files.table, **files.every), command=["latbench", "report"]), "utf-8")
     return path
@@ -74,12 +64,12 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two devices, one half as fast, under a hostile name."""
-    folder, example = tmp_path_factory.mktemp("compared"), _example()
+    folder = tmp_path_factory.mktemp("compared")
     for name, device, factor in (("one", HOSTILE, 1.0), ("two", "nvidia-example", 2.0)):
         rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
         for row in rows:
             row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
-        tables.write_part(folder / name, rows)
+        write_part(folder / name, rows)
     first, second = comparison.sides(inputs.read(folder / "one"), inputs.read(folder / "two"))
     path = folder / "report.html"
     path.write_text(html.page_text(comparison.build(first, second, None, ["latbench", "report"])), "utf-8")

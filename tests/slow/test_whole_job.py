@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from search.verify import BUSY
+from search.pipeline.verify import BUSY
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "build/demo"

@@ -38,43 +38,43 @@ def compare(
     import math
 
     from latbench.errors import PromiseMissed, UsageError
-    from latbench.tables import comparability as likeness
-    from latbench.tables import compare as comparing
-    from latbench.tables import storage as places
-    from latbench.tables import table as tables
+    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+    from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
+    from latbench.tables.storage import hide_secrets
+    from latbench.tables.table import hash_table
 
     wanted = _kinds(fail_on)
     if not 0 < threshold < math.inf:
         raise UsageError(f"--threshold is a positive share such as 0.02, not {threshold:g}")
-    frames = {path: comparing.read(path) for path in (before, after)}
+    frames = {path: read_compared_rows(path) for path in (before, after)}
     values = {path: _values(frame) for path, frame in frames.items()}
     across: list[str] = []
     if across_devices:
         across.append("device")
-    elif (unlike := likeness.unlike_devices(values)) is not None:
+    elif (unlike := describe_device_difference(values)) is not None:
         raise UsageError(f"{unlike}; --across-devices compares them all the same")
     if across_modes:
-        across += likeness.MODES
-    elif (unlike := likeness.unlike_modes(values)) is not None:
+        across += MODES
+    elif (unlike := describe_mode_difference(values)) is not None:
         raise UsageError(f"{unlike}; --across-modes compares them all the same")
-    changes = comparing.compare(
+    changes = compare_tables(
         frames[before], frames[after], threshold=threshold, across=across, corrected=correct_drift
     )
     counts = Counter(change.kind for change in changes)
     if as_json:
         document = {
-            "before": {"table": places.shown(str(before)), "hash": tables.table_hash(before)},
-            "after": {"table": places.shown(str(after)), "hash": tables.table_hash(after)},
+            "before": {"table": hide_secrets(str(before)), "hash": hash_table(before)},
+            "after": {"table": hide_secrets(str(after)), "hash": hash_table(after)},
             "threshold": threshold,
             "corrected_for_drift": correct_drift,
-            "counts": {kind: counts[kind] for kind in comparing.KINDS},
+            "counts": {kind: counts[kind] for kind in KINDS},
             "points": [vars(change) for change in changes],
         }
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         _show(changes, counts, rows)
-    if found := [f"{counts[kind]} {kind}" for kind in comparing.KINDS if kind in wanted and counts[kind]]:
-        raise PromiseMissed(f"of {len(changes)} points {', '.join(found)}: {places.shown(after)} fails on {fail_on}")
+    if found := [f"{counts[kind]} {kind}" for kind in KINDS if kind in wanted and counts[kind]]:
+        raise PromiseMissed(f"of {len(changes)} points {', '.join(found)}: {hide_secrets(after)} fails on {fail_on}")
 
 
 def _kinds(text: str) -> set[str]:
@@ -90,9 +90,9 @@ def _kinds(text: str) -> set[str]:
 
 
 def _values(frame: pd.DataFrame) -> dict[str, set[Any]]:
-    from latbench.tables import comparability as likeness
+    from latbench.tables.comparability import MODES
 
-    return {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
+    return {name: set(frame[name].dropna()) for name in ("device", *MODES)}
 
 
 def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:

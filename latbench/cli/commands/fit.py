@@ -59,11 +59,11 @@ def fit(
     from cost_models.rows.shape_groups import count_shapes
     from latbench.cli.commands.options import values_by_column
     from latbench.errors import UsageError
-    from latbench.tables import table as tables
+    from latbench.tables.table import hash_table
 
     if (estimator is Kind.transfer) != (device is not None):
         raise UsageError("--estimator transfer needs a --device to predict, and no other estimator takes one")
-    table_hash = tables.table_hash(table)
+    table_hash = hash_table(table)
     rows = values_by_column("--where", where) | ({} if backend is None else {"backend": backend})
     X, y = cost_models.read_training_rows(table, rows)
     _warn_of_versions(X)

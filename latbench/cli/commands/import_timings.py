@@ -52,7 +52,8 @@ def import_timings(
     from latbench.cli.commands.options import values_by_column
     from latbench.errors import UsageError
     from latbench.importers import kernel_timings
-    from latbench.tables import table as tables
+    from latbench.tables.table import has_table, read_table
+    from latbench.tables.writer import write_part
 
     if format == "spdy":
         if only or dtype:
@@ -71,12 +72,12 @@ def import_timings(
     else:
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    if tables.exists(output):
-        rows = _new(rows, tables.read(output), output)
+    if has_table(output):
+        rows = _new(rows, read_table(output), output)
         if not rows:
             typer.echo(f"{output}: up to date, {path} is in it")
             return
-    tables.write_part(output, [{**row, "run_id": run_id, "timer": format} for row in rows])
+    write_part(output, [{**row, "run_id": run_id, "timer": format} for row in rows])
     unknown = len({row["model"] for row in rows if row.get("op") != "model" and row.get("m") is None})
     without = f", {unknown} layers of unknown shape (--workload gives them)" if unknown else ""
     typer.echo(f"{output}: {len(rows)} rows from {path}{without}")
@@ -89,7 +90,7 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
     """
     from cost_models.rows.row_keys import describe_point
     from latbench.errors import UsageError
-    from latbench.tables import table as tables
+    from latbench.tables.point_ids import hash_key
 
     if others := set(table["device"]) - {rows[0]["device"]}:
         named = ", ".join(sorted(others))
@@ -111,7 +112,7 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
     widths = {model: None if m != m else int(m) for model, m in zip(table["model"], table["m"], strict=True)}
     fresh = []
     for row in rows:
-        known = held.get(tables.point_id(row))
+        known = held.get(hash_key(row))
         if known is None:
             if row["model"] and widths.get(row["model"], row.get("m")) != row.get("m"):
                 raise UsageError(

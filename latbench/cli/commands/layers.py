@@ -40,8 +40,8 @@ def layers(
     from latbench.importers import text_formats as interchange
     from latbench.machines import devices
     from latbench.workloads import points as plan
-    from search import layer_times
     from search import task as tasks
+    from search.pipeline import measure_in_network as layer_times
 
     loaded = tasks.load(task)
     wanted: Sequence[float] = plan.SPARSITIES

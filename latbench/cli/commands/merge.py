@@ -16,12 +16,12 @@ def merge(
 ) -> None:
     """Merge tables of one device and mode; equal rows are kept once, and so are the environments that they name."""
     from latbench.errors import UsageError
-    from latbench.tables import merge as merging
-    from latbench.tables import storage as places
-    from latbench.tables import table as tables
+    from latbench.tables.merge import merge_tables
+    from latbench.tables.storage import hide_secrets
+    from latbench.tables.table import has_table
 
-    if tables.exists(output):
-        shown = places.shown(output)
+    if has_table(output):
+        shown = hide_secrets(output)
         raise UsageError(f"{shown} exists already: merge writes a new table, give another folder or delete it")
-    merged = merging.merge(sources, output, mixed=allow_mixed)
-    typer.echo(f"{places.shown(output)}: {merged.rows} rows of {merged.read}")
+    merged = merge_tables(sources, output, mixed=allow_mixed)
+    typer.echo(f"{hide_secrets(output)}: {merged.rows} rows of {merged.read}")

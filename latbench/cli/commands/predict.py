@@ -175,11 +175,11 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """The columns of `where` with the values that measured rows have for these texts. UsageError where none has."""
     from cost_models.rows.row_keys import normalize_key_value
     from latbench.errors import UsageError
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY_COLUMNS
 
     found = {}
     for name, text in where.items():
-        if name not in (known := [field.name for field in tables.KEY]):
+        if name not in (known := [field.name for field in KEY_COLUMNS]):
             raise UsageError(f"--where {name}: points are not told apart by it, only by {', '.join(known)}")
         values = {str(normalize_key_value(value)): value for value in measured[name].dropna().unique()}
         if text not in values:
@@ -194,11 +194,11 @@ def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
     They need no asking: a table of one device, say, answers for that device.
     """
     from cost_models.rows.row_keys import SHAPE
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY_COLUMNS
 
     rows = measured
     for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
         fitting = rows[rows[name] == asked[name]]
         rows = fitting if len(fitting) else rows
-    names = [field.name for field in tables.KEY if field.name not in asked]
+    names = [field.name for field in KEY_COLUMNS if field.name not in asked]
     return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}

@@ -10,7 +10,7 @@ import typer
 from latbench import MOST_SEED
 
 if TYPE_CHECKING:
-    from search.profile import Profile
+    from search.artifacts.profile import Profile
     from search.task import Task
 
 
@@ -57,9 +57,9 @@ def prune(
     from rich.progress import Progress
 
     from latbench.base.files import left_behind, sha256
-    from search import profile as profiles
     from search import task as tasks
-    from search.database import Database
+    from search.artifacts import profile as profiles
+    from search.artifacts.layer_database import Database
     from search.pruning import pipeline
     from search.pruning.storage import model_folder as folder
     from search.pruning.storage.packed_file import write_packed
@@ -122,7 +122,7 @@ def prune(
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """The pruned model in that folder as an ONNX file, for the task's example inputs."""
-    from search.onnx_export import export
+    from search.artifacts.onnx_export import export
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())

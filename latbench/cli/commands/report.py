@@ -49,19 +49,19 @@ def report(
     from latbench.report import html, inputs
     from latbench.report import report_data as content
     from latbench.report.summary import summarise, summary_table
-    from latbench.tables import storage as places
+    from latbench.tables.storage import hide_secrets, parse_place
 
-    console, command = Console(), ["latbench", *map(places.shown, sys.argv[1:])]
+    console, command = Console(), ["latbench", *map(hide_secrets, sys.argv[1:])]
     if against is not None:
         if any((model, profile, pruned, verify, database, workload, accuracy, figures, summary)):
             raise UsageError("--against compares two tables and goes with --output alone")
         with Console(stderr=True).status(escape(f"Comparing {table} with {against}")):
-            _compare(places.at(table), places.at(against), output, command)
+            _compare(parse_place(table), parse_place(against), output, command)
         console.print(f"{output} is written", highlight=False, soft_wrap=True, markup=False)
         return
     with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
         read = inputs.read(
-            places.at(table), model=model, profile=profile, pruned=pruned, verify=verify,
+            parse_place(table), model=model, profile=profile, pruned=pruned, verify=verify,
             workload=workload, database=database, accuracy=accuracy,
         )  # fmt: skip
         shown = content.of(read)
@@ -91,15 +91,15 @@ def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
     """
     from latbench.base import bundled_data as bundled
     from latbench.errors import UsageError
-    from latbench.tables import comparability as likeness
-    from latbench.tables import compare as comparing
+    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+    from latbench.tables.compare import compare_tables, read_compared_rows
 
     tables = [one.sources[0].path for one in (second, first)]
-    frames = [comparing.read(path) for path in tables]
+    frames = [read_compared_rows(path) for path in tables]
     values = {
-        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
+        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *MODES)}
         for path, frame in zip(tables, frames, strict=True)
     }
-    if (unlike := likeness.unlike_modes(values)) is not None and likeness.unlike_devices(values) is None:
+    if (unlike := describe_mode_difference(values)) is not None and describe_device_difference(values) is None:
         raise UsageError(f"{unlike}; such times are not of one kind, sweep both in one way")
-    return None if likeness.unlike_devices(values) else comparing.compare(*frames)
+    return None if describe_device_difference(values) else compare_tables(*frames)

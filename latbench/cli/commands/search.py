@@ -10,7 +10,7 @@ import typer
 from latbench import MOST_SEED
 
 if TYPE_CHECKING:
-    from search.profile import Profile
+    from search.artifacts.profile import Profile
 
 MOST_PROCESSES = 8  # unless asked for: each holds the model and the calibration data
 
@@ -47,7 +47,8 @@ def search(
         ),
     ] = None,
     limits: Annotated[
-        Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
+        Path | None,
+        typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/problem/limits.py."),
     ] = None,
     errors: Annotated[
         str,
@@ -129,12 +130,13 @@ def search(
     from latbench.cli.commands.sweep import parse_duration
     from latbench.errors import UsageError
     from latbench.machines import devices
-    from latbench.tables import storage as places
+    from latbench.tables.storage import parse_place
     from latbench.workloads import points as plan
     from latbench.workloads.points import parse_patterns
-    from search import job, layer_errors
-    from search import limits as limiting
     from search import task as tasks
+    from search.inputs import layer_errors
+    from search.pipeline import search_job as job
+    from search.problem.limits import Limits, read_limits
 
     _check(strategy, backend, method, judges, model, patterns, sparsities, most_bytes)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
@@ -147,12 +149,12 @@ def search(
         time_budget=None if time_budget is None else parse_duration(time_budget),
         processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
-    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    stated = read_limits(limits) if limits is not None else Limits()
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(task)
         loaded = replace(loaded, limits=loaded.limits + stated)
-        inputs = job.read_inputs(loaded, places.at(table), model, database, method)
+        inputs = job.read_inputs(loaded, parse_place(table), model, database, method)
         if refine is not None:
             met = None if remeasure else inputs.met(refine, settings)
             if met is not None and _finished(output, inputs.digest(settings)) is not None:
@@ -183,11 +185,11 @@ def _check(
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
-    from search.engines import BACKENDS
+    from search.backends import OWN
     from search.loss.pools import PLACES
-    from search.options import OWN
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
-    from search.strategies import STRATEGIES
+    from search.strategies.run_strategy import STRATEGIES
+    from search.whole_model.model_engines import BACKENDS
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
@@ -214,7 +216,7 @@ def _check(
 def _finished(path: Path, digest: str) -> Profile | None:
     """The profile at `path` if it is what these inputs and settings give."""
     from latbench.errors import BadData
-    from search import profile
+    from search.artifacts import profile
 
     try:
         found = profile.load(path)

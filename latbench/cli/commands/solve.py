@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from search.also import Also
-    from search.problem import Problem
-    from search.selection import Selection, TradeOffs
+    from search.problem.problem import Problem
+    from search.problem.second_budget import SecondBudget
+    from search.problem.selection import Selection, TradeOffs
 
 SHOWN = 12
 """Points of a frontier that are printed."""
@@ -48,7 +48,8 @@ def solve(
         Path | None, typer.Option(help="CSV or Parquet: layer, pattern, sparsity, error. By default SPDY's guess.")
     ] = None,
     limits: Annotated[
-        Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
+        Path | None,
+        typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/problem/limits.py"),
     ] = None,
     pattern: Annotated[str, typer.Option(help="What the sparse times of a timing file are of.")] = "unstructured",
     workload: Annotated[
@@ -106,8 +107,9 @@ def solve(
     """The profile of least error, proven, that a table of layer times allows at a target speedup."""
     from latbench.errors import UsageError
     from latbench.workloads import points as plan
-    from search import layer_errors, sources
-    from search import limits as limiting
+    from search.inputs.layer_errors import read_errors
+    from search.inputs.problem_source import is_table
+    from search.problem.limits import Limits, read_limits
 
     if target is None and (most_bytes, also) != (None, None):
         raise UsageError("--most-bytes and --also are of a profile: they need a --target")
@@ -125,35 +127,35 @@ def solve(
         "patterns": [str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
         "sparsities": plan.wanted_sparsities(sparsities),
     }  # fmt: skip
-    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    stated = read_limits(limits) if limits is not None else Limits()
     problem = _read(
         timings, **shared, network=network, model=model, device=device, backend=backend, threads=threads, batch=batch,
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
     if errors is not None:
-        problem = problem.with_errors(layer_errors.read(errors))
+        problem = problem.with_errors(read_errors(errors))
     elif not problem.errors_known:
         problem = problem.with_prior()
-    problem = stated.on(problem)
+    problem = problem.limited(stated)
     if target is None:
         every = problem.frontier(resolution)
         _show_frontier(every)
         _save(every, output)
         return
     second: Problem | None = None
-    budget: Also | None = None
+    budget: SecondBudget | None = None
     if also is not None:
         wanted = differences.pop("target")
-        if not sources.is_table(also):  # it has what options it has
+        if not is_table(also):  # it has what options it has
             shared = {**shared, "patterns": None, "sparsities": None}
         try:
-            second = stated.on(_read(also, **{**shared, **differences}))
+            second = _read(also, **{**shared, **differences}).limited(stated)
         except UsageError as error:
             raise UsageError(f"{also}: {error}; of --also that is said by --also-with") from error
-        budget = second.within(wanted, also)
+        budget = second.as_second_budget(wanted, also)
     if most_bytes is not None:
-        budget = problem.bytes_within(most_bytes)
-    found = problem.solve(target, also=budget)
+        budget = problem.byte_budget(most_bytes)
+    found = problem.solve(target, second_budget=budget)
     _show(found, "of those within both budgets" if budget else "so fast")
     if second is not None:
         typer.echo(f"{also}: {_promise(second.selection(found.options))}")
@@ -164,10 +166,10 @@ def solve(
 
 def _read(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
     import cost_models
-    from search import sources
+    from search.inputs import read_problem
 
     learned = cost_models.load(model, source) if model else None
-    return sources.read(source, layers=workload, model=learned, **settings)
+    return read_problem(source, layers=workload, model=learned, **settings)
 
 
 def _differences(words: list[str]) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def _table(*headings: str, left: int = 2) -> Table:
 def _save(found: Selection | TradeOffs, path: Path | None) -> None:
     """As its suffix says, where there is one: a frame, or of a profile SPDY's text format."""
     from latbench.base.files import write_atomically
-    from search.selection import Selection
+    from search.problem.selection import Selection
 
     if path is None:
         return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cost_models import AdaptivePlanner
     from latbench.cli.commands.progress import Tell
     from latbench.sweeping.gpu_machine import GpuMachine
-    from latbench.sweeping.sweep import Progress, Summary
+    from latbench.sweeping.settings import Progress, SweepSummary
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
 
@@ -140,7 +140,7 @@ class Target:
     device: str
     threads: int
     backends: Collection[str]
-    run: Callable[..., Summary]
+    run: Callable[..., SweepSummary]
     close: Callable[[], None] = lambda: None
     where: str = "here"
     gpu: bool = False
@@ -153,12 +153,14 @@ def _cpu_here(threads: int | None, sessions: int) -> Target:
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep_machine import CpuMachine
 
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = sweeping.Cpu(threads or devices.cores())
+    cpu = CpuMachine(threads or devices.cores())
     there = [name for name, version in backends.available().items() if version is not None]
-    run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
+    run = functools.partial(sweeping.run, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return Target(cpu.device, cpu.threads, there, run)
 
 
@@ -229,6 +231,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     from latbench.sweeping import cluster as nodes
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.sweeping.settings import CPU_SETTINGS
 
     if on not in ("ray", "slurm"):
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
@@ -239,7 +242,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
             raise UsageError(
                 f"--gpu {gpu} with --on {on}: the cluster chooses the GPU of a node; type --gpu {wanted.name}"
             )
-    settings = replace(sweeping.SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
+    settings = replace(CPU_SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:
         typer.echo(f"latbench: {line}", err=True)
@@ -251,7 +254,11 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
         cluster.close()
         raise
     threads = threads or common.cores
-    one = ("latbench.sweeping.sweep:Cpu", threads) if gpu is None else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    one = (
+        ("latbench.sweeping.sweep_machine:CpuMachine", threads)
+        if gpu is None
+        else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    )
     machine = ("latbench.sweeping.cluster:machine_like", common, gpu, one)
     where = nodes.Elsewhere(
         cluster, common.device, machine, how.seed, settings, how.wait_seconds, current=common.current
@@ -354,7 +361,7 @@ def _run(
     import json
 
     from latbench.errors import UsageError
-    from latbench.tables import storage as places
+    from latbench.tables.storage import parse_place
 
     if not points:
         raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
@@ -376,7 +383,7 @@ def _run(
             typer.echo(str(point))
         typer.echo(f"latbench: about {duration(seconds)} and {size / 1e6:.1f} MB of disk: {assumed}", err=True)
         return
-    folder = places.at(output or Path("latbench-tables") / target.device)
+    folder = parse_place(output or Path("latbench-tables") / target.device)
     if target.gpu:
         about = duration(how.sessions * estimates(True)[0](points))
         typer.echo(
@@ -473,14 +480,16 @@ def _measure(
 
     from latbench.cli.commands.progress import live
     from latbench.sweeping import sweep as sweeping
-    from latbench.tables import table as tables
+    from latbench.sweeping.settings import SweepStopped
+    from latbench.tables.schema import KEY_COLUMNS
+    from latbench.tables.table import has_rows, read_table
 
     chooser = _chooser(points) if how.adaptive else None
     choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
     if blocks is not None:
         choose = sweeping.in_order(blocks)
     began = time.monotonic()
-    stopped: sweeping.Stopped | None = None
+    stopped: SweepStopped | None = None
     try:
         with live() as tell:
             summary = target.run(
@@ -494,14 +503,14 @@ def _measure(
                 expected=0 if blocks is None else len(points),
                 chances_last=blocks is not None,
             )
-    except sweeping.Stopped as error:
+    except SweepStopped as error:
         stopped, summary = error, error.summary
     finally:
         target.close()
     # All but what fills it: samples.
-    wanted = [*(field.name for field in tables.KEY), "point_id", "started_at", "status", "error", "flags"]
+    wanted = [*(field.name for field in KEY_COLUMNS), "point_id", "started_at", "status", "error", "flags"]
     wanted += ["backend_version", "format"]
-    frame = tables.read(folder, [*wanted, "median_seconds"]) if tables.holds_rows(folder) else None
+    frame = read_table(folder, [*wanted, "median_seconds"]) if has_rows(folder) else None
     if frame is not None and target.current is not None:
         frame = frame[target.current(frame)]
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
@@ -524,11 +533,11 @@ def refuse_without_times(frame: pd.DataFrame | None, points: Sequence[Point]) ->
     most often is what is wrong with the machine, or with the request.
     """
     from latbench.errors import EnvironmentUnusable
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
     keys = {point.id for point in points}
     rows = None if frame is None else frame[frame["point_id"].isin(keys)]
-    if rows is None or rows.empty or len(tables.timed(rows)):
+    if rows is None or rows.empty or len(select_timed(rows)):
         return
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     reasons = (latest["status"] + ": " + latest["error"].fillna("no reason was given")).value_counts()
@@ -539,7 +548,7 @@ def refuse_without_times(frame: pd.DataFrame | None, points: Sequence[Point]) ->
 
 
 def _document(
-    folder: Place, device: str, summary: Summary, frame: pd.DataFrame | None, seconds: float
+    folder: Place, device: str, summary: SweepSummary, frame: pd.DataFrame | None, seconds: float
 ) -> dict[str, Any]:
     """What --json prints of a sweep, for machines: statuses count the points measured now."""
     from collections import Counter
@@ -554,7 +563,7 @@ def _document(
     }
 
 
-def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.DataFrame) -> None:
+def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: pd.DataFrame) -> None:
     """Print what a sweep did, for people."""
     import os
     from collections import Counter
@@ -562,8 +571,8 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     from rich.console import Console
 
     from latbench.machines import devices
-    from latbench.sweeping.sweep import NO_ROOFLINE
-    from latbench.tables import table as tables
+    from latbench.sweeping.settings import NO_ROOFLINE
+    from latbench.tables.table import select_timed
 
     console = Console()
     counts = Counter(summary.statuses.values())
@@ -580,7 +589,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     if without:
         what = "could not be measured, so nothing tells whether their times are possible"
         console.print(f"{without} points have no roofline: it {what}", highlight=False, soft_wrap=True)
-    disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
+    disturbed = int(select_timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (counts["noisy"], "are noisy, their intervals are wide: --remeasure measures them again"),
         (disturbed, "were measured while others took the cores or slowed them: their times may be too long"),
@@ -605,9 +614,9 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     from rich.table import Table
 
     from latbench.report.frames import SETTING, SHAPE, engine_name, with_rivals
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
-    timed = with_rivals(tables.timed(frame))
+    timed = with_rivals(select_timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[engine_name(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of unlike modes are not compared

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from search.limits import Limits
+    from search.problem.limits import Limits
 
 
 def trace(

@@ -14,17 +14,17 @@ def validate(
     from collections import Counter
 
     from latbench.errors import BadData
-    from latbench.tables import storage as places
-    from latbench.tables import table as tables
-    from latbench.tables.validate import findings
+    from latbench.tables.storage import hide_secrets
+    from latbench.tables.table import list_parts
+    from latbench.tables.validate import validate_table
 
     counts: Counter[str] = Counter()
-    files = len(tables.parts(path))
-    for finding in findings(path):
+    files = len(list_parts(path))
+    for finding in validate_table(path):
         counts[finding.severity] += 1
-        typer.echo(f"{finding.severity}: {places.shown(str(finding.path))}: {finding.text}")
+        typer.echo(f"{finding.severity}: {hide_secrets(str(finding.path))}: {finding.text}")
     said = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "nothing to complain of"
-    shown = places.shown(path)
+    shown = hide_secrets(path)
     typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {said}")
     if counts["corrupt"]:
         raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; see above")

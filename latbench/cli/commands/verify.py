@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 
 def verify(
@@ -25,10 +25,10 @@ def verify(
     """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
     from latbench.cli.commands.progress import live
     from latbench.errors import PromiseMissed, UsageError
-    from search import profile
     from search import task as tasks
-    from search import verify as verification
-    from search.engines import BACKENDS
+    from search.artifacts import profile
+    from search.pipeline import verify as verification
+    from search.whole_model.model_engines import BACKENDS
 
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")

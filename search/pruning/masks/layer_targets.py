@@ -1,6 +1,6 @@
 """What each layer shall become: a pattern, a sparsity, and the axis along which N:M groups run.
 
-targets = targets_of(profile, model)                       # a search.profile.Profile: every layer its own
+targets = targets_of(profile, model)                       # a search.artifacts.profile.Profile: every layer its own
 targets = targets_of({"fc1": (NM(2, 4), 0.5)}, model)      # by name; "nm:2:4" will do for the pattern
 targets = uniform(model, "nm:1:16", 1 - 1 / 16, exclude=("head",))
 targets = erk(model, "unstructured", 0.9)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
-from search.profile import Profile
+from search.artifacts.profile import Profile
 from search.pruning.masks.transposable import transposable_mask
 from sparse_kernels.nn import refuses, weight_matrix
 from sparse_kernels.patterns import NM, Dense, Pattern, parse

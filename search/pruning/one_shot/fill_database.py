@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from latbench.errors import BadData, LatbenchError, UsageError
 from latbench.machines import devices
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.database import Database
+from search.artifacts.layer_database import Database
 from search.pruning.masks.layer_targets import target_of, targets_of
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto import Auto

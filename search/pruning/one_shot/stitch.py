@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from search.database import Database
+from search.artifacts.layer_database import Database
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.patterns import Dense, parse
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from latbench.base.files import left_behind, sha256, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from search import profile as profiles
-from search.options import OWN
-from search.profile import LayerChoice
+from search.artifacts import profile as profiles
+from search.artifacts.profile import LayerChoice
+from search.backends import OWN
 from search.pruning.training.pruner import unwrapped
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from latbench.base.files import remove_left, sha256, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from search import profile as profiles
-from search.database import tensors_hash
+from search.artifacts import profile as profiles
+from search.artifacts.layer_database import tensors_hash
 from search.pruning.storage.model_folder import PACKED, layer_pattern, read_manifest, read_masks, write_manifest
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight

@@ -1,0 +1,58 @@
+"""Columns that follow from a layer's pattern, and the check that a row's layer can exist."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from latbench.errors import BadData
+from latbench.tables.schema import COLUMNS
+from sparse_kernels import patterns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def derive_pattern_columns(pattern: str) -> dict[str, Any]:
+    """The structure columns that follow from a pattern's spec alone: format, block_h, block_w, v, nm_n, nm_m.
+
+    All are null for `profile`, the pattern of a model whose layers have one each.
+    """
+    empty: dict[str, Any] = dict.fromkeys(("format", "block_h", "block_w", "v", "nm_n", "nm_m"))
+    if pattern == "profile":
+        return empty
+    parsed = patterns.parse(pattern)
+    match parsed:
+        case patterns.BlockWise():
+            sizes = {"block_h": parsed.rows, "block_w": parsed.cols}
+        case patterns.VectorNM():
+            sizes = {"v": parsed.v, "nm_n": parsed.keep, "nm_m": parsed.of}
+        case patterns.VectorWise() | patterns.ShflBW():
+            sizes = {"v": parsed.v}
+        case patterns.NM():
+            sizes = {"nm_n": parsed.keep, "nm_m": parsed.of}
+        case _:
+            sizes = {}
+    return empty | {"format": parsed.format} | sizes
+
+
+def check_layers(layers: pd.DataFrame) -> None:
+    """Raises BadData for rows whose pattern, size or sparsity is that of no layer: they time nothing that could be.
+
+    `latbench validate` finds more, and names the files. Of what others published, sizes may be unknown.
+    """
+    wrong = [f"pattern {pattern}" for pattern in layers["pattern"].unique() if not _is_pattern(pattern)]
+    for name in ("m", "k", "n", "sparsity_target"):
+        values = layers[name].to_numpy(np.float64, na_value=np.nan)
+        least, most = COLUMNS[name].minimum, COLUMNS[name].maximum or np.inf
+        wrong += [f"{name} {value:g}" for value in values[(values < least) | (values > most)][:1]]
+    if wrong:
+        raise BadData(f"the table holds layers that cannot be, such as of {wrong[0]}: `latbench validate` names them")
+
+
+def _is_pattern(spec: object) -> bool:
+    try:
+        return isinstance(spec, str) and derive_pattern_columns(spec)["format"] is not None
+    except ValueError:
+        return False

@@ -1,0 +1,63 @@
+"""What each option costs its layer in error: of its outputs, of its weights, or as a user says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from latbench.errors import BadData
+from search.inputs.option_frame import read_frame
+from search.problem.error_table import LayerErrors, errors_from_frame
+from search.problem.layers import DENSE, Option
+from search.problem.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from search.artifacts.layer_database import Database
+
+KINDS = ("output", "weight")
+
+
+def output_errors(problem: Problem, database: Database) -> LayerErrors:
+    """|dy|^2 / |y|^2 of each layer's outputs on the calibration data, as the database has them."""
+    return _each(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
+
+
+def weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
+    """|dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
+    from sparse_kernels.nn import weight_matrix
+
+    def error(layer: str, it: Option) -> float:
+        dense = weight_matrix(model.get_submodule(layer)).double().numpy()
+        pruned = database.get(layer, it.pattern, it.sparsity).weight.double().numpy()
+        whole = float((dense**2).sum())
+        return float(((pruned - dense) ** 2).sum()) / whole if whole else 0.0
+
+    return _each(problem, error)
+
+
+def read_errors(path: Path) -> LayerErrors:
+    """A user's own, from a CSV or Parquet file with the columns of `errors_from_frame`. Raises BadData."""
+
+    frame = read_frame(path)
+    try:
+        return errors_from_frame(frame)
+    except BadData as error:
+        raise BadData(f"{path}: {error}") from error
+
+
+def _each(problem: Problem, error: Callable[[str, Option], float]) -> LayerErrors:
+    """NaN, of outputs that overflow, is infinite: that option is not to be had."""
+
+    def known(layer: str, it: Option) -> float:
+        value = error(layer, it)
+        return math.inf if math.isnan(value) else value
+
+    return {
+        part.name: {it: known(part.name, it) for it in part.options if it.pattern != DENSE}
+        for layer in problem.layers
+        for part in layer.parts
+    }

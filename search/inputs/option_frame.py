@@ -1,0 +1,110 @@
+"""Problems from frames, and problems, profiles and frontiers as frames.
+
+A frame has a row an option:
+
+    layer            text
+    pattern          text    dense, vector:32, nm:2:4, ...
+    sparsity         real    0 where the pattern is dense
+    seconds          real
+    low_seconds, high_seconds    real, optional: the interval of `seconds`
+    error            real, optional: inf where an option is not to be had; of dense options whatever it says
+    tied             text, optional: layers with the same text here have one option
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from latbench.errors import BadData
+from search.inputs.problem_builder import Seconds, build_problem
+from search.problem.layers import DENSE, Layer, option, tie
+from search.problem.problem import Problem
+
+if TYPE_CHECKING:
+    pass
+
+REQUIRED = ("layer", "pattern", "sparsity", "seconds")
+TEXTS = ("layer", "pattern", "tied")
+"""Also where they look like numbers, or like nothing: layer 0.10 is not layer 0.1, and one may be called NA."""
+NUMBERS = ("sparsity", "seconds", "low_seconds", "high_seconds", "error")
+NO_NUMBER = ("", "nan", "NaN", "NA", "N/A", "null", "None")
+
+
+def problem_from_frame(
+    frame: pd.DataFrame,
+    *,
+    dense_seconds: Seconds | None = None,
+    fixed_seconds: Seconds | None = None,
+    dense_engine: str = DENSE,
+) -> Problem:
+    """The problem of a frame as the module says; layers and options in the frame's order.
+
+    `dense_seconds` and `fixed_seconds` are as `search.inputs.problem_builder.build_problem` takes them. Raises
+    BadData, naming the layer, for what is no such frame, and as that does.
+    """
+    problem = build_problem(
+        _layers(frame), dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, dense_engine=dense_engine
+    )
+    known = "error" in frame.columns and frame.loc[frame["pattern"] != DENSE, "error"].notna().any()
+    return problem.with_errors(frame) if known else problem
+
+
+def read_frame(path: Path) -> pd.DataFrame:
+    """The frame in a CSV or Parquet file. Raises BadData where there is none."""
+    try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        missing = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, NO_NUMBER)
+        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=missing)
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
+
+
+def _layers(frame: pd.DataFrame) -> list[Layer]:
+    if missing := [name for name in REQUIRED if name not in frame.columns]:
+        raise BadData(f"the frame has no column {', '.join(missing)}: a problem has {', '.join(REQUIRED)}")
+    if frame.empty:
+        raise BadData("the frame has no row")
+    if frame["layer"].isna().any():
+        raise BadData("the frame has a row without a layer")
+    layers: dict[str, Layer] = {}
+    groups: dict[str, list[str]] = {}
+    for name, own in frame.groupby("layer", sort=False):
+        try:
+            layer = layers[str(name)] = _layer(str(name), own)
+        except (TypeError, ValueError) as error:
+            raise BadData(f"layer {name}: {error}") from error
+        several = own["tied"].fillna("").astype(str).unique() if "tied" in own.columns else [""]
+        if len(several) > 1:
+            raise BadData(f"layer {name} is tied to {several[0]!r} in one row and to {several[1]!r} in another")
+        group = several[0]
+        groups.setdefault(str(group) or f"\0{name}", []).append(layer.name)
+    found = [[layers[name] for name in names] for names in groups.values()]
+    return [tie(group) if len(group) > 1 else group[0] for group in found]
+
+
+def _layer(name: str, own: pd.DataFrame) -> Layer:
+    options = tuple(map(option, own["pattern"].astype(str), own["sparsity"].astype(float)))
+    if twice := {str(it) for it in options if options.count(it) > 1}:
+        raise BadData(f"layer {name} has {min(twice)} twice")
+    seconds = own["seconds"].to_numpy(np.float64)
+    low, high = (
+        own[column].to_numpy(np.float64) if column in own.columns else seconds
+        for column in ("low_seconds", "high_seconds")
+    )
+    for it, *values in zip(options, seconds, low, high, strict=True):
+        if (
+            not all(math.isfinite(value) and value >= 0 for value in values)
+            or not values[1] <= values[0] <= values[2]
+        ):
+            raise BadData(
+                f"layer {name} takes {values[0]:g} s ({values[1]:g} to {values[2]:g}) as {it}: seconds must be "
+                "finite, at least 0, and within their interval"
+            )
+    errors = np.array([0.0 if it.pattern == DENSE else math.nan for it in options])
+    return Layer(name, options, seconds, low, high, errors)

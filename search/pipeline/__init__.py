@@ -1,0 +1,1 @@
+"""The jobs behind `latbench search`, `latbench verify` and `latbench layers`."""

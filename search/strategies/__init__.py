@@ -1,0 +1,1 @@
+"""The algorithms that look for a profile of low loss, one a file."""

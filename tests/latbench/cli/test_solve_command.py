@@ -1,0 +1,184 @@
+"""`latbench solve`: a table of times in, a profile or the frontier out, and what limits a target that is too high."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from latbench.cli import main as cli
+from latbench.importers.text_formats import read_spdy_profile
+from search.inputs import problem_from_spdy
+from search.problem.layers import Option
+from search.problem.packed_bytes import weight_bytes
+from sparse_kernels.shapes import LinearShape
+
+Run = Callable[..., tuple[int, str, str]]
+
+TIMINGS = "base\n1.0\nprunable\n0.8\nconv\n0.5 0.0\n0.3 0.5\n0.1 0.9\nfc\n0.3 0.0\n0.2 0.5\n0.05 0.9\n"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text(TIMINGS)
+
+    def outcome(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["latbench", "solve", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return outcome
+
+
+def test_a_timing_file_gives_a_profile_in_the_same_project_s_format(run: Run) -> None:
+    code, out, err = run("t.txt", "--target", "2", "-o", "profile.txt")
+    assert (code, err) == (0, "")
+    # By hand: 0.3 s are left for both; 0.1 + 0.2 costs 1 + 1/4, and with conv at 50% nothing is left for fc.
+    assert read_spdy_profile(Path("profile.txt")) == {"conv": 0.9, "fc": 0.5}
+    assert (
+        "2.00× over the dense model: 500 ms instead of 1.00 s; total error 1.25, and no profile so fast has less"
+        in out
+    )
+    assert out.endswith("profile.txt is written\n")
+
+
+def test_without_a_target_it_prints_the_frontier(run: Run) -> None:
+    code, out, _ = run("t.txt")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["1.00×", "1.25×"]
+    assert f"of {len(problem_from_spdy('t.txt').frontier())} efficient profiles" in out
+    code, out, _ = run("t.txt", "-o", "frontier.csv")
+    assert code == 0 and out.endswith("frontier.csv is written\n")
+    every = problem_from_spdy("t.txt").frontier().to_frame()
+    pd.testing.assert_frame_equal(pd.read_csv("frontier.csv"), every)
+    assert run("t.txt", "-o", "frontier.parquet")[0] == 0
+    pd.testing.assert_frame_equal(pd.read_parquet("frontier.parquet"), every)
+    code, _, err = run("t.txt", "-o", "p.txt")
+    assert (
+        code == 2 and "without a --target there is no profile, and a frontier is .csv or .parquet, not p.txt" in err
+    )
+    assert run("t.txt", "--most-bytes", "9")[0] == 2
+
+
+def test_a_target_out_of_reach_says_what_limits_it(run: Run) -> None:
+    code, out, err = run("t.txt", "--target", "4")
+    assert (code, out) == (1, "")
+    assert err == (
+        "latbench: target 4x is infeasible: the best is 2.86x; 20% of the time is in layers that cannot be pruned; "
+        "15% is left in the others at their fastest: 10% in conv (unstructured at 0.9), "
+        "5% in fc (unstructured at 0.9).\n"
+    )
+
+
+def test_limits_and_errors_are_a_user_s(run: Run) -> None:
+    Path("limits.yaml").write_text("excluded: [fc]\n")
+    assert (
+        "target 2x is infeasible: the best is 1.67x; 50% of"
+        in run("t.txt", "--target", "2", "--limits", "limits.yaml")[2]
+    )
+    rows = [(name, "unstructured", s, e) for name in ("conv", "fc") for s, e in ((0.5, 1.0), (0.9, 1.5))]
+    pd.DataFrame(rows, columns=["layer", "pattern", "sparsity", "error"]).to_csv("errors.csv", index=False)
+    code, _, _ = run("t.txt", "--target", "1.5", "--errors", "errors.csv", "-o", "profile.csv")
+    assert code == 0
+    assert dict(zip(*pd.read_csv("profile.csv")[["layer", "sparsity"]].to_numpy().T, strict=True)) == {
+        "conv": 0.9,
+        "fc": 0.0,
+    }
+
+
+def test_a_frame_is_a_table_too(run: Run) -> None:
+    rows = [
+        ("a", "dense", 0.0, 1.0),
+        ("a", "vector:8", 0.5, 0.5),
+        ("b", "dense", 0.0, 1.0),
+        ("b", "nm:2:4", 0.5, 0.6),
+    ]
+    pd.DataFrame(rows, columns=["layer", "pattern", "sparsity", "seconds"]).to_csv("f.csv", index=False)
+    code, out, _ = run("f.csv", "--target", "1.2", "--fixed-seconds", "0.5", "-o", "p.parquet")
+    assert code == 0 and "1.25×" in out
+    assert pd.read_parquet("p.parquet")["pattern"].tolist() == ["vector:8", "dense"]
+    assert run("f.csv", "--network", "net")[0] == 2
+    assert run("none.txt")[0] == 5
+
+
+def test_the_weights_may_have_a_budget_too(run: Run) -> None:
+    Path("w.yaml").write_text(
+        "name: w\nsource: made up\nlayers:\n"
+        "  - {name: conv, op: linear, m: 64, k: 64, n: 1}\n  - {name: fc, op: linear, m: 64, k: 64, n: 1}\n"
+    )
+    dense = 4 * 64 * 64
+    code, out, err = run(
+        "t.txt", "--target", "1", "--workload", "w.yaml", "--most-bytes", str(dense + 1), "-o", "p.txt"
+    )
+    assert (code, err) == (0, "")
+    options = [Option("unstructured" if s else "dense", s) for s in read_spdy_profile(Path("p.txt")).values()]
+    used = sum(weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
+    assert used <= dense + 1 and f"weights take {used:,.0f} of {dense + 1:,} bytes" in out
+    assert "no profile of those within both budgets has less" in out
+    code, _, err = run("t.txt", "--target", "1", "--workload", "w.yaml", "--most-bytes", "9")
+    assert code == 1 and "no profile that reaches 1x keeps bytes of weights, 9: the least that one takes is" in err
+    code, _, err = run("t.txt", "--target", "1", "--most-bytes", "9")
+    assert (code, err) == (
+        2, "latbench: bytes of weights: the shape of layer conv is not known: give a workload that has it\n",
+    )  # fmt: skip
+
+
+def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
+    Path("slow.txt").write_text(TIMINGS.replace("0.1 0.9", "0.29 0.9").replace("0.05 0.9", "0.01 0.9"))
+    alone = run("t.txt", "--target", "2", "-o", "alone.txt")
+    code, out, err = run("t.txt", "--target", "2", "--also", "slow.txt", "--also-with", "target=1.8", "-o", "p.txt")
+    assert (alone[0], code, err) == (0, 0, "")
+    # By hand: on the slow one 0.5556 s are for all, 0.3556 of them for both layers: conv at 50 or 90%, fc at 90%.
+    assert read_spdy_profile(Path("alone.txt")) == {"conv": 0.9, "fc": 0.5}
+    assert read_spdy_profile(Path("p.txt")) == {"conv": 0.9, "fc": 0.9}
+    assert "slow.txt: 2.00× over the dense model: 500 ms instead of 1.00 s" in out
+    code, _, err = run("t.txt", "--target", "2", "--also", "slow.txt", "--also-with", "target=3")
+    assert code == 1 and err.startswith("latbench: slow.txt: target 3x is infeasible: the best is 2.00x")
+    Path("other.txt").write_text(TIMINGS.replace("0.1 0.9\n", ""))
+    code, _, err = run("t.txt", "--target", "2", "--also", "other.txt", "--also-with", "target=1.5")
+    assert code == 2 and "nothing says what layer conv takes as unstructured at 0.9; leave that option out" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--most-bytes", "9"], "they need a --target"),
+        (["--target", "2", "--most-bytes", "9", "--also", "t.txt"], "a profile can have one"),
+        (["--target", "2", "--also-with", "batch=2"], "more of --also, which is missing"),
+        (["--target", "2", "--also", "t.txt", "--also-with", "size=2"], "as in batch=16, not 'size=2'"),
+        (["--target", "2", "--also", "t.txt", "--also-with", "batch=many"], "not 'batch=many'"),
+        (["--device", "gpu"], "it does not go with device"),
+    ],
+)
+def test_second_budgets_that_do_not_go_together_are_refused(words: list[str], said: str, run: Run) -> None:
+    code, _, err = run("t.txt", *words)
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_layers_that_take_no_time_are_shown_and_dense_models_that_take_none_refused(run: Run) -> None:
+    free = [("a layer", "dense", 0.0, 1.0, ""), ("a layer", "vector:8", 0.5, 0.0, 2.0)]
+    columns = ["layer", "pattern", "sparsity", "seconds", "error"]
+    pd.DataFrame(free, columns=columns).to_csv("f.csv", index=False)
+    code, out, err = run("f.csv")
+    assert (code, err) == (0, "") and out.splitlines()[2].split()[1:3] == ["0", "ns"]
+    assert run("f.csv", "--target", "9", "-o", "p.csv")[0] == 0
+    code, _, err = run("f.csv", "--target", "9", "-o", "p.txt")
+    assert code == 5 and "a SPDY profile cannot hold a layer called 'a layer'" in err and err.count("\n") == 1
+    for seconds in ("0", "-1"):
+        code, _, err = run("f.csv", "--target", "2", "--dense-seconds", seconds, "--fixed-seconds", "0")
+        assert code == 5 and "a dense model takes a finite time above 0, not" in err
+    pd.DataFrame([("a", "dense", 0.0, 0.0), ("a", "vector:8", 0.5, 0.0)], columns=columns[:4]).to_csv("f.csv")
+    assert run("f.csv", "--target", "2")[0] == 5
+
+
+def test_a_blank_error_is_named_not_guessed(run: Run) -> None:
+    rows = [("a", "dense", 0.0, 1.0, 0.0), ("a", "vector:8", 0.5, 0.5, 1.0), ("a", "vector:8", 0.9, 0.1, None)]
+    frame = pd.DataFrame(rows, columns=["layer", "pattern", "sparsity", "seconds", "error"])
+    frame.to_csv("f.csv", index=False)
+    for words in (["f.csv"], ["t.txt", "--errors", "f.csv"]):
+        code, _, err = run(*words, "--target", "2")
+        assert code == 5 and "layer a has no error as vector:8 at 0.9: write inf where it is not to be had" in err

@@ -1,0 +1,67 @@
+"""`python -m latbench.cli.gpu_session` on a GPU that is not there: a visit can be rehearsed from its first command to
+its last, and so can what becomes of its table.
+
+python fake_session.py [--points N] ARGUMENTS OF THE SESSION
+"""
+
+import sys
+from pathlib import Path
+
+import gpu_fakes as fakes
+
+ROOT = Path(__file__).parents[3]
+POINTS = "--points"  # how many points the standard sweep has
+
+
+def prepare(point):
+    """What a worker does: made-up times of a point, with the work that such a point is."""
+    ready = fakes.prepare(point)
+    m, k, n = point.shape.m, point.shape.k, point.shape.n
+    nnz = round((1 - point.sparsity) * m * k)
+    ready.facts |= {
+        "kernel_used": f"fake.{point.kernel}", "nnz": nnz, "sparsity_actual": 1 - nnz / (m * k),
+        "flop_dense": 2 * m * k * n, "flop_nnz": 2 * nnz * n, "bytes_min": 2 * (nnz + m * n), "max_rel_err": 0.0,
+        "weight_copies": 2, "flags": "",
+    }  # fmt: skip
+    return ready
+
+
+def main(arguments: list[str]) -> int:
+    sys.modules["pynvml"] = fakes.FakeNvml(fakes.H200)
+    sys.path.insert(0, str(ROOT))
+    from latbench.base.environments import env_id
+    from latbench.cli import gpu_session as session
+    from latbench.machines import nvml
+    from latbench.sweeping import gpu_points as points
+    from latbench.sweeping.settings import SweepSettings
+
+    if arguments[:1] == [POINTS]:
+        points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
+
+    class Machine(fakes.FakeMachine):
+        """An H200 on which every backend is installed."""
+
+        task = f"{__file__}:prepare"
+
+        def __init__(self, gpu):
+            super().__init__()
+            self.gpu = gpu
+            self.versions = dict.fromkeys(points.BACKENDS, "1")
+
+        def environment(self):
+            row = {**nvml.environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
+            del row["env_id"]
+            return {"env_id": env_id(row), **row}
+
+        def process(self, backend):
+            return points.BACKENDS[backend].process
+
+    session.GpuMachine = Machine
+    session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
+    session.installed = lambda: dict.fromkeys(points.BACKENDS, "1")
+    session.measure.__kwdefaults__["settings"] = SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    return session.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Models as ONNX files for DeepSparse: what it reads, zeros that stay zeros, layers that are found again."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from latbench.errors import LatbenchError
+from search.artifacts.onnx_export import export, layer_values
+from search.whole_model.model_engines import check_outputs, tensors
+from sparse_kernels.oracle import WrongResult
+
+
+class Inner(nn.Module):
+    """Containers of containers, and a weight that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        self.several = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6))])
+        self.free = nn.Parameter(torch.randn(4, 6))
+        self.named = nn.ModuleDict({"last": nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sequence(x)
+        for module in self.several:
+            x = module(x)
+        result: torch.Tensor = self.named["last"](linear(x, self.free))
+        return result
+
+
+class Outer(nn.Module):
+    """The same names at several places; called in another order than they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.parts = nn.ModuleList([Inner(), Inner()])
+        self.rest = nn.Sequential(Inner(), nn.Sequential(Inner()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in reversed(self.parts):
+            x = part(x)
+        result: torch.Tensor = self.head(self.rest(x))
+        return result
+
+
+class Images(nn.Module):
+    """Convolutions with and without a norm to fold, a depthwise one, a layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.point = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        result: torch.Tensor = self.head(self.point(self.point(self.depthwise(x))).mean((2, 3)))
+        return result
+
+
+@pytest.fixture
+def images(rng: np.random.Generator) -> nn.Module:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = Images()
+    for _ in range(3):
+        model(torch.randn(4, 3, 6, 6))  # norms that are not the identity
+    return model.eval()
+
+
+X = torch.linspace(-1, 1, 2 * 3 * 4).view(2, 3, 4)
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 6 * 6).view(2, 3, 6, 6)
+
+
+def run(path: Path, x: torch.Tensor) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    result: np.ndarray = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    return result
+
+
+def test_a_file_is_one_that_deepsparse_reads_and_computes_the_same(images: nn.Module, tmp_path: Path) -> None:
+    export(images, (PICTURES,), tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    assert model.ir_version <= 9
+    assert all(imported.version <= 19 for imported in model.opset_import)
+    assert not any(weight.external_data for weight in model.graph.initializer)
+    assert [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [2, 3, 6, 6]
+    assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]
+    with torch.no_grad():
+        expected = images(PICTURES).numpy()
+    np.testing.assert_allclose(run(tmp_path / "model.onnx", PICTURES), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_are_written_out(tmp_path: Path) -> None:
+    export(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).eval(), (X,), tmp_path / "model.onnx")
+    assert "LayerNormalization" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+
+
+def test_pruned_weights_stay_zero_where_a_norm_is_folded_into_them(images: nn.Module, tmp_path: Path) -> None:
+    pruned = copy.deepcopy(images)
+    weight = pruned.first.weight
+    mask = torch.arange(weight.numel()).view_as(weight) % 3 == 0
+    with torch.no_grad():
+        weight.mul_(mask)
+    export(pruned, (PICTURES,), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    (value,) = [value for value, layer in layer_values(pruned, (PICTURES,), tmp_path / "model.onnx").items()
+                if layer == "first"]  # fmt: skip
+    (node,) = [node for node in graph.node if node.output[0] == value]
+    (stored,) = [numpy_helper.to_array(it) for it in graph.initializer if it.name == node.input[1]]
+    assert not np.array_equal(stored, weight.detach().numpy())  # folded
+    np.testing.assert_array_equal(stored != 0, mask.numpy())
+
+
+def test_layers_are_found_again_wherever_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Outer().eval()
+    export(model, (X,), tmp_path / "model.onnx")
+    found = layer_values(model, (X,), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    weights = {it.name: numpy_helper.to_array(it) for it in graph.initializer}
+    computed_by = {node.output[0]: node for node in graph.node}
+    assert sorted(found.values()) == sorted(
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    )
+    for value, layer in found.items():
+        stored, own = weights[computed_by[value].input[1]], model.get_submodule(layer).weight.detach().numpy()
+        assert np.array_equal(stored, own) or np.array_equal(stored, own.T), layer
+
+
+def test_a_layer_that_is_called_twice_computes_two_values(images: nn.Module, tmp_path: Path) -> None:
+    export(images, (PICTURES,), tmp_path / "model.onnx")
+    found = layer_values(images, (PICTURES,), tmp_path / "model.onnx")
+    assert list(found.values()) == ["first", "depthwise", "point", "point", "head"]
+
+
+def test_a_layer_without_surroundings_is_found(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    export(model, (X[0],), tmp_path / "model.onnx")
+    assert list(layer_values(model, (X[0],), tmp_path / "model.onnx").values()) == ["0"]
+
+
+class NoOnnx(nn.Module):
+    """What ONNX has no operator for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x).real
+
+
+def test_attention_is_written_out(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled_dot_product_attention(x, x, x)
+
+    export(Attention(), (X,), tmp_path / "model.onnx")
+    expected = scaled_dot_product_attention(X, X, X).numpy()
+    np.testing.assert_allclose(run(tmp_path / "model.onnx", X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "^the model cannot be exported to ONNX: UnsupportedOperatorError: .*fft_fft.* is not supported$"
+    with pytest.raises(LatbenchError, match=said):
+        export(NoOnnx(), (X,), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("output", "count"),
+    [(X, 1), ((X, X), 2), ([X, (X,)], 2), ({"a": X, "b": None}, 1), (None, 0)],
+)
+def test_a_models_output_is_flat(output: Any, count: int) -> None:
+    assert [array.shape for array in tensors(output)] == [tuple(X.shape)] * count
+
+
+def test_wrong_outputs_are_told_from_rounded_ones(rng: np.random.Generator) -> None:
+    y = rng.standard_normal((3, 5)).astype(np.float32)
+    check_outputs([y * np.float32(1 + 1e-6)], [y], "it")
+    check_outputs([np.zeros((0, 5), np.float32)], [np.zeros((0, 5), np.float32)], "it")
+    wrong = [np.broadcast_to(y[:1], y.shape), y[::-1], y + 0.01 * np.abs(y).max(), np.full_like(y, np.nan)]
+    for other in wrong:
+        with pytest.raises(WrongResult, match="it computes something else than torch"):
+            check_outputs([other], [y], "it")
+    with pytest.raises(WrongResult, match=r"returns shapes \[\(5, 3\)\], torch \[\(3, 5\)\]"):
+        check_outputs([y.T], [y], "it")
+    with pytest.raises(WrongResult, match="returns shapes"):
+        check_outputs([], [y], "it")

@@ -1,0 +1,159 @@
+"""Whole models as workers build them: what they share, and what it takes when sparse layers are free."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from latbench.backends import openvino
+from search.problem.layers import DENSE
+from search.pruning.storage.model_folder import in_precision
+from search.whole_model.model_engines import (
+    Choices,
+    check_outputs,
+    dense_numba_bf16,
+    dense_openvino_bf16,
+    dense_torch,
+    dense_torch_bf16,
+    exported_once,
+    layers_free,
+    random_pruned,
+)
+from search.whole_model.model_engines import tensors as engine_tensors
+from sparse_kernels import nn as sparse
+from sparse_kernels.convert import LayerPattern
+from sparse_kernels.oracle import WrongResult
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
+
+TASK = str(Path(__file__).parents[1] / "pruning_task.py")
+# One input through two layers of one convolution: it is asked for outputs of two sizes.
+TWICE = f"""
+import torch
+from search.task import load
+base = load({TASK!r})
+calibration, loss, score = base.calibration, base.loss, base.score
+class Twice(torch.torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(6, 6, 3, padding=1)
+    def forward(self, x):
+        return self.conv(x).sum(), self.conv(torch.nn.functional.max_pool2d(x, 2)).sum()
+def model():
+    torch.manual_seed(0)
+    return Twice().eval()
+def example(): return base.example()
+"""
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever a sparse layer computes on the CPU."""
+    found: list[int] = []
+    use: Callable[[int], Any] = sparse.threads.use
+
+    def counted(threads: int) -> Any:
+        found.append(threads)
+        return use(threads)
+
+    monkeypatch.setattr(sparse, "threads", SimpleNamespace(use=counted))  # as layers know it
+    return found
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+@pytest.mark.parametrize(
+    ("task", "choices", "layers"),
+    [
+        (TASK, {"conv": ("vector:4", 0.5), "fc": (DENSE, 0.0)}, 2),
+        ("twice", {"conv": ("unstructured", 0.5)}, 2),
+    ],
+    ids=["layers of two kinds", "a layer called twice"],
+)
+def test_free_layers_compute_once_and_the_rest_as_always(
+    task: str, choices: Choices, layers: int, computed: list[int], tmp_path: Path
+) -> None:
+    if task == "twice":
+        (tmp_path / "twice.py").write_text(TWICE)
+        task = str(tmp_path / "twice.py")
+    pruned: Any = random_pruned(task, 1, "numba", choices)
+    free = layers_free(task, 1, "numba", choices)
+    expected, first = tensors(pruned()), tensors(free())
+    computed.clear()
+    again = tensors(free())
+    assert computed == []
+    for a, b, c in zip(expected, first, again, strict=True):
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(c, b, rtol=0, atol=0)
+    pruned()  # others in this process compute
+    assert len(computed) == layers
+
+
+CHOICES = {"conv": ("vector:4", 0.5), "fc": ("vector:8", 0.5)}
+
+
+def test_in_bfloat16_layers_are_whose_rows_share_columns() -> None:
+    patterns = [Dense(), VectorWise(8), ShflBW(4), BlockWise(4, 4), VectorWise(1), Unstructured(), NM(2, 4)]
+    choices = {str(pattern): LayerPattern(pattern) for pattern in patterns}
+    found = [choice.precision for choice in in_precision(choices, "numba-bf16").values()]
+    assert found == ["bfloat16"] * 4 + ["float32"] * 3
+    assert in_precision(choices, "numba") == in_precision(choices, "deepsparse") == choices
+    assert in_precision(in_precision(choices, "numba-bf16"), "numba") == choices
+
+
+def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None:
+    dense: Any = dense_torch(TASK, 1)
+    exact: Any = random_pruned(TASK, 1, "numba", CHOICES)
+    for expected, build in (
+        (dense(), partial(dense_torch_bf16, TASK, 1)),
+        (dense(), partial(dense_numba_bf16, TASK, 1)),
+        (exact(), partial(random_pruned, TASK, 1, "numba-bf16", CHOICES)),
+        (exact(), partial(layers_free, TASK, 1, "numba-bf16", CHOICES)),
+    ):
+        run: Any = build()
+        found = run().float()
+        check_outputs(engine_tensors(found), engine_tensors(expected), "this", 0.05)
+        with pytest.raises(WrongResult):
+            check_outputs(engine_tensors(found), engine_tensors(expected), "this", 1e-6)
+
+
+def test_openvino_computes_a_model_in_bfloat16_where_the_processor_can(tmp_path: Path) -> None:
+    run: Any = dense_openvino_bf16(TASK, 1, str(tmp_path))
+    exact: Any = dense_torch(TASK, 1)
+    found, expected = run(), engine_tensors(exact())
+    check_outputs(found, expected, "OpenVINO", 0.05)
+    if "BF16" in openvino.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        with pytest.raises(WrongResult):
+            check_outputs(found, expected, "OpenVINO", 1e-5)
+
+
+def test_a_model_is_exported_once_for_all_engines_of_a_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def export(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], path: str, **_: Any) -> None:
+        asked.append(path)
+        Path(path).write_bytes(b"half")
+        if len(asked) == 1:
+            raise RuntimeError("no such operator")
+        time.sleep(0.05)
+        Path(path + ".data").write_bytes(b"weights")
+        Path(path).write_bytes(b"whole")
+
+    monkeypatch.setattr("torch.onnx.export", export)
+    with pytest.raises(RuntimeError, match="no such operator"):
+        exported_once(torch.nn.Linear(1, 1), (), tmp_path)
+    assert not (tmp_path / "model.onnx").exists()
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda _: exported_once(torch.nn.Linear(1, 1), (), tmp_path), range(3)))
+    assert len(asked) == 2  # one that failed, one for the three
+    assert {path.read_bytes() for path in paths} == {b"whole"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "model.onnx", "model.onnx.data"]
