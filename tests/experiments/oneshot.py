@@ -25,10 +25,10 @@ from search import task as tasks
 from search.artifacts.layer_database import model_hash
 from search.pipeline.search_job import prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.base import OneShot, Pruned
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, made_by
 from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.one_shot_pruner import OneShot, Pruned
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Pattern, parse

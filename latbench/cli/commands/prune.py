@@ -60,7 +60,7 @@ def prune(
     from search import task as tasks
     from search.artifacts import profile as profiles
     from search.artifacts.layer_database import Database
-    from search.pruning import pipeline
+    from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder as folder
     from search.pruning.storage.packed_file import write_packed
     from search.pruning.training import recipe as recipes

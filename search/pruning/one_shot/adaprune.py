@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from search.pruning.one_shot.base import DAMPING, OneShot, Pruned
 from search.pruning.one_shot.magnitude import magnitude
+from search.pruning.one_shot.one_shot_pruner import DAMPING, OneShot, Pruned
 from sparse_kernels.patterns import NM, Pattern, VectorNM
 
 ITERATIONS = 40

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from search.pruning.masks.prunable_units import Units, units_of
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.base import DAMPING, Pruned
+from search.pruning.one_shot.one_shot_pruner import DAMPING, Pruned
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.shuffle import group_rows
 from sparse_kernels.top_units import Mask

@@ -20,11 +20,11 @@ from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database
 from search.pruning.masks.layer_targets import target_of, targets_of
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.auto import Auto
-from search.pruning.one_shot.base import OneShot
+from search.pruning.one_shot.auto_pruner import Auto
 from search.pruning.one_shot.exact_obs import ExactOBS
 from search.pruning.one_shot.hessian import input_hessians
 from search.pruning.one_shot.magnitude import Magnitude
+from search.pruning.one_shot.one_shot_pruner import OneShot
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task
 from sparse_kernels.nn import weight_matrix

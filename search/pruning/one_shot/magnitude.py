@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData
-from search.pruning.one_shot.base import OneShot, Pruned
+from search.pruning.one_shot.one_shot_pruner import OneShot, Pruned
 from sparse_kernels.patterns import Pattern
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from search.pruning.masks.prunable_units import Units, units_of
-from search.pruning.one_shot.base import DAMPING, OneShot, Pruned
+from search.pruning.one_shot.one_shot_pruner import DAMPING, OneShot, Pruned
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.shuffle import group_rows
 from sparse_kernels.top_units import Mask, top

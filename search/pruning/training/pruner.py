@@ -54,7 +54,7 @@ from torch.optim.optimizer import (
 
 from latbench.errors import BadData, UsageError
 from search.pruning.masks.layer_targets import Target, Targets, shape_of, targets_of
-from search.pruning.saliency.magnitude import MagnitudeScore, Score
+from search.pruning.saliency.scores import MagnitudeScore, Score
 from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.shapes import Shape
 

@@ -33,7 +33,7 @@ from latbench.base import strict_yaml
 from latbench.base.strict_yaml import meant
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import MagnitudeScore, Score
+from search.pruning.saliency.scores import MagnitudeScore, Score
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
 from search.pruning.training.methods.fixed_mask import Held

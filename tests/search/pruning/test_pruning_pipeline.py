@@ -23,8 +23,8 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
-from search.pruning import pipeline
-from search.pruning.masks.bits import apply_masks
+from search.pruning import prune_model as pipeline
+from search.pruning.masks.apply_masks import apply_masks
 from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
 from search.pruning.one_shot.fill_database import build_database, made_by
 from search.pruning.one_shot.global_adaprune import global_adaprune

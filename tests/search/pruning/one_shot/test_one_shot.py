@@ -12,15 +12,16 @@ from torch import Tensor
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, model_hash
 from search.pruning.masks.prunable_units import Units, units_of
-from search.pruning.one_shot import auto, sparsegpt
+from search.pruning.one_shot import auto_pruner as auto
 from search.pruning.one_shot import exact_obs as obs
 from search.pruning.one_shot import fill_database as build
+from search.pruning.one_shot import sparsegpt
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.auto import Auto
-from search.pruning.one_shot.base import OneShot
+from search.pruning.one_shot.auto_pruner import Auto
 from search.pruning.one_shot.exact_obs import ExactOBS, eliminate
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, made_by
 from search.pruning.one_shot.magnitude import Magnitude
+from search.pruning.one_shot.one_shot_pruner import OneShot
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load
 from sparse_kernels.formats import pack, unpack

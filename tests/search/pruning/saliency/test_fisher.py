@@ -14,7 +14,7 @@ from latbench.errors import BadData
 from search.pruning.saliency import dynamic_mfac, mfac, woodfisher
 from search.pruning.saliency import fisher_blocks as fisher
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import Score
+from search.pruning.saliency.scores import Score
 
 DAMPING = 0.01
 SCORES = (MFAC, WoodFisher, DynamicMFAC)

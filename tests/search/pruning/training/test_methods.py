@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from latbench.errors import BadData, UsageError
 from search.pruning.masks.layer_targets import Target, erk, targets_of, uniform
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import Score
+from search.pruning.saliency.scores import Score
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
 from search.pruning.training.methods.fixed_mask import Held

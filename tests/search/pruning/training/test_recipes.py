@@ -17,7 +17,7 @@ from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.masks.layer_targets import targets_of
 from search.pruning.one_shot.fill_database import build_database
-from search.pruning.pipeline import check_recipe
+from search.pruning.prune_model import check_recipe
 from search.pruning.saliency.fisher import MFAC
 from search.pruning.storage.model_folder import load_pruned
 from search.pruning.training.checkpoint import Checkpoint

@@ -10,8 +10,8 @@ import math
 
 from search.pruning.masks.prunable_units import units_of
 from search.pruning.one_shot.adaprune import ITERATIONS, AdaPrune
-from search.pruning.one_shot.base import Pruned
 from search.pruning.one_shot.exact_obs import ExactOBS
+from search.pruning.one_shot.one_shot_pruner import Pruned
 from sparse_kernels.patterns import Pattern
 
 MULTIPLICATIONS = 3e10
