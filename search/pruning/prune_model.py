@@ -1,11 +1,11 @@
-"""From a profile to a pruned model: stitch the database's layers, tune them together, train by a recipe if asked to.
+"""Make a pruned model of a profile: stitch the database's layers, tune them together, and train by a recipe if any.
 
-Each stage gives a model; the one with the least loss on the calibration data is kept, so that no stage can do harm
-unseen. Test data is scored for the record and decides nothing.
+Each stage gives a model. The model with the least loss on the calibration data is selected, so no stage can do harm
+unnoticed. Test data is only scored for the record.
 
-Stitching and tuning happen in one model: memory for its weights, their masks (a byte each) and a layer or two. While
-`joint` tuning goes on there are the dense model that is followed and, of each kept weight, its value and two moments:
-twice the weights where three quarters are pruned.
+One model is stitched and tuned. This takes memory for its weights, their masks (a byte each) and one or two layers.
+During joint tuning the dense model and, for each kept weight, its value and two moments are held too: twice the
+weights if three quarters are pruned.
 """
 
 from __future__ import annotations
@@ -24,25 +24,37 @@ from torch import Tensor, nn
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import Profile
-from search.pruning.masks.layer_targets import targets_of
-from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.one_shot.global_adaprune import global_adaprune
+from search.pruning.masks.layer_targets import resolve_targets
+from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
+from search.pruning.one_shot.global_adaprune import run_global_adaprune
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
-from search.pruning.training.train import recipe_targets, train
+from search.pruning.training.train import build_recipe_targets, train
 from search.task import Task
 from sparse_kernels.nn import refuses
 
 Progress = Callable[[str, int, int], None]
 
-# Goes up when the same settings would give another model than before.
 VERSION = 6
+"""Rises whenever the same settings give another model than before."""
 
 
 @dataclass(frozen=True)
 class Milestone:
-    """A model on the way: the model's mean loss on the calibration data, its score, and what making it took."""
+    """The outcome of a stage.
+
+    Attributes
+    ----------
+    name : str
+        Name of the stage.
+    loss : float
+        Mean loss on the calibration data.
+    score : float
+        The task's score.
+    training_flop : mapping of str to float
+        FLOP of its training; empty without training.
+    """
 
     name: str
     loss: float
@@ -51,73 +63,129 @@ class Milestone:
 
 
 @dataclass(frozen=True)
-class Result:
-    """All stages, and the one that is kept: its name, model and masks (m, k)."""
+class PruneResult:
+    """The outcome of all stages.
+
+    Attributes
+    ----------
+    stages : sequence of Milestone
+        All stages in order, the dense model first.
+    selected : Milestone
+        The stage with the least loss.
+    model : Module
+        Its model.
+    masks : mapping of str to bool Tensor of shape (m, k)
+        Its masks by layer; True marks a kept weight.
+    """
 
     stages: Sequence[Milestone]
-    kept: Milestone
+    selected: Milestone
     model: nn.Module
     masks: Mapping[str, Tensor]
 
 
-def prune(
+@dataclass(frozen=True)
+class PruneSettings:
+    """How a model is pruned.
+
+    Attributes
+    ----------
+    seed : int
+        Seed of the order of batches in joint tuning.
+    joint : bool
+        Whether all layers are tuned together after stitching (global AdaPrune).
+    recipe : Recipe or None
+        How the model is trained; None for no training.
+    """
+
+    seed: int = 0
+    joint: bool = True
+    recipe: Recipe | None = None
+
+
+def prune_model(
     task: Task,
     profile: Profile,
     database: Database,
+    settings: PruneSettings = PruneSettings(),
     *,
-    seed: int = 0,
-    joint: bool = True,
-    recipe: Recipe | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> Result:
-    """The best of the stages "one-shot", "global" (where `joint`) and the recipe's method (where there is one).
+) -> PruneResult:
+    """Prune the task's model to a profile, and return the best of the stages.
 
-    Training starts from the dense model or from the best so far, as the recipe says, or goes on from `checkpoint`.
-    Raises BadData when the profile or the database belongs to another model, or when training diverges, UsageError
-    for a recipe that cannot be followed.
+    The stages are "one-shot", "global" (joint tuning) and the method of the recipe. Training starts from the dense
+    model or from the best model so far, as the recipe says, or continues from `checkpoint`.
+
+    Parameters
+    ----------
+    task : Task
+        The model, its data and its score.
+    profile : Profile
+        Pattern and sparsity of each layer.
+    database : Database
+        Pruned weights of each layer.
+    settings : PruneSettings
+        Seed, joint tuning and recipe.
+    checkpoint : Checkpoint, optional
+        File that keeps the state of training.
+    progress : callable
+        Called with the stage's name, the steps done and all steps.
+
+    Returns
+    -------
+    PruneResult
+        All stages, and the model with the least loss on the calibration data.
+
+    Raises
+    ------
+    BadData
+        The profile or the database is of another model, or training diverges.
+    UsageError
+        The recipe does not suit the task or the profile.
     """
+    recipe = settings.recipe
     model = task.model()
     check_profile(profile, task, model)
     if recipe is not None:
         check_recipe(recipe, task, profile, model)
     batches = task.calibration()
     choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
-    stages = [Milestone("dense", calibration_loss(task, model, batches), task.score(model))]
+    stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
     masks = stitch(model, choices, database)
-    loss = _with_norms(task, model, batches)
+    loss = _tune_norms(task, model, batches)
     stages.append(Milestone("one-shot", loss, task.score(model)))
-    best = Result(stages, stages[-1], model, masks)
-    if joint and masks:
-        global_adaprune(
-            task, model, masks, batches,
-            rng=np.random.default_rng(seed), progress=lambda done, total: progress("global AdaPrune", done, total),
+    best = PruneResult(stages, stages[-1], model, masks)
+    if settings.joint and masks:
+        run_global_adaprune(
+            task, model, masks, batches, rng=np.random.default_rng(settings.seed), progress=lambda done, total:
+            progress("global AdaPrune", done, total),
         )  # fmt: skip
-        loss = _with_norms(task, model, batches)
+        loss = _tune_norms(task, model, batches)
         stages.append(Milestone("global", loss, task.score(model)))
-        if loss < best.kept.loss:
-            best = Result(stages, stages[-1], model, masks)
-        else:  # made once more, with the memory of this one, instead of being held all the time
-            kept = best.kept
+        if loss < best.selected.loss:
+            best = PruneResult(stages, stages[-1], model, masks)
+        else:  # stitch it again in the memory of this model, instead of holding it all the time
+            selected = best.selected
             del best, model
             model = task.model()
             stitch(model, choices, database)
-            _with_norms(task, model, batches)
-            best = Result(stages, kept, model, masks)
+            _tune_norms(task, model, batches)
+            best = PruneResult(stages, selected, model, masks)
     if recipe is not None:
         model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
         trained = train(
             task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
             progress=lambda done, total: progress(recipe.method, done, total),
         )  # fmt: skip
-        loss = calibration_loss(task, model, batches)
-        stages.append(Milestone(recipe.method, loss, task.score(model), trained.facts()))
-        best = min(best, Result(stages, stages[-1], model, trained.masks), key=_loss)
+        loss = compute_calibration_loss(task, model, batches)
+        stages.append(Milestone(recipe.method, loss, task.score(model), trained.to_dict()))
+        best = min(best, PruneResult(stages, stages[-1], model, trained.masks), key=_loss)
     return best
 
 
-def calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
-    """The mean loss over the batches. Raises BadData when it is not finite."""
+def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Return the mean loss over the batches. Raises BadData if it is not finite."""
     with torch.no_grad():
         loss = sum(task.loss(model, batch).item() for batch in batches) / len(batches)
     if not math.isfinite(loss):
@@ -126,7 +194,7 @@ def calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> fl
 
 
 def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
-    """Raise BadData when the profile is not of this model, the task's, or its layers cannot hold their patterns."""
+    """Raise BadData if the profile is of another model than the task's, or a layer cannot hold its pattern."""
     modules = dict(model.named_modules())
     for layer in profile.layers:
         reason = "has no such layer" if layer not in modules else refuses(modules[layer])
@@ -141,39 +209,39 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
             f"{found}): search again"
         )
     try:
-        targets_of(profile, model)
+        resolve_targets(profile, model)
     except UsageError as error:
         raise BadData(f"the profile cannot be followed: {error}") from error
 
 
 def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module) -> None:
-    """Raise UsageError, before any work, for a recipe that this task or this profile does not go with.
+    """Raise UsageError, before any work, if the recipe does not suit the task or the profile.
 
-    Naming the layer, where the method cannot prune it so.
+    The message names the layer that the method cannot prune.
     """
     if not task.can_train:
         raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"task {task.name}: no parameter of its model requires a gradient: nothing can be trained")
-    recipe.pruner().check(model, recipe_targets(recipe, profile, model), recipe.steps)
+    recipe.build_pruner().check(model, build_recipe_targets(recipe, profile, model), recipe.steps)
 
 
-def _loss(result: Result) -> float:
-    return result.kept.loss
+def _loss(result: PruneResult) -> float:
+    return result.selected.loss
 
 
-def _with_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
-    """Tune the model's batch norms, in place, if that can be done and lowers its loss; returns the loss."""
-    before = calibration_loss(task, model, batches)
-    norms = batchnorms(model)
+def _tune_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Tune the batch norms in place if that lowers the loss; return the loss."""
+    before = compute_calibration_loss(task, model, batches)
+    norms = list_batchnorms(model)
     if not norms:
         return before
     statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
-    with contextlib.suppress(UsageError):  # such as a batch with one value a channel, of which there is no variance
+    with contextlib.suppress(UsageError):  # such as a batch with one value a channel, which has no variance
         tune_batchnorm(task, model, batches)
-        after = calibration_loss(task, model, batches)
+        after = compute_calibration_loss(task, model, batches)
         if after < before:
             return after
-    for norm, kept in zip(norms, statistics, strict=True):
-        norm.load_state_dict(kept, strict=False)
+    for norm, before_tuning in zip(norms, statistics, strict=True):
+        norm.load_state_dict(before_tuning, strict=False)
     return before

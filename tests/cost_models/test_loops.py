@@ -130,11 +130,11 @@ def test_our_kernels_have_the_form_of_their_own(
 ) -> None:
     X = table()
     chosen = {
-        backend: Boosted(max_iter=1).learn(X.assign(backend=backend), seconds(X)).base.form
+        backend: Boosted(max_iter=1).learn(X.assign(backend=backend), seconds(X)).rates.form
         for backend in ("numba", "torch")
     }
     assert chosen == {"numba": "kernels", "torch": "plain"}
-    assert Boosted(max_iter=1, form="cached").learn(X, seconds(X)).base.form == "cached"
+    assert Boosted(max_iter=1, form="cached").learn(X, seconds(X)).rates.form == "cached"
 
 
 def test_no_amount_is_negative_or_missing(table: Callable[..., pd.DataFrame]) -> None:

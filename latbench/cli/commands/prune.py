@@ -62,13 +62,13 @@ def prune(
     from search.artifacts.layer_database import Database
     from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder as folder
-    from search.pruning.storage.packed_file import write_packed
+    from search.pruning.storage.packed_file import save_packed
     from search.pruning.training import recipe as recipes
     from search.pruning.training.checkpoint import Checkpoint
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
-    training = None if recipe is None else recipes.load(recipe)
+    training = None if recipe is None else recipes.read_recipe(recipe)
     layers = Database(database, searched.model_hash)
     settings = {
         "task_reference": loaded.reference,
@@ -77,27 +77,28 @@ def prune(
         "model_hash": searched.model_hash,
         "one_shot": layers.made_by,
         "global": joint,
-        "recipe": None if training is None else training.facts(),
+        "recipe": None if training is None else training.to_dict(),
         "seed": seed,
         "pipeline_version": pipeline.VERSION,
     }
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     last_line = f"{output} is up to date"
-    if not folder.unchanged(output, inputs):
+    if not folder.is_unchanged(output, inputs):
         folder.check_writable(output)
         checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
         with Progress(console=Console(stderr=True), transient=True) as bars:
             bar = bars.add_task("reading the model and its data", total=None)
-            result = pipeline.prune(
-                loaded, searched, layers, seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
+            run = pipeline.PruneSettings(seed=seed, joint=joint, recipe=training)
+            result = pipeline.prune_model(
+                loaded, searched, layers, run, checkpoint=checkpoint,
                 progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
             )  # fmt: skip
         facts = {
             "task": loaded.name,
             "score_name": loaded.score_name,
             "score_dense": result.stages[0].score,
-            "score_pruned": result.kept.score,
-            "method": result.kept.name,
+            "score_pruned": result.selected.score,
+            "method": result.selected.name,
             "stages": [
                 {"name": stage.name, "score": stage.score, "loss": stage.loss}
                 | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
@@ -107,13 +108,14 @@ def prune(
             "inputs": inputs,
         }
         folder.save_pruned(output, result.model, result.masks, searched, facts)
-        for left in folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):  # of earlier recipes, too
+        checkpoints = r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"
+        for left in folder.list_hidden_siblings(output, checkpoints):  # of earlier recipes, too
             if left.suffix != ".tmp" or left_behind(left):
                 left.unlink(missing_ok=True)
         last_line = f"{output} is written"
         del result
     if packed:
-        last_line += f", and {write_packed(output)}"
+        last_line += f", and {save_packed(output)}"
     if onnx is not None:
         _export(loaded, output, onnx)
         last_line += f", and {onnx}"

@@ -1,7 +1,7 @@
-"""One-shot, layer-wise pruning: a dense layer and what it sees in, its pruned options out.
+"""Base class of one-shot, layer-wise pruning: from a dense layer and its inputs to pruned weights.
 
-Every method is a class that is given a layer's weight and H, does once what all options share, and answers
-`prune(pattern, sparsity)`: AdaPrune, ExactOBS, SparseGPT, Magnitude, and Auto, which chooses between two of them.
+A method is a class that takes a layer's weight and H. It computes once what all options share, and `prune(pattern,
+sparsity)` returns an option. The methods are AdaPrune, ExactOBS, SparseGPT, Magnitude and AutoPruner.
 """
 
 from __future__ import annotations
@@ -17,68 +17,110 @@ from torch import Tensor
 from latbench.errors import BadData
 from sparse_kernels.patterns import Pattern
 
-# The ridge that makes H invertible, as a share of its mean diagonal: what SparseGPT and OBC take.
 DAMPING = 0.01
+"""Ridge that makes H invertible, as a share of its mean diagonal; the value of SparseGPT and OBC."""
+
 ENERGY_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """A layer's option: weight (m, k) float32 with exact zeros, mask (m, k), |dy|^2/|y|^2 on calibration data."""
+class PrunedWeight:
+    """One option of a layer.
+
+    Attributes
+    ----------
+    weight : Tensor of shape (m, k)
+        Weight with exact zeros, float32.
+    mask : bool Tensor of shape (m, k)
+        True marks a kept weight.
+    error : float
+        |dy|^2 / |y|^2 of the layer's outputs on calibration data.
+    """
 
     weight: Tensor
     mask: Tensor
     error: float
 
 
-class OneShot(ABC):
-    """A dense layer, `weight` (m, k) float32 and `hessian` (k, k) float64, ready to be pruned any number of times.
+class OneShotPruner(ABC):
+    """A dense layer that can be pruned any number of times.
 
-    The ridge is `damping` times H's mean diagonal. Raises BadData for weights that are not finite.
+    Parameters
+    ----------
+    weight : Tensor of shape (m, k)
+        Dense weight, float32.
+    hessian : Tensor of shape (k, k)
+        H, the sum of x x^T over the layer's inputs x, float64.
+    damping : float
+        Ridge, as a share of the mean diagonal of H.
+
+    Raises
+    ------
+    BadData
+        A weight is not finite.
     """
 
     def __init__(self, weight: Tensor, hessian: Tensor, damping: float = DAMPING) -> None:
         if not bool(torch.isfinite(weight).all()):
             raise BadData("the weights hold NaN or infinite values")
         self.weight, self.hessian = weight, hessian
-        self.energy = output_energy(weight, hessian)
+        self.energy = compute_output_energy(weight, hessian)
         self.damping = damping
 
     @cached_property
     def damped(self) -> Tensor:
-        """H with the ridge, (k, k) float64: as large as H, and made only where a method asks for it."""
-        # Where no input but zeros ever reached the layer any weight is right: then the nearest to the dense one is.
+        """H with the ridge, (k, k) float64. It is as large as H, and computed only for methods that need it."""
+        # If all inputs are zero, any weight is right: with this ridge the dense weight is selected.
         ridge = self.damping * float(self.hessian.diagonal().mean()) or 1.0
         damped = self.hessian.clone()
         damped.diagonal().add_(ridge)
         return damped
 
     def inverse(self) -> Tensor:
-        """The inverse of the damped H, (k, k) float64; made anew at each call."""
+        """Return the inverse of the damped H, (k, k) float64, computed at each call."""
         return torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
 
     @abstractmethod
-    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
-        """The layer pruned to a pattern. Raises ValueError for a sparsity that the pattern does not have."""
+    def prune(self, pattern: Pattern, sparsity: float) -> PrunedWeight:
+        """Prune the layer to a pattern.
+
+        Parameters
+        ----------
+        pattern : Pattern
+            The sparsity pattern.
+        sparsity : float
+            Share of weights to drop, in [0, 1).
+
+        Returns
+        -------
+        PrunedWeight
+            Weight, mask and error.
+
+        Raises
+        ------
+        ValueError
+            The pattern does not have this sparsity.
+        """
 
     def error(self, changed: Tensor) -> float:
-        """|dy|^2 / |y|^2 over the calibration data if the weight became `changed` (m, k), bias left out.
+        """Return |dy|^2 / |y|^2 over the calibration data for the weight `changed` (m, k), without bias.
 
-        Exactly tr(dW H dW^T) / tr(W H W^T); 0 if no output changes, infinite if outputs change that were all zero.
+        This is tr(dW H dW^T) / tr(W H W^T). It is 0 if no output changes, and infinite if outputs change that were
+        all zero.
         """
-        moved = output_energy(changed, self.hessian, self.weight)
+        moved = compute_output_energy(changed, self.hessian, self.weight)
         if self.energy > 0:
             return moved / self.energy
         return 0.0 if moved == 0 else math.inf
 
-    def masked(self, weight: Tensor, mask: Tensor) -> Pruned:
-        """The option that keeps of `weight` (m, k) what `mask` says."""
+    def apply_mask(self, weight: Tensor, mask: Tensor) -> PrunedWeight:
+        """Return the option that keeps the weights (m, k) that `mask` (m, k) keeps."""
         kept = torch.where(mask, weight, 0.0).float()
-        return Pruned(kept, mask, self.error(kept))
+        return PrunedWeight(kept, mask, self.error(kept))
 
 
-def output_energy(weight: Tensor, hessian: Tensor, away_from: Tensor | None = None) -> float:
-    """|(weight - away_from) X|^2 = tr(dW H dW^T) in float64, away from zero by default; some rows at a time."""
+def compute_output_energy(weight: Tensor, hessian: Tensor, away_from: Tensor | None = None) -> float:
+    """Return |(weight - away_from) X|^2 = tr(dW H dW^T) in float64; `away_from` is 0 by default."""
     total = 0.0
     for at in range(0, len(weight), ENERGY_ROWS):
         part = weight[at : at + ENERGY_ROWS].double()

@@ -1,7 +1,7 @@
-"""What a weight's loss would cost: the scores by which masks are drawn, as plain objects that a pruner is given.
+"""Scores of weights, by which a pruner draws masks: how much the loss of each weight would cost.
 
-A score that needs gradients says how many; a pruner then keeps the latest so many of each layer's, one an optimizer
-step (averaged over accumulated batches and ranks, unscaled, masked), and hands them over as (gradients, m, k).
+A score may need gradients. A pruner then keeps the latest ones of each layer, one an optimizer step, and passes them
+as (gradients, m, k). They are averaged over accumulated batches and ranks, unscaled and masked.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 
 
 class Score(Protocol):
-    """How much each weight matters, and what dropping some of them does to the others."""
+    """A measure of how much each weight matters, and of how the others compensate for dropped ones."""
 
     @property
     def gradients(self) -> int:
-        """How many of the latest gradients it wants to see."""
+        """Number of the latest gradients that the score needs."""
 
     def scores(self, weight: Tensor, gradients: Tensor) -> Tensor:
-        """Scores (m, k), not negative, the larger the more a weight matters; patterns add them up over units."""
+        """Return non-negative scores (m, k), higher for weights that matter more. Patterns add them up over units."""
 
     def compensate(self, weight: Tensor, gradients: Tensor, mask: Tensor) -> Tensor:
-        """The weights (m, k) after those outside `mask` were dropped: the kept ones may make up for them."""
+        """Return the weights (m, k) without those outside `mask`; the kept ones may compensate for them."""
 
 
 @dataclass(frozen=True)
 class MagnitudeScore:
-    """w^2: a large weight matters. Nothing is made up for."""
+    """The score w^2: a large weight matters. The kept weights do not compensate."""
 
     gradients: ClassVar[int] = 0
 
     def scores(self, weight: Tensor, gradients: Tensor) -> Tensor:
-        """The squares, float64."""
+        """Return the squares, float64."""
         return weight.double().square()
 
     def compensate(self, weight: Tensor, gradients: Tensor, mask: Tensor) -> Tensor:
-        """The kept weights as they are."""
+        """Return the kept weights unchanged."""
         return torch.where(mask, weight, 0.0)

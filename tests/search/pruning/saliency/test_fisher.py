@@ -63,13 +63,13 @@ def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
     monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
     gradients, weight = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
     bound = tolerance(gradients)
-    diagonal = dynamic_mfac.inverse_diagonal(gradients, damping=DAMPING)
+    diagonal = dynamic_mfac.compute_inverse_diagonal(gradients, damping=DAMPING)
     expected = dense_inverse(gradients, d)
     assert abs(diagonal.numpy() - np.diag(expected)).max() <= bound
-    assert (diagonal - mfac.inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
+    assert (diagonal - mfac.compute_inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
     dropped = torch.arange(d) % 3 == 0
-    moved = dynamic_mfac.update(weight, dropped, gradients, damping=DAMPING)
-    static = fisher.update(weight, dropped, gradients, damping=DAMPING, block=d)
+    moved = dynamic_mfac.update_weights(weight, dropped, gradients, damping=DAMPING)
+    static = fisher.update_weights(weight, dropped, gradients, damping=DAMPING, block=d)
     size = float(weight.abs().sum()) * float(np.linalg.norm(np.linalg.inv(expected), 2))
     assert (moved - static).abs().max() <= bound * size
 
