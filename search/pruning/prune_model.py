@@ -47,7 +47,7 @@ class Milestone:
     Attributes
     ----------
     name : str
-        Name of the stage.
+        "dense", "one-shot", "global" (joint tuning) or the method of the recipe.
     loss : float
         Mean loss on the calibration data.
     score : float
@@ -114,9 +114,6 @@ def prune_model(
 ) -> PruneResult:
     """Prune the task's model to a profile, and return the best of the stages.
 
-    The stages are "one-shot", "global" (joint tuning) and the method of the recipe. Training starts from the dense
-    model or from the best model so far, as the recipe says, or continues from `checkpoint`.
-
     Parameters
     ----------
     task : Task
@@ -146,42 +143,78 @@ def prune_model(
     """
     recipe = settings.recipe
     model = task.model()
-    check_profile(profile, task, model)
-    if recipe is not None:
-        check_recipe(recipe, task, profile, model)
+    _check_inputs(task, profile, recipe, model)
     batches = task.calibration()
     choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
     stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
     masks = stitch(model, choices, database)
-    loss = _tune_norms(task, model, batches)
-    stages.append(Milestone("one-shot", loss, task.score(model)))
+    stages.append(Milestone("one-shot", _tune_norms(task, model, batches), task.score(model)))
     best = PruneResult(stages, stages[-1], model, masks)
     if settings.joint and masks:
-        run_global_adaprune(
-            task, model, masks, batches, rng=np.random.default_rng(settings.seed), progress=lambda done, total:
-            progress("global AdaPrune", done, total),
-        )  # fmt: skip
-        loss = _tune_norms(task, model, batches)
-        stages.append(Milestone("global", loss, task.score(model)))
-        if loss < best.selected.loss:
+        stages.append(_tune_jointly(task, model, masks, batches, settings.seed, progress))
+        if stages[-1].loss < best.selected.loss:
             best = PruneResult(stages, stages[-1], model, masks)
         else:  # stitch it again in the memory of this model, instead of holding it all the time
             selected = best.selected
             del best, model
-            model = task.model()
-            stitch(model, choices, database)
-            _tune_norms(task, model, batches)
-            best = PruneResult(stages, selected, model, masks)
+            best = PruneResult(stages, selected, _stitch_again(task, choices, database, batches), masks)
     if recipe is not None:
-        model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
-        trained = train(
-            task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
-            progress=lambda done, total: progress(recipe.method, done, total),
-        )  # fmt: skip
-        loss = compute_calibration_loss(task, model, batches)
-        stages.append(Milestone(recipe.method, loss, task.score(model), trained.to_dict()))
-        best = min(best, PruneResult(stages, stages[-1], model, trained.masks), key=_loss)
+        stage, model, masks = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
+        stages.append(stage)
+        best = min(best, PruneResult(stages, stage, model, masks), key=lambda result: result.selected.loss)
     return best
+
+
+def _check_inputs(task: Task, profile: Profile, recipe: Recipe | None, model: nn.Module) -> None:
+    check_profile(profile, task, model)
+    if recipe is not None:
+        check_recipe(recipe, task, profile, model)
+
+
+def _stitch_again(
+    task: Task, choices: Mapping[str, tuple[str, float]], database: Database, batches: Sequence[Any]
+) -> nn.Module:
+    """Return the one-shot model, with tuned batch norms."""
+    model = task.model()
+    stitch(model, choices, database)
+    _tune_norms(task, model, batches)
+    return model
+
+
+def _tune_jointly(
+    task: Task,
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    batches: Sequence[Any],
+    seed: int,
+    progress: Progress,
+) -> Milestone:
+    """Tune all layers together by global AdaPrune, in place."""
+    rng = np.random.default_rng(seed)
+    run_global_adaprune(
+        task, model, masks, batches, rng=rng, progress=lambda done, total: progress("global AdaPrune", done, total)
+    )
+    return Milestone("global", _tune_norms(task, model, batches), task.score(model))
+
+
+def _train_further(
+    task: Task,
+    profile: Profile,
+    recipe: Recipe,
+    best: PruneResult,
+    batches: Sequence[Any],
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> tuple[Milestone, nn.Module, dict[str, Tensor]]:
+    """Train the dense model or a copy of the best one by the recipe; return the stage, the model and its masks."""
+    model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
+    trained = train(
+        task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
+        progress=lambda done, total: progress(recipe.method, done, total),
+    )  # fmt: skip
+    loss = compute_calibration_loss(task, model, batches)
+    stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
+    return stage, model, trained.masks
 
 
 def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
@@ -224,10 +257,6 @@ def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"task {task.name}: no parameter of its model requires a gradient: nothing can be trained")
     recipe.build_pruner().check(model, build_recipe_targets(recipe, profile, model), recipe.steps)
-
-
-def _loss(result: PruneResult) -> float:
-    return result.selected.loss
 
 
 def _tune_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:

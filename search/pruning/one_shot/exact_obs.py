@@ -98,7 +98,7 @@ class ExactOBS(AdaPrune):
 
 
 def eliminate(weight: Tensor, inverse: Tensor, units: PatternUnits) -> Tensor:
-    """Return at which loss every unit is dropped, (bands, units) float64; infinite if an N:M pattern keeps it.
+    """Return at which loss every unit is dropped; infinite if an N:M pattern keeps it.
 
     Parameters
     ----------
@@ -112,14 +112,13 @@ def eliminate(weight: Tensor, inverse: Tensor, units: PatternUnits) -> Tensor:
     Returns
     -------
     Tensor of shape (bands, units)
-        Losses, which rise along the order of elimination in a band: no unit is dropped before its predecessors.
+        Losses, float64, which rise in the order of elimination in a band.
     """
     bands, _, columns = weight.shape
     width, count = units.width, columns // units.width
     group = torch.arange(count) // (units.of or count)
-    lengths = group.bincount()
-    droppable = torch.tensor([int(n) - units.keeps_of(int(n)) if units.of else int(n) for n in lengths])
-    droppable, steps = droppable.repeat(bands, 1), int(droppable.sum())
+    per_group = _count_droppable(units, group)
+    droppable, steps = per_group.repeat(bands, 1), int(per_group.sum())
     dropped_at = torch.full((bands, count), math.inf, dtype=torch.float64)
     highest_loss = torch.zeros(bands, dtype=torch.float64)
 
@@ -138,13 +137,8 @@ def eliminate(weight: Tensor, inverse: Tensor, units: PatternUnits) -> Tensor:
         dropped_at[band, dropped_unit] = highest_loss * (1 + TIE * step)
         droppable[band, group[dropped_unit]] -= 1
         present[band, position] = False
-
         at = position[:, None] * width + torch.arange(width)
-        waiting_rows = pending[:, :waiting]
-        rows = inverse[band[:, None], at] - _gather_columns(waiting_rows, at).mT @ waiting_rows
-        factor = torch.linalg.cholesky(_gather_columns(rows, at))
-        rows = torch.linalg.solve_triangular(factor, rows, upper=False)
-        weight -= torch.linalg.solve_triangular(factor, _gather_columns(weight, at).mT, upper=False).mT @ rows
+        rows = _compensate(weight, inverse, pending[:, :waiting], at)
         blocks -= _compute_outer_blocks(rows, width)
         blocks[band, position] = torch.eye(width, dtype=torch.float64)  # any invertible block for a dropped unit
         pending[:, waiting : waiting + width] = rows
@@ -163,6 +157,26 @@ def eliminate(weight: Tensor, inverse: Tensor, units: PatternUnits) -> Tensor:
         inverse.baddbmm_(pending[:, :waiting].mT, pending[:, :waiting], alpha=-1)
         waiting = 0
     return dropped_at
+
+
+def _compensate(weight: Tensor, inverse: Tensor, pending: Tensor, at: Tensor) -> Tensor:
+    """Drop the columns `at` (bands, width) of weights, in place; the other columns compensate.
+
+    Returns the rows of H^-1 at these columns, divided by their Cholesky factor: (bands, width, columns). `pending`
+    are the earlier ones of them that `inverse` does not contain yet.
+    """
+    band = torch.arange(len(at))
+    rows = inverse[band[:, None], at] - _gather_columns(pending, at).mT @ pending
+    factor = torch.linalg.cholesky(_gather_columns(rows, at))
+    solved: Tensor = torch.linalg.solve_triangular(factor, rows, upper=False)
+    weight -= torch.linalg.solve_triangular(factor, _gather_columns(weight, at).mT, upper=False).mT @ solved
+    return solved
+
+
+def _count_droppable(units: PatternUnits, group: Tensor) -> Tensor:
+    """Return how many units each group of a band may drop, (groups,), for each unit's group (units,)."""
+    lengths = [int(length) for length in group.bincount()]
+    return torch.tensor([length - units.keeps_of(length) if units.of else length for length in lengths])
 
 
 def _gather_columns(matrices: Tensor, at: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def fill_database(
     method : str
         A key of ONE_SHOT_METHODS.
     processes : int
-        Worker processes; each prunes one layer at a time.
+        Worker processes.
 
     Returns
     -------
@@ -105,21 +105,40 @@ def fill_database(
     """
     if method not in ONE_SHOT_METHODS:
         raise UsageError(f"unknown method {method!r}: known are {', '.join(ONE_SHOT_METHODS)}")
+    _check_options(options, model)
+    sparse = _drop_dense(options)
+    database.tidy()
+    missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in sparse.items()}
+    total = sum(map(len, sparse.values()))
+    stored = total - sum(map(len, missing.values()))
+    progress(stored, total)
+    done = stored
+    for count in _prune_layers(task, model, missing, database, method, processes):
+        done += count
+        progress(done, total)
+    return done - stored
+
+
+def _drop_dense(options: Options) -> dict[str, list[Pair]]:
+    return {
+        layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
+        for layer, pairs in options.items()
+    }
+
+
+def _check_options(options: Options, model: nn.Module) -> None:
+    """Raise UsageError if a layer cannot hold one of its options."""
     for layer, pairs in options.items():
         targets = [parse_target(layer, pair) for pair in pairs]
         by_pattern = {str(target.pattern): target for target in targets}
         for target in by_pattern.values():  # all sparsities of a pattern fit, or none
             resolve_targets({layer: target}, model)
-    wanted = {
-        layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
-        for layer, pairs in options.items()
-    }
-    database.tidy()
-    missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in wanted.items()}
-    total = sum(map(len, wanted.values()))
-    computed = 0
-    stored_before = total - sum(map(len, missing.values()))
-    progress(stored_before, total)
+
+
+def _prune_layers(
+    task: Task, model: nn.Module, missing: Options, database: Database, method: str, processes: int
+) -> Iterator[int]:
+    """Compute and store the missing options; yield how many were stored since the last time."""
     layers = [layer for layer, pairs in missing.items() if pairs]
     modules = dict(model.named_modules())
     jobs = (
@@ -127,15 +146,9 @@ def fill_database(
         for layer, hessian in compute_input_hessians(task, model, layers, task.calibration())
     )
     processes = min(processes, len(layers))
-    pruned = (
-        _prune_in_processes(jobs, database, method, processes)
-        if processes > 1
-        else _prune_in_turn(jobs, database, method)
-    )
-    for stored in pruned:
-        computed += stored
-        progress(stored_before + computed, total)
-    return computed
+    if processes > 1:
+        return _prune_in_processes(jobs, database, method, processes)
+    return _prune_in_turn(jobs, database, method)
 
 
 Job = tuple[str, Tensor, Tensor, Sequence[Pair]]

@@ -62,13 +62,13 @@ def run_global_adaprune(
 ) -> list[float]:
     """Tune the kept weights of all layers together, in place.
 
-    Layers without a mask are matched too and train whole; frozen layers stay as they are. Layers whose outputs have
-    other shapes than in the dense model, as in a mixture of experts, are left out of the loss.
+    Layers without a mask train whole, and frozen layers stay as they are. The loss leaves out layers whose outputs
+    have other shapes than in the dense model, as in a mixture of experts.
 
     Parameters
     ----------
     task : Task
-        The task; its model is the dense model.
+        The task, with the dense model.
     model : Module
         The pruned model.
     masks : mapping of str to bool Tensor of shape (m, k)
@@ -92,45 +92,69 @@ def run_global_adaprune(
     BadData
         An activation or a gradient is not finite.
     """
-    steps = settings.steps
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     model.eval()
-    losses = []
-    order: list[int] = []
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    losses, order = [], list[int]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
     with _hold_kept_values(model, masks), ExitStack() as hooks:
         dense = task.model()
-        modules = dict(model.named_modules())
-        # A parameter that several layers share is updated once a step.
-        parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters() if p.requires_grad))
-        optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
-        rate = settings.learning_rate
-
-        def update(parameter: Tensor) -> None:
-            """Update a parameter as soon as its gradient is complete, and drop the gradient."""
-            if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
-                gradient = f"the gradient of {names[parameter]}"
-                raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: prune with --no-global")
-            optimizers[parameter].param_groups[0]["lr"] = rate
-            optimizers[parameter].step()
-            parameter.grad = None
-
-        for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
-        for step in range(steps if parameters else 0):
-            rate = settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        optimizer = _ImmediateAdam(model, layers, names, hooks)
+        for step in range(settings.steps if optimizer.can_learn else 0):
+            optimizer.rate = settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / settings.steps))
             order = order or list(rng.permutation(len(batches)))
-            batch = batches[order.pop()]
-            with torch.no_grad():
-                targets = _collect_outputs(task, dense, layers, batch)
-            loss = _compute_distance(_collect_outputs(task, model, layers, batch), targets)
+            loss = _compute_loss(task, model, dense, layers, batches[order.pop()])
             loss.backward()
             model.zero_grad()  # parameters that are not tuned have gradients too
             losses.append(loss.item())
-            progress(step + 1, steps)
+            progress(step + 1, settings.steps)
         del dense
-        optimizers.clear()  # frees memory before the weights become whole
+        optimizer.clear()  # frees memory before the weights become whole
     return losses
+
+
+def _compute_loss(task: Task, model: nn.Module, dense: nn.Module, layers: Sequence[str], batch: Any) -> Tensor:
+    """Return the distance of the layers' outputs on a batch from those of the dense model."""
+    with torch.no_grad():
+        targets = _collect_outputs(task, dense, layers, batch)
+    return _compute_distance(_collect_outputs(task, model, layers, batch), targets)
+
+
+class _ImmediateAdam:
+    """Adam that updates each parameter of the layers as soon as its gradient is complete, and drops the gradient.
+
+    `rate` is the learning rate of the next updates. `names` are those of the parameters for messages. `hooks` removes
+    the hooks of the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str], names: Mapping[nn.Parameter, str], hooks: ExitStack
+    ) -> None:
+        modules = dict(model.named_modules())
+        # A parameter that several layers share is updated once a step.
+        parameters = dict.fromkeys(p for name in layers for p in modules[name].parameters() if p.requires_grad)
+        self.names: Mapping[Any, str] = names
+        self.optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
+        self.rate = 0.0
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(self._update).remove)
+
+    @property
+    def can_learn(self) -> bool:
+        """Whether a layer has a trainable parameter."""
+        return bool(self.optimizers)
+
+    def clear(self) -> None:
+        """Free the moments."""
+        self.optimizers.clear()
+
+    def _update(self, parameter: Tensor) -> None:
+        if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
+            gradient = f"the gradient of {self.names[parameter]}"
+            raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: prune with --no-global")
+        optimizer = self.optimizers[parameter]
+        optimizer.param_groups[0]["lr"] = self.rate
+        optimizer.step()
+        parameter.grad = None
 
 
 class _KeptValues(nn.Module):

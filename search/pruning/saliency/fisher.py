@@ -59,7 +59,7 @@ class _Fisher:
             return rows.new_full((rows.shape[1],), 1 / self.damping, dtype=torch.float64)
         # The diagonal is at least 1 / F_qq; rounding takes it below that if gradients are large beside the damping.
         least = fisher_blocks.compute_least_inverse(rows, self.damping)
-        return torch.maximum(self.inverse.inverse_diagonal(rows, **self._settings()), least)
+        return torch.maximum(self.inverse.compute_inverse_diagonal(rows, **self._settings()), least)
 
     def _update(self, weights: Tensor, dropped: Tensor, rows: Tensor) -> Tensor:
         return fisher_blocks.update_weights(weights, dropped, rows, **self._settings())

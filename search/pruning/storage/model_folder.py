@@ -95,29 +95,7 @@ def save_pruned(
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
-            save_file(
-                copy_shared_tensors(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"}
-            )
-            bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
-            shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
-            # safetensors cannot read a file that has neither tensors nor metadata.
-            save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
-            profile.save(temporary / "profile.json")
-            manifest = {
-                "version": VERSION,
-                **facts,
-                "target": profile.target,
-                "dense_seconds": profile.dense_seconds,
-                "predicted_seconds": profile.predicted_seconds,
-                "predicted_low": profile.predicted_low,
-                "predicted_high": profile.predicted_high,
-                "layers": describe_layers(model, masks, profile),
-                "bytes": {name: (temporary / name).stat().st_size for name in FILES},
-                "files": {name: sha256(temporary / name) for name in FILES},
-            }
-            write_manifest(temporary, manifest)
-            for name in FILES:  # safetensors makes its files private
-                (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
+            manifest = _write_files(temporary, model, masks, profile, facts)
             folder.mkdir(exist_ok=True)
             (folder / PACKED).unlink(missing_ok=True)  # it holds the old weights
             for name in (*FILES, "manifest.json"):
@@ -126,6 +104,38 @@ def save_pruned(
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise EnvironmentUnusable(f"cannot write {folder}: {error}") from error
+    return manifest
+
+
+def _write_files(
+    folder: Path,
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    profile: profiles.Profile,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the files of a pruned model into an empty folder, and return the manifest."""
+    save_file(copy_shared_tensors(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
+    shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
+    # safetensors cannot read a file that has neither tensors nor metadata.
+    save_file(bits, folder / "masks.safetensors", metadata=shapes or None)
+    profile.save(folder / "profile.json")
+    manifest = {
+        "version": VERSION,
+        **facts,
+        "target": profile.target,
+        "dense_seconds": profile.dense_seconds,
+        "predicted_seconds": profile.predicted_seconds,
+        "predicted_low": profile.predicted_low,
+        "predicted_high": profile.predicted_high,
+        "layers": describe_layers(model, masks, profile),
+        "bytes": {name: (folder / name).stat().st_size for name in FILES},
+        "files": {name: sha256(folder / name) for name in FILES},
+    }
+    write_manifest(folder, manifest)
+    for name in FILES:  # safetensors makes its files private
+        (folder / name).chmod((folder / "manifest.json").stat().st_mode)
     return manifest
 
 

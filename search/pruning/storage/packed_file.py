@@ -16,9 +16,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -134,17 +136,21 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
-                if name in names:
-                    tensor.copy_(file.get_tensor(name))
-                else:
-                    values = file.get_tensor(f"{name}.values")
-                    matrix = values.new_zeros(masks[name].shape)
-                    matrix[torch.from_numpy(masks[name])] = values
-                    tensor.copy_(as_weight(matrix, tensor.shape))
+                tensor.copy_(
+                    _unpack_weight(file, name, masks[name], tensor) if name in masks else file.get_tensor(name)
+                )
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
     return model.eval(), choices
+
+
+def _unpack_weight(file: Any, name: str, mask: NDArray[np.bool_], tensor: Tensor) -> Tensor:
+    """Return the weight `name` of an open packed file in the shape of `tensor`, for its mask (m, k)."""
+    values = file.get_tensor(f"{name}.values")
+    matrix = values.new_zeros(mask.shape)
+    matrix[torch.from_numpy(mask)] = values
+    return as_weight(matrix, tensor.shape)
 
 
 def _compute_checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:

@@ -67,44 +67,10 @@ def build_transformers_callback(pruner: Pruner, targets: LayerTargets) -> Any:
     """
     base = _import_first("transformers").TrainerCallback
 
-    class TrainerPrunerCallback(base):  # type: ignore[misc, valid-type]
+    class TrainerPrunerCallback(_TrainerPruning, base):  # type: ignore[misc, valid-type]
         """A callback that prunes between the Trainer's steps."""
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-            found = pruner.check(model, targets, state.max_steps)
-            if args.load_best_model_at_end and not pruner.holds_targets(found, state.max_steps):
-                raise UsageError(
-                    "load_best_model_at_end may end with a model from before its masks were the last, and nothing "
-                    f"would train under those: leave it out, as {type(pruner).__name__} prunes while the model trains"
-                )
-            resumed = _read_resumed(args, state) if state.global_step > 0 else None
-            pruner.prepare(model, targets, total_steps=state.max_steps, group=ranks)
-            if resumed is not None:
-                pruner.load_state_dict(resumed)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            pruner.step()
-            # The Trainer writes this into trainer_state.json, right before on_save.
-            state.stateful_callbacks[STATE] = {
-                "id": uuid.uuid4().hex,
-                "folder": str(_get_folder(args, state).absolute()),
-            }
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.is_world_process_zero:
-                own = state.stateful_callbacks[STATE]["id"]
-                torch.save({**pruner.state_dict(), "id": own}, _get_folder(args, state) / STATE)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if args.load_best_model_at_end and state.best_model_checkpoint:
-                best = Path(state.best_model_checkpoint) / STATE
-                if not best.is_file():
-                    raise BadData(f"{best} is missing: {_NEEDED}")
-                pruner.load_state_dict(_read_state(best))
-            _finish(pruner)
-
-    return TrainerPrunerCallback()
+    return TrainerPrunerCallback(pruner, targets)
 
 
 def build_lightning_callback(pruner: Pruner, targets: LayerTargets) -> Any:
@@ -133,51 +99,105 @@ def build_lightning_callback(pruner: Pruner, targets: LayerTargets) -> Any:
     """
     base = _import_first("lightning.pytorch", "pytorch_lightning").Callback
 
-    class LightningPrunerCallback(base):  # type: ignore[misc, valid-type]
+    class LightningPrunerCallback(_LightningPruning, base):  # type: ignore[misc, valid-type]
         """A callback that prunes between the optimizer's steps, of any number of batches."""
 
-        def __init__(self) -> None:
-            self.steps = 0
-            self.restored: dict[str, Any] | None = None
+    return LightningPrunerCallback(pruner, targets)
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            steps = trainer.estimated_stepping_batches
-            if not math.isfinite(steps):
-                raise UsageError("pruning ends with training: give the Trainer max_steps or max_epochs")
-            if trainer.global_step > 0 and self.restored is None:
-                raise BadData(
-                    f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
-                    "take one that was saved while this pruner was at work, or start a new Trainer"
-                )
-            found = pruner.check(trainer.model, targets, int(steps))
-            ranked = [it for it in trainer.checkpoint_callbacks if getattr(it, "monitor", None) is not None]
-            if ranked and not pruner.holds_targets(found, int(steps)):
-                warnings.warn(
-                    f"the best checkpoint by {ranked[0].monitor} may be from before the last masks, as "
-                    f"{type(pruner).__name__} prunes while the model trains: take the model that fit() leaves",
-                    stacklevel=2,
-                )
-            pruner.prepare(trainer.model, targets, total_steps=int(steps))
+
+class _TrainerPruning:
+    """The events of a Trainer, as transformers calls them."""
+
+    def __init__(self, pruner: Pruner, targets: LayerTargets) -> None:
+        super().__init__()
+        self.pruner, self.targets = pruner, targets
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        found = self.pruner.check(model, self.targets, state.max_steps)
+        if args.load_best_model_at_end and not self.pruner.holds_targets(found, state.max_steps):
+            raise UsageError(
+                "load_best_model_at_end may end with a model from before its masks were the last, and nothing "
+                f"would train under those: leave it out, as {type(self.pruner).__name__} prunes while the model "
+                "trains"
+            )
+        resumed = _read_resumed(args, state) if state.global_step > 0 else None
+        self.pruner.prepare(model, self.targets, total_steps=state.max_steps, group=ranks)
+        if resumed is not None:
+            self.pruner.load_state_dict(resumed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.pruner.step()
+        # The Trainer writes this into trainer_state.json, right before on_save.
+        state.stateful_callbacks[STATE] = {
+            "id": uuid.uuid4().hex,
+            "folder": str(_get_folder(args, state).absolute()),
+        }
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            own = state.stateful_callbacks[STATE]["id"]
+            torch.save({**self.pruner.state_dict(), "id": own}, _get_folder(args, state) / STATE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            best = Path(state.best_model_checkpoint) / STATE
+            if not best.is_file():
+                raise BadData(f"{best} is missing: {_NEEDED}")
+            self.pruner.load_state_dict(_read_state(best))
+        _finish(self.pruner)
+
+
+class _LightningPruning:
+    """The events of a Lightning Trainer, as Lightning calls them."""
+
+    def __init__(self, pruner: Pruner, targets: LayerTargets) -> None:
+        super().__init__()
+        self.pruner, self.targets = pruner, targets
+        self.steps = 0
+        self.restored: dict[str, Any] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: one for all versions, whatever the name of the class."""
+        return "lightning_callback.<locals>.PrunerCallback"
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        steps = trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            raise UsageError("pruning ends with training: give the Trainer max_steps or max_epochs")
+        if trainer.global_step > 0 and self.restored is None:
+            raise BadData(
+                f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
+                "take one that was saved while this pruner was at work, or start a new Trainer"
+            )
+        found = self.pruner.check(trainer.model, self.targets, int(steps))
+        ranked = [it for it in trainer.checkpoint_callbacks if getattr(it, "monitor", None) is not None]
+        if ranked and not self.pruner.holds_targets(found, int(steps)):
+            warnings.warn(
+                f"the best checkpoint by {ranked[0].monitor} may be from before the last masks, as "
+                f"{type(self.pruner).__name__} prunes while the model trains: take the model that fit() leaves",
+                stacklevel=2,
+            )
+        self.pruner.prepare(trainer.model, self.targets, total_steps=int(steps))
+        self.steps = trainer.global_step
+        if self.restored is not None:
+            self.pruner.load_state_dict(self.restored)
+            self.restored = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step > self.steps:
             self.steps = trainer.global_step
-            if self.restored is not None:
-                pruner.load_state_dict(self.restored)
-                self.restored = None
+            self.pruner.step()
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if trainer.global_step > self.steps:
-                self.steps = trainer.global_step
-                pruner.step()
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        _finish(self.pruner)
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            _finish(pruner)
+    def state_dict(self) -> dict[str, Any]:
+        return self.pruner.state_dict() if self.pruner.at_work else {}  # after training the model is plain
 
-        def state_dict(self) -> dict[str, Any]:
-            return pruner.state_dict() if pruner.at_work else {}  # after training the model is plain
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.restored = state_dict or None  # Lightning calls it before training
-
-    return LightningPrunerCallback()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict or None  # Lightning calls it before training
 
 
 def _import_first(*names: str) -> Any:

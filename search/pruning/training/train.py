@@ -18,6 +18,7 @@ from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolv
 from search.pruning.saliency.gradient_checks import find_bad_gradient
 from search.pruning.training.checkpoint import Checkpoint, Stateful
 from search.pruning.training.flops import Flop, compute_training_flop, count_forward_flop
+from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
 from search.task import Task
 
@@ -93,44 +94,53 @@ def train(
         The loss or a gradient is not finite.
     """
     layer_targets = build_recipe_targets(recipe, targets, model)
-    batches = _draw_batches(task, recipe)
     pruner = recipe.build_pruner(masks)
-    optimizer = build_optimizer(recipe, model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compute_learning_rate_factor(recipe, step))
-    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     # Training may use torch's global generator (dropout): seed it, and restore it afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model.train()
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
-            parts["pruner"] = pruner
-        first, counted = _resume(task, batches, recipe, checkpoint, parts)
-        for step in range(first, recipe.steps):
-            optimizer.zero_grad()
-            if step == 0:
-                counted = count_forward_flop(model, lambda: _backward(task, model, batches, recipe, step=0))
-            else:
-                _backward(task, model, batches, recipe, step=step)
-            norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
-            if not bool(torch.isfinite(norm)):
-                bad = find_bad_gradient(model) or "the norm of all gradients is too large for their type"
-                raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
-            if recipe.clip_norm is not None:
-                clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
-            optimizer.step()
-            schedule.step()
-            if layer_targets:
-                pruner.step()
-            if checkpoint is not None:
-                checkpoint.save_if_due(step + 1, parts, counted)
-            progress(step + 1, recipe.steps)
+        forward_flop = _run_steps(task, model, recipe, pruner if layer_targets else None, checkpoint, progress)
     model.eval()
     if layer_targets:
         pruner.finish()
-    dense = compute_training_flop(None, {}, counted, recipe.steps)
-    spent = compute_training_flop(pruner, layer_targets, counted, recipe.steps) if layer_targets else dense
+    dense = compute_training_flop(None, {}, forward_flop, recipe.steps)
+    spent = compute_training_flop(pruner, layer_targets, forward_flop, recipe.steps) if layer_targets else dense
     return TrainingResult(pruner.masks, spent, dense)
+
+
+def _run_steps(
+    task: Task,
+    model: nn.Module,
+    recipe: Recipe,
+    pruner: Pruner | None,
+    checkpoint: Checkpoint | None,
+    progress: Callable[[int, int], None],
+) -> dict[str, float]:
+    """Train from the checkpoint, or from the start, to the last step; return the dense forward FLOP by layer."""
+    batches = _draw_batches(task, recipe)
+    optimizer = build_optimizer(recipe, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compute_learning_rate_factor(recipe, step))
+    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if pruner is not None:
+        parts["pruner"] = pruner
+    first, forward_flop = _resume(task, batches, recipe, checkpoint, parts)
+    for step in range(first, recipe.steps):
+        optimizer.zero_grad()
+        if step == 0:
+            forward_flop = count_forward_flop(model, lambda: _backward(task, model, batches, recipe, step=0))
+        else:
+            _backward(task, model, batches, recipe, step=step)
+        _clip_gradients(model, recipe, step)
+        optimizer.step()
+        schedule.step()
+        if pruner is not None:
+            pruner.step()
+        if checkpoint is not None:
+            checkpoint.save_if_due(step + 1, parts, forward_flop)
+        progress(step + 1, recipe.steps)
+    return forward_flop
 
 
 def _resume(
@@ -191,6 +201,16 @@ def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Reci
         if not bool(torch.isfinite(loss)):
             raise BadData(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
         (loss / recipe.accumulate).backward()
+
+
+def _clip_gradients(model: nn.Module, recipe: Recipe, step: int) -> None:
+    """Clip the norm of all gradients, if the recipe says so. Raises BadData if a gradient is not finite."""
+    norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
+    if not bool(torch.isfinite(norm)):
+        bad = find_bad_gradient(model) or "the norm of all gradients is too large for their type"
+        raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
+    if recipe.clip_norm is not None:
+        clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
 
 
 def _draw_batches(task: Task, recipe: Recipe) -> Iterator[Any]:

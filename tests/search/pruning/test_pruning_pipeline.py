@@ -143,7 +143,7 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
 
 
 def tuned_with(
-    task: Task, make: Callable[[], nn.Module], inputs: Callable[[nn.Module, Tensor], Tensor], **options: Any
+    task: Task, make: Callable[[], nn.Module], inputs: Callable[[nn.Module, Tensor], Tensor], **settings: Any
 ) -> nn.Module:
     """A model whose layer "0" keeps half its weights, after joint tuning on made-up (9, 8) inputs."""
     batches = list(torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)))
@@ -156,7 +156,7 @@ def tuned_with(
     masks = {"0": torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5}
     apply_masks(model, masks)
     run_global_adaprune(
-        made, model, masks, batches, settings=TuningSettings(steps=2), rng=np.random.default_rng(0), **options
+        made, model, masks, batches, TuningSettings(steps=2, **settings), rng=np.random.default_rng(0)
     )
     assert zeros_hold(model, masks)
     return model
@@ -604,7 +604,7 @@ def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tm
     dying = (
         "import os, signal, search.pruning.storage.model_folder as folder\n"
         "from pathlib import Path\n"
-        "folder.layer_facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "folder.describe_layers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from latbench.cli.commands.prune import prune\n"
         f"prune({str(TASK)!r}, Path('profile.json'), Path('database'), Path('pruned'), joint=False)\n"
     )

@@ -50,7 +50,7 @@ def test_block_wise_is_the_dense_inverse_of_each_block(
     monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
     gradients = torch.from_numpy(rng.standard_normal((m, d)))
     expected = dense_inverse(gradients, block)
-    diagonal = method.inverse_diagonal(gradients, damping=DAMPING, block=block)
+    diagonal = method.compute_inverse_diagonal(gradients, damping=DAMPING, block=block)
     assert abs(diagonal.numpy() - np.diag(expected)).max() <= tolerance(gradients)
 
 
@@ -197,4 +197,4 @@ def test_gradients_that_are_not_finite_are_refused(method: ModuleType) -> None:
     gradients = torch.zeros(2, 3)
     gradients[1, 1] = torch.nan
     with pytest.raises(BadData, match="the gradients hold NaN"):
-        method.inverse_diagonal(gradients)
+        method.compute_inverse_diagonal(gradients)

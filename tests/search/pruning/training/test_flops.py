@@ -92,7 +92,7 @@ def test_the_cost_is_that_of_walking_through_every_step(pruner: Pruner) -> None:
                 assert getattr(cost, name) == pytest.approx(getattr(total, name) / steps, rel=1e-9)
             at = 0
             for stage, length in pruner.list_stages(THIN, Moment(0, steps, layer, 3)):
-                assert {(it.target, it.fade > 0, it.fixed) for it in walk[at : at + length]} == {
+                assert {(it.target, it.fade > 0, it.fixed_mask) for it in walk[at : at + length]} == {
                     (stage.target, stage.fade > 0, stage.fixed_mask)
                 }
                 at += length

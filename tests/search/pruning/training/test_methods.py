@@ -122,7 +122,7 @@ def test_acdc_takes_the_papers_turns() -> None:
     assert stages[9].target is None
     assert stages[10] == stages[14] == Stage(SPARSE, fixed_mask=True)
     assert stages[85] == stages[100] == Stage(SPARSE, fixed_mask=True, last_mask=True)
-    assert [step for step in range(101) if stages[step].forget] == [*range(15, 76, 10)]
+    assert [step for step in range(101) if stages[step].reset_momentum] == [*range(15, 76, 10)]
     assert ACDC(warmup=0).phases(100)[0] == (0, True)
 
 
