@@ -84,6 +84,7 @@ def find_places(root: Path) -> Places:
     classes: defaultdict[str, list[str]] = defaultdict(list)
     trees = dict(modules(root))
     found["names imported second-hand"] = find_second_hand(trees)
+    found["function names in three rooms"] = find_repeated_names(trees)
     for path, tree in trees.items():
         for rule, place in check_docstrings(tree, path):
             found[rule].append(place)
@@ -188,6 +189,19 @@ def find_second_hand(trees: Mapping[Path, ast.Module]) -> list[str]:
     ]
 
 
+def find_repeated_names(trees: Mapping[Path, ast.Module]) -> list[str]:
+    """Return the names that public functions of three rooms or more share: one verb has one meaning."""
+    rooms: defaultdict[str, set[str]] = defaultdict(set)
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in SAME_MEANING:
+                rooms[node.name].add("/".join(path.parts[:2]) if len(path.parts) > 2 else str(path))
+    return [f"{name}: {', '.join(sorted(them))}" for name, them in rooms.items() if len(them) > 2]
+
+
+SAME_MEANING = {"main", "prepare", "prepare_conv2d", "pack", "unpack"}
+"""Names with one meaning in every room: a script's entry; weights made ready for an engine; the packed format."""
+
 NO_VERBS = frozenset({
     "a", "all", "an", "any", "as", "at", "both", "by", "each", "every", "for", "from", "how", "if", "in", "it", "its",
     "no", "none", "not", "nothing", "of", "on", "one", "only", "same", "so", "some", "such", "that", "the", "their",
@@ -198,7 +212,7 @@ NO_VERBS = frozenset({
 RULES = (
     "functions over 60 lines", "functions over 7 arguments", "blocks nested over 5", "file names twice",
     "class names twice", "folders over 16 files", "private Numba outside its module", "names imported second-hand",
-    "function docstrings without a verb", "docstring sentences over 25 words",
+    "function names in three rooms", "function docstrings without a verb", "docstring sentences over 25 words",
 )  # fmt: skip
 
 
