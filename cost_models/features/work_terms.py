@@ -25,6 +25,7 @@ from cost_models.features.cpu_kernel_work import count_kernel_work
 from cost_models.features.layer_work import SIZES, LayerWork
 from cost_models.features.pattern_structure import PatternStructure
 from cost_models.rows.row_keys import FloatArray
+from latbench.base.engine_registry import NUMBA
 
 FORMS = ("plain", "cached", "sized")
 OWN_KERNELS = "kernels"
@@ -73,7 +74,7 @@ def count_work(X: pd.DataFrame, form: str, formats: Sequence[str]) -> FloatArray
 
 def find_kernel_form(X: pd.DataFrame) -> str | None:
     """Return OWN_KERNELS if all rows are of the backend numba, this project's CPU kernels; otherwise None."""
-    return OWN_KERNELS if "backend" in X.columns and X["backend"].eq("numba").all() else None
+    return OWN_KERNELS if "backend" in X.columns and X["backend"].eq(NUMBA).all() else None
 
 
 def fit_rates(work: FloatArray, seconds: FloatArray) -> FloatArray:
