@@ -54,7 +54,7 @@ from search.progress import Progress
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
 from search.strategies import chance_constraint as chance
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
-from search.strategies.run_strategy import run_strategy
+from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task
 from search.whole_model import confidence as risk
 from search.whole_model import overhead, sessions
@@ -262,11 +262,11 @@ def searcher(
             progress(what if number < 2 else f"{what}, round {number}", done, total)
 
         first = number == 0 and settings.strategy != "uniform"
-        found = run_strategy(
-            "once" if first else settings.strategy, problem, settings.target, judge,
-            seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
-            known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
+        strategy = StrategySettings(
+            "once" if first else settings.strategy, settings.evaluations, settings.seed,
+            batches=None if first else settings.batches, deadline=deadline, clock=clock,
         )  # fmt: skip
+        found = run_strategy(strategy, problem, settings.target, judge, known=known, missed=missed, progress=tell)
         known.update({one.choice: one.found_by for one in found.trace})
         return found
 

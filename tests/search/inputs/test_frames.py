@@ -267,7 +267,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
 def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
     p = problem_from_frame(frame(rng), fixed_seconds=1.0)
     assert repr(p).startswith("<Problem of 3 layers with 12 options: ")
-    assert repr(p.layers[0]) == "<Layer fc0 with 4 options>"
+    assert repr(p.layers[0]) == "<LayerOptions fc0 with 4 options>"
     assert repr(p.solve(1.5)).endswith("proven least>") and repr(p.selection({})) == (
         "<Selection: 1x, total error 0>"
     )

@@ -135,7 +135,7 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.q, .*, head"),
+        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.*head"),
         ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"),
         ({"tied_in_each": [["*.v", "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"),
         ({"excluded": ["tail"]}, "excluded: no layer is called 'tail'"),
@@ -155,7 +155,7 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
         ({"fixed": {"head": "vector:8 at 0.6"}}, "the limits leave layer head no option"),
         (
             {"fixed": {"head": "nm:2:4", "block.0.q": "dense"}, "tied": [["head", "block.0.q"]]},
-            "block.0.q, head are tied, and no option",
+            "block.0.q, head are tied, and have no option",
         ),
     ],
 )  # fmt: skip
