@@ -16,7 +16,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Workload
 from search.backends import in_table
-from search.inputs.layer_options import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
+from search.inputs.layer_builder import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
 from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seconds
 from search.problem.layers import CLOSE, DENSE, Interval, LayerOptions, Option, convert_to_interval
 from search.problem.problem import Problem
@@ -48,7 +48,7 @@ def problem_from_table(
 
     By shape: `layers` are shapes by name, or a workload or its name; every pattern and sparsity measured of a shape
     is an option, or with a fitted cost model `model` what that covers (see
-    `search.inputs.layer_options.predicted_layers`). By name, without `layers` or with a `network`: the times of
+    `search.inputs.layer_builder.predicted_layers`). By name, without `layers` or with a `network`: the times of
     layers inside it (imported, or from `latbench layers`), and of these shapes only, if `layers` are given. `device`,
     `backend`, `threads` and `batch` say which rows, where there are several.
 

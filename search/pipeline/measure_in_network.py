@@ -29,7 +29,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import shape_columns
 from search.artifacts.onnx_export import export, layer_values
-from search.inputs.layer_options import in_network, network_rows
+from search.inputs.layer_builder import in_network, network_rows
 from search.pipeline.search_job import prunable_layers
 from search.progress import Progress
 from search.task import Task

@@ -39,7 +39,7 @@ from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import layer_errors
 from search.inputs.layer_errors import read_errors
-from search.inputs.layer_options import in_network, measured_layers, predicted_layers, swept_rows
+from search.inputs.layer_builder import in_network, measured_layers, predicted_layers, swept_rows
 from search.knapsack.arrays import Choice, sum_in_order
 from search.loss.cache import Trials, key_of
 from search.loss.parallel import Judges

@@ -35,7 +35,7 @@ from latbench.tables.table import hash_table
 from latbench.tables.time_summary import summarise_sample_rows
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_rows
-from search.inputs.layer_options import swept_rows
+from search.inputs.layer_builder import swept_rows
 from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20

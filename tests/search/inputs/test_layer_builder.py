@@ -16,7 +16,7 @@ from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from latbench.workloads.points import Point, shape_columns
-from search.inputs.layer_options import measured_layers, predicted_layers, swept_rows
+from search.inputs.layer_builder import measured_layers, predicted_layers, swept_rows
 from search.problem.layers import DENSE, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
