@@ -1,4 +1,4 @@
-"""SPDY: which pattern at which sparsity in which layer, under a latency budget, verified."""
+"""Choose a sparsity pattern and a sparsity for each layer under a latency budget, prune, and verify the speedup."""
 
 from search.knapsack.arrays import BadProblem, Infeasible, Solution
 from search.knapsack.one_budget import solve
@@ -10,6 +10,6 @@ from search.problem.second_budget import SecondBudget
 from search.problem.selection import Selection, TradeOffs
 
 __all__ = [
-    "BadProblem", "Frontier", "Infeasible", "Interval", "LayerOptions", "Option", "Problem", "SecondBudget", "Selection",
-    "Solution", "TradeOffs", "frontier", "solve", "solve_two",
+    "BadProblem", "Frontier", "Infeasible", "Interval", "LayerOptions", "Option", "Problem", "SecondBudget",
+    "Selection", "Solution", "TradeOffs", "frontier", "solve", "solve_two",
 ]  # fmt: skip

@@ -38,8 +38,9 @@ from latbench.workloads import workload as workloads
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import layer_errors
+from search.inputs.layer_builder import build_network_layers, build_predicted_layers
 from search.inputs.layer_errors import read_errors
-from search.inputs.layer_builder import in_network, measured_layers, predicted_layers, swept_rows
+from search.inputs.table_rows import read_network_rows, read_sweep_rows, select_engine_rows
 from search.knapsack.arrays import Choice, sum_in_order
 from search.loss.cache import Trials, key_of
 from search.loss.parallel import Judges
@@ -398,14 +399,14 @@ def _as_verified(problem: Problem, verified: Sequence[Session], probability: flo
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
     """The layers with their options' seconds on the backend. Raises BadData where the table has none for a layer."""
     if inputs.cost_model is None:
-        return measured_layers(
-            in_network(inputs.table, threads=settings.threads), inputs.task.name, shapes,
+        return build_network_layers(
+            read_network_rows(inputs.table, threads=settings.threads), inputs.task.name, shapes,
             threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=risk.coverage(settings.risk),
         )  # fmt: skip
-    rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
-    return predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns,
+    rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
+    engine = select_engine_rows(rows, backend=settings.backend, threads=settings.threads)
+    return build_predicted_layers(
+        cost_models.load(inputs.cost_model, inputs.table), engine.with_patterns(settings.patterns), shapes,
         sparsities=settings.sparsities, coverage=risk.coverage(settings.risk),
     )  # fmt: skip
 

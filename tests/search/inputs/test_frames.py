@@ -253,7 +253,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     with pytest.raises(BadData, match="the frame has a row without a layer"):
         read_problem(str(tmp_path / "blank.csv"))
     assert read_problem(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
-    with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
+    with pytest.raises(UsageError, match="is no table that latbench measured: it does not take threads"):
         read_problem(str(tmp_path / "t.txt"), threads=2)
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(BadData, match=r"broken\.parquet: no CSV or Parquet file that can be read"):

@@ -306,7 +306,7 @@ def test_two_problems_at_once_keep_both_promises(rng: np.random.Generator) -> No
         assert other.speedup(other.predict(solution.choice)).low >= two
         fitting = [c for a, b, c in both if a >= one and b >= two]
         assert solution.error == min(sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fitting)
-    with pytest.raises(UsageError, match="other layers, or they are tied otherwise"):
+    with pytest.raises(UsageError, match="other layers, or other layers are tied"):
         p.solve(1.0, second_budget=random_problem(rng, layers=5).as_second_budget(1.0))
     with pytest.raises(
         Infeasible, match=r"^the phone: target 99x is infeasible: the best is .*; .* of the time is in"
@@ -499,13 +499,13 @@ def test_a_model_that_takes_no_time_is_infinitely_fast_and_said_to_be(tmp_path: 
 @pytest.mark.parametrize(
     ("dense", "fixed", "said"),
     [
-        (0.0, 0.0, "a dense model takes a finite time above 0, not 0 s"),
+        (0.0, 0.0, "the time of the dense model must be finite and above 0, not 0 s"),
         (-1.0, 0.0, "above 0, not -1 s"),
         (np.nan, 0.0, "above 0, not nan s"),
         (np.inf, 0.0, "above 0"),
         (None, -4.0, "above 0, not 0 s"),
-        (5.0, np.nan, "what a model takes beside its layers is a finite time, not nan s"),
-        (None, np.inf, "a finite time, not inf s"),
+        (5.0, np.nan, r"the time beside the layers \(fixed_seconds\) must be finite, not nan s"),
+        (None, np.inf, "must be finite, not inf s"),
         (1.0, -5.0, r"would take -4 s at its fastest: 1 s in its layers, and -5 s beside them"),
         (3.0, None, r"the dense model takes 3 s, its layers on their own 4 s: .*fixed_seconds \(--fixed-seconds\)"),
     ],
