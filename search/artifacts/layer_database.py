@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from latbench.base.files import remove_left, write_atomically, write_text_atomically
+from latbench.base.files import remove_left_behind, write_atomically, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Database:
     def tidy(self) -> None:
         """Remove what builds on this machine left when they were killed; not while one in this process goes on."""
         for folder in (self.folder, *self.folder.glob("*/")):
-            remove_left(folder)
+            remove_left_behind(folder)
 
     def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
         # Quoted: whatever a layer is called, it is one folder; colons of a pattern are no file name everywhere.

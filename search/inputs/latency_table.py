@@ -10,10 +10,9 @@ from typing import TypedDict, Unpack
 import pandas as pd
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import table as tables
 from latbench.tables.storage import Place
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Workload
+from latbench.tables.table import read_table, select_timed
+from latbench.workloads.workload import Workload, read_workload
 from search.backends import in_table
 from search.inputs.layer_builder import (
     CostModel,
@@ -113,7 +112,7 @@ def problem_from_table(
     """
     if unknown := selection.keys() - TableSelection.__annotations__.keys():
         raise TypeError(f"problem_from_table() got an unexpected keyword argument {min(unknown)!r}")
-    rows = tables.timed(table if isinstance(table, pd.DataFrame) else tables.read(table)).reset_index(drop=True)
+    rows = select_timed(table if isinstance(table, pd.DataFrame) else read_table(table)).reset_index(drop=True)
     shapes = None if layers is None else list_shapes(layers)
     stated: ModelSeconds = {"dense_seconds": dense_seconds, "fixed_seconds": fixed_seconds}
     if shapes is None or selection.get("network") is not None:
@@ -139,7 +138,7 @@ def list_shapes(layers: Layers) -> dict[str, Shape]:
     """Return shapes by layer name. A workload's layer with a `count` above 1 gives numbered names."""
     if isinstance(layers, Mapping):
         return dict(layers)
-    workload = layers if isinstance(layers, Workload) else workloads.load(layers)
+    workload = layers if isinstance(layers, Workload) else read_workload(layers)
     return {
         layer.name if layer.count == 1 else f"{layer.name}#{i}": layer.shape
         for layer in workload.layers

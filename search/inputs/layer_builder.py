@@ -11,15 +11,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import table as tables
-from latbench.workloads.points import describe, shape_columns, sparsities_of
+from latbench.tables.schema import KEY_COLUMNS
+from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
 from search.inputs.table_rows import EngineRows, select_default_kernels, select_network_rows, select_shape
 from search.knapsack.arrays import Floats
 from search.problem.layers import CLOSE, DENSE, LayerOptions, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Shape
 
-_SIZES = [field.name for field in tables.KEY]
+_SIZES = [field.name for field in KEY_COLUMNS]
 _SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
 
 
@@ -56,7 +56,8 @@ def build_measured_layers(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tu
         own = select_shape(rows, shape)
         if own.empty:
             raise BadData(
-                f"the table holds no time of layer {name} ({describe(shape)}): sweep its shape, or give a cost model"
+                f"the table holds no time of layer {name} ({format_shape(shape)}): sweep its shape, or give "
+                "a cost model"
             )
         seconds = own["median_seconds"].to_numpy(float)
         low, high = (own[column].to_numpy(float) for column in ("low_seconds", "high_seconds"))
@@ -104,8 +105,8 @@ def build_predicted_layers(
         if DENSE not in set(wanted["pattern"]):
             bf16 = " --bf16" if engine.backend == "numba-bf16" else ""
             raise BadData(
-                f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {engine.backend} with "
-                f"{engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
+                f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
+                f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
                 f"(latbench trace, then latbench sweep --workload{bf16})"
             )
         low, high = model.predict_interval(wanted, coverage)
@@ -224,8 +225,13 @@ def _make_covered_rows(
         pattern = parse(str(spec))
         if pattern.refuses(shape) is not None:
             continue
-        levels = measured["sparsity_target"].unique() if sparsities is None else sparsities_of(pattern, sparsities)
-        made += [measured.head(1).assign(sparsity_target=float(level), **shape_columns(shape)) for level in levels]
+        levels = (
+            measured["sparsity_target"].unique() if sparsities is None else select_sparsities(pattern, sparsities)
+        )
+        made += [
+            measured.head(1).assign(sparsity_target=float(level), **convert_shape_to_columns(shape))
+            for level in levels
+        ]
     dense = own[own["pattern"] == DENSE]
     if not made:
         return dense

@@ -12,16 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from latbench.errors import UsageError
-from latbench.machines import devices
-from latbench.tables import table as tables
+from latbench.machines.devices import name_cpu
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
-from latbench.workloads.points import shape_columns
+from latbench.tables.table import select_rows, select_timed
+from latbench.workloads.points import convert_shape_to_columns
 from search.backends import OWN, in_table
 from search.problem.layers import DENSE, format_names
 from sparse_kernels.shapes import Shape
 
 # The columns that a search needs, and those that distinguish rows of equal shape.
-_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+_COLUMNS = [*(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds"]
 _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
 
 
@@ -57,7 +58,7 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
     """Read the rows of these shapes on one engine, and one row of each kind of other shapes.
 
     For a shape that the table lacks, the other rows show which patterns and sparsities exist. Memory grows with the
-    rows that are returned, not with the table. Raises BadData like `tables.read`.
+    rows that are returned, not with the table. Raises BadData like `latbench.tables.table.read_table`.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
         The engine, as a search names it.
     """
     sizes = {
-        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
+        name: pa.array(sorted({convert_shape_to_columns(shape)[name] for shape in shapes}), pa.int64())
         for name in ("m", "k", "n")
     }
     known: set[tuple[object, ...]] = set()
@@ -90,17 +91,20 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
                 found[row] = True
         return pa.array(found)
 
-    return tables.select(table, _COLUMNS, wanted)
+    return select_rows(table, _COLUMNS, wanted)
 
 
 def read_network_rows(table: str | Place, *, threads: int) -> pd.DataFrame:
-    """Read the rows that DeepSparse timed inside networks, with their samples. Raises BadData like `tables.read`."""
+    """Read the rows that DeepSparse timed inside networks, with their samples.
+
+    Raises BadData like `latbench.tables.table.read_table`.
+    """
 
     def wanted(piece: pa.Table) -> pa.Array:
         ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
         return pc.and_(ours, pc.equal(piece["threads"], threads))
 
-    return tables.select(table, tables.SCHEMA.names, wanted)
+    return select_rows(table, SCHEMA.names, wanted)
 
 
 def select_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
@@ -112,7 +116,7 @@ def select_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
 
 def select_engine_rows(table: pd.DataFrame, *, backend: str, threads: int) -> EngineRows:
     """Return the timed rows of sweeps on one engine with one number of threads."""
-    rows = tables.timed(table)
+    rows = select_timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
     return EngineRows(select_precision(rows, backend), backend, threads)
 
@@ -181,9 +185,9 @@ def select_network_rows(
     table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
 ) -> pd.DataFrame:
     """Return the rows that `latbench layers` measured on this machine: of the network, and of these layers in it."""
-    rows = tables.timed(table)
+    rows = select_timed(table)
     rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
-    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
+    rows = rows[(rows["threads"] == threads) & (rows["device"] == name_cpu())]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
     layers = [select_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
     return pd.concat([whole, *layers])
@@ -191,7 +195,7 @@ def select_network_rows(
 
 def select_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
     """Return the rows of a shape, one for each option (`select_default_kernels`)."""
-    for column, value in shape_columns(shape).items():
+    for column, value in convert_shape_to_columns(shape).items():
         rows = rows[rows[column] == value]
     return select_default_kernels(rows)
 

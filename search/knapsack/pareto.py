@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from search.knapsack.arrays import BadProblem, Choice, FlatOptions, Floats
 from search.knapsack.one_budget import select_efficient_options, solve
 
@@ -101,7 +101,7 @@ def frontier(
         seconds = [_round_up(np.asarray(own, np.float64), resolution / len(seconds)) for own in seconds]
         options = select_efficient_options(seconds, errors)
     spent, error = np.zeros(1), np.zeros(1)
-    with ThreadPoolExecutor(cores := devices.cores()) as pool:
+    with ThreadPoolExecutor(cores := count_cores()) as pool:
         for start, stop in itertools.pairwise(options.first.tolist()):
             own = options.seconds[start:stop], options.errors[start:stop]
             ends = _split_seconds(spent, own[0], cores)

@@ -23,11 +23,11 @@ from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads.points import shape_columns
+from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export, layer_values
 from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.pipeline.search_job import prunable_layers
@@ -177,7 +177,7 @@ def rows(
             nnz = round((1 - last.sparsity) * shape.m * shape.k)
             found.append(
                 level
-                | shape_columns(shape)
+                | convert_shape_to_columns(shape)
                 | {
                     "model": f"{network}:{name}",
                     "kernel_used": last.kernel,
@@ -201,7 +201,7 @@ def end_to_end_row(network: str, samples: Sequence[float], *, threads: int, batc
 
 def _constant(threads: int) -> dict[str, Any]:
     return {
-        "device": devices.cpu_device(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
+        "device": name_cpu(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
         "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32", "kernel_requested": "auto",
         "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": threads, "pinning": "none",
         "status": "ok", "stop_reason": "budget",
@@ -231,7 +231,7 @@ def _write(folder: Path, found: Sequence[Mapping[str, Any]], threads: int, anew:
         if not anew:
             earlier = select_timed(table).set_index("point_id")["samples_seconds"].to_dict()
     found = [{**row, "samples_seconds": [*earlier.get(hash_key(row), ()), *row["samples_seconds"]]} for row in found]
-    environment = devices.environment(threads)
+    environment = describe_cpu_environment(threads)
     run = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     write_environment(folder, environment)
     write_part(folder, date_after(newest, ({**row, **run, "seq": i} for i, row in enumerate(found))))

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 import cost_models
-from latbench.base.files import sha256
+from latbench.base.files import hash_file
 from latbench.errors import BadData, PromiseMissed, UsageError
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import layer_errors
@@ -131,7 +131,7 @@ class Inputs:
         """What the choice of profiles that are timed first depends on, too."""
         return {
             **self.conditions(settings), "probes": overhead.VERSION, "table_hash": self.table_hash,
-            "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
+            "cost_model": hash_file(self.cost_model)[:16] if self.cost_model else None,
             "patterns": list(settings.patterns) if settings.patterns else None,
             "excluded": list(self.task.limits.excluded),
             "sparsities": list(settings.sparsities) if settings.sparsities else None,
@@ -140,7 +140,7 @@ class Inputs:
     def digest(self, settings: Settings) -> str:
         """What the profile depends on: also what was timed before it is searched."""
         timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
-        errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
+        errors = None if settings.errors in layer_errors.KINDS else hash_file(Path(settings.errors))
         asked = {**asdict(settings), "processes": 0}  # which are no part of the question
         parts = [self.key(settings), asked, self.judged(settings), asdict(self.task.limits), errors]
         return _hash([*parts, [sessions.digest(one) for one in timed]])
@@ -413,7 +413,7 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
 
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
     """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
-    traced, skipped = workloads.trace(model, task.example())
+    traced, skipped = trace_model(model, task.example())
     shapes = {layer.name: layer.shape for layer in traced.layers}
     shapes = {name: shapes[name] for name in task.limits.select_included(list(shapes), [name for name, _ in skipped])}
     if not shapes:
@@ -477,7 +477,7 @@ def _profile(
         backend=settings.backend,
         threads=settings.threads,
         batch=int(inputs.task.example()[0].shape[0]),
-        device=devices.cpu_device(),
+        device=name_cpu(),
         target=settings.target,
         risk=settings.risk,
         dense_engine=kept.measured.dense_engine,

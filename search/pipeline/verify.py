@@ -20,11 +20,11 @@ from latbench import backends
 from latbench.backends import deepsparse_environment
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.runners.worker_process import TaskFailed, Worker
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import estimate_burst_error
 from search.artifacts.profile import Profile
 from search.artifacts.profile import load as load_profile
 from search.loss.cache import code_of
@@ -137,12 +137,12 @@ def verify(
     exported = str((output / "pruned.onnx").resolve())
     engines[PRUNED] = Engine(PRUNED, "search.whole_model.model_engines:folder_pruned", (*arguments, exported))
     with cpu_lock(progress):
-        before, started = devices.cpu_times(), datetime.now(UTC)
-        known = {profile.dense_engine: profile.dense_seconds} if profile.device == devices.cpu_device() else {}
+        before, started = read_cpu_times(), datetime.now(UTC)
+        known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
         timings = time_engines(
             engines, threads=profile.threads, required=["torch", PRUNED], known=known, progress=progress
         )
-    state = devices.telemetry(before)
+    state = read_telemetry(before)
     progress("scoring", None, None)
     with Worker(threads=profile.threads, name="score") as worker:
         try:
@@ -152,7 +152,7 @@ def verify(
         except TaskFailed as error:
             raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     verdict = conclude(task, profile, backend, timings, (score_dense, score_pruned), inputs)
-    environment = devices.environment(profile.threads)
+    environment = describe_cpu_environment(profile.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
     write_environment(output, environment)
     found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
@@ -219,7 +219,7 @@ def conclude(
         score_name=task.score_name,
         score_dense=scores[0],
         score_pruned=scores[1],
-        device=devices.cpu_device(),
+        device=name_cpu(),
         threads=profile.threads,
         batch=profile.batch,
         inputs=inputs,
@@ -249,7 +249,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
-            "burst_error": measure.burst_error(blocks),
+            "burst_error": estimate_burst_error(blocks),
         })  # fmt: skip
     return found
 

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from latbench.errors import LatbenchError
-from latbench.machines import devices
-from latbench.runners.device_lock import device_lock
-from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
-from latbench.sweeping.core_placement import Placement
+from latbench.machines.devices import hash_machine, name_cpu
+from latbench.runners.device_lock import lock_device
+from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
+from latbench.sweeping.core_placement import CorePlacement
 from latbench.timing.sampling import Burst
 from search.problem.layers import Interval
 from search.progress import Progress
@@ -58,12 +58,12 @@ RESAMPLES = 1000
 
 
 def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
-    """This machine's CPU for oneself; `progress` hears who else has it. Raises as `device_lock` does."""
+    """This machine's CPU for oneself; `progress` hears who else has it. Raises as `lock_device` does."""
 
     def waiting(holder: str) -> None:
         progress(f"waiting: {holder}", None, None)
 
-    return device_lock(devices.cpu_device(), devices.machine_hash(), waiting=waiting)
+    return lock_device(name_cpu(), hash_machine(), waiting=waiting)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def time_engines(
         # Entered first, left last: a worker dies with the thread that started it.
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
         workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
-        placement = Placement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
+        placement = CorePlacement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
         while number < processes or (
             0 < len(undisturbed(taken, built, known)) < processes and number < processes + MORE_PROCESSES
         ):
@@ -231,9 +231,9 @@ def counted_rounds(
 
 def _prepare(
     engines: Mapping[str, Engine], workers: Mapping[str, Worker], pool: Executor, shared: str
-) -> tuple[dict[str, Prepared], dict[str, Exception]]:
+) -> tuple[dict[str, PreparedTask], dict[str, Exception]]:
     """Build all engines in new processes, those of different workers at the same time; what is built, what failed."""
-    prepared: dict[str, Prepared] = {}
+    prepared: dict[str, PreparedTask] = {}
     failed: dict[str, Exception] = {}
 
     def prepare(worker: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export
 from search.backends import OWN
@@ -172,7 +172,7 @@ def dense_numba_bf16(reference: str, threads: int) -> Run:
 def _dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load(reference)
     model, inputs = task.model(), task.example()
-    traced, _ = workloads.trace(model, inputs)
+    traced, _ = trace_model(model, inputs)
     choices = in_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
     return _inference(convert(model, choices, inputs), inputs, threads)
 

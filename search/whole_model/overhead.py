@@ -24,7 +24,7 @@ import numpy as np
 
 from latbench import backends
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from search.backends import OWN
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.problem.layers import (
@@ -138,7 +138,7 @@ def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[
     """What whole-model times depend on, whatever the layers become."""
     versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
     return {
-        "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
+        "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},
     }  # fmt: skip
 

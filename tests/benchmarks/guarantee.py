@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from latbench.errors import PromiseMissed
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts.layer_database import Database
@@ -53,7 +53,7 @@ def main() -> None:
         arguments.method,
     )
     settings = job.Settings(
-        LEAST, devices.cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
+        LEAST, count_cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
         patterns=tuple(arguments.patterns.split(",")) if arguments.patterns else None,
     )  # fmt: skip
     report(inputs, settings, arguments.targets, arguments.seed)

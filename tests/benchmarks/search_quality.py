@@ -22,7 +22,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts.layer_database import Database
@@ -122,7 +122,7 @@ def main() -> None:
     task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
     inputs = job.read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
-    settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
+    settings = job.Settings(1.0, count_cores(), strategy="uniform", processes=given.processes)
     ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)
     every, judge_every = ignore_intervals(ready.problem), ready.judge
     problem = every.without_dominated()

@@ -15,8 +15,8 @@ from latbench.backends import deepsparse_environment as environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.importers import text_formats as interchange
-from latbench.runners.worker import resolve
+from latbench.importers.text_formats import convert_rows_to_spdy
+from latbench.runners.worker import load_function
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
 from search import task as tasks
@@ -137,7 +137,7 @@ def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, 
 def test_every_layer_of_the_networks_of_spdy_has_a_time(installed: Environment, name: str, tmp_path: Path) -> None:
     task = tasks.load(str(ROOT / f"tests/tasks/{name}.py"))
     assert measure(task, tmp_path / "table", installed, Settings(2), {0.75: 1}) == []
-    timings = interchange.spdy_timings(layer_times.of_task(task, tmp_path / "table", Settings(2)), task.name)
+    timings = convert_rows_to_spdy(layer_times.of_task(task, tmp_path / "table", Settings(2)), task.name)
     assert list(timings.layers) == list(job.prunable_layers(task, task.model()))
     assert 0 < timings.prunable < timings.base
 
@@ -147,7 +147,7 @@ def by_formula(engines: Mapping[str, Engine], **_: Any) -> Timings:
     blocks = {}
     for name, engine in engines.items():
         if name == "deepsparse" or "deepsparse" in engine.arguments:
-            with resolve(engine.function)(*engine.arguments) as built:
+            with load_function(engine.function)(*engine.arguments) as built:
                 assert min(built.burst(0.0).samples) > 0
         choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else {}
         kept = np.mean([1 - sparsity for _, sparsity in choices.values()]) if choices else 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from search.knapsack.arrays import Choice
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
@@ -35,13 +35,13 @@ def found(*trace: tuple[float, float]) -> SearchResult:
 
 
 def test_evaluations_until_a_loss_was_reached() -> None:
-    reached = resolve(f"{BENCHMARKS}/search_quality.py:reached")
+    reached = load_function(f"{BENCHMARKS}/search_quality.py:reached")
     one = found((3.0, 1.0), (2.0, 2.5), (2.0, 3.0), (1.0, 4.0))
     assert [reached(one, loss) for loss in (5.0, 2.0, 1.5, 0.5)] == [1.0, 2.5, 4.0, math.inf]
 
 
 def test_strategies_are_compared_at_equal_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
-    compare = resolve(f"{BENCHMARKS}/search_quality.py:compare")
+    compare = load_function(f"{BENCHMARKS}/search_quality.py:compare")
     counts = compare((PROBLEM, Judge()), PROBLEM, Judge(), 2.0, "  60%", 3, 30)
     lines = capsys.readouterr().out.splitlines()
     assert len(counts) == len(lines) == 3

@@ -12,7 +12,7 @@ import torch
 
 from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from search import task as tasks
 from search.artifacts import profile
 from search.artifacts.profile import Profile
@@ -76,7 +76,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     seconds = np.array([4e-3 * (1 - option.sparsity) for option in OPTIONS])
     layers = tuple(LayerOptions(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
     monkeypatch.setattr(job, "timed_layers", lambda *_: layers)
-    monkeypatch.setattr(job.tables, "table_hash", lambda _: "table")
+    monkeypatch.setattr(job, "hash_table", lambda _: "table")
     return job.read_inputs(task, tmp_path / "table", None, tmp_path / "database")
 
 
@@ -366,7 +366,7 @@ def test_promises_are_counted_and_their_scatter_is_printed(
 ) -> None:
     monkeypatch.setattr(verify, "time_engines", machine.time_engines)
     monkeypatch.setattr(verify, "Worker", Scorer)
-    report = resolve(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
+    report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
     report(inputs, replace(SETTINGS, target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()
     assert counted.startswith("met 3 of 3 (0 refused); overshoot +")
