@@ -37,7 +37,21 @@ Layers = Mapping[str, Shape] | Workload | str
 
 
 class TableSelection(TypedDict, total=False):
-    """Keywords that select rows and options of a table; `problem_from_table` documents them."""
+    """Keywords of `problem_from_table` that select rows and options of a table.
+
+    Attributes
+    ----------
+    network
+        The network whose layers to take, from `latbench layers` or imported.
+    device, backend, threads
+        The rows to take.
+    batch
+        The batch to take; for networks only, as shapes contain their own.
+    patterns
+        Patterns to take besides dense; all by default.
+    sparsities
+        Sparsities to take; all by default. With a cost model: the sparsities to predict.
+    """
 
     network: str | None
     device: str | None
@@ -67,9 +81,8 @@ def problem_from_table(
 ) -> Problem:
     """Return the problem of a table that latbench measured. Its errors are NaN.
 
-    There are two ways. With `layers` and no `network`, layers are known by their shapes, and every pattern and
-    sparsity measured of a shape is an option. Otherwise layers are known by their names inside a network, from
-    `latbench layers` or imported; `layers` then limits them to these shapes.
+    With `layers` and no network, layers are known by their shapes: every pattern and sparsity measured of a shape is
+    an option. Otherwise they are known by their names inside a network; `layers` then limits them to these shapes.
 
     Parameters
     ----------
@@ -78,31 +91,21 @@ def problem_from_table(
     layers
         Shapes by layer name, a workload, or its name.
     model
-        A fitted cost model that predicts the options it covers, instead of measured times
-        (`search.inputs.layer_builder.build_predicted_layers`).
+        A fitted cost model, to predict options instead of taking measured ones (`build_predicted_layers`).
     coverage
         Coverage of the prediction intervals.
     dense_seconds
-        Seconds of the dense model. By default, inside a network: the time of the whole model. By shapes: the sum of
-        the dense layers on the fastest engine, plus `fixed_seconds`.
+        Seconds of the dense model; by default of the whole model in the table, or the least sum of dense layers.
     fixed_seconds
         Seconds of the converted model besides these layers.
-
-    Other Parameters
-    ----------------
-    network
-        The network whose layers to take.
-    device, backend, threads, batch
-        The rows to take; needed where the table has several values. `batch` is for networks only.
-    patterns
-        Patterns to take besides dense; all by default.
-    sparsities
-        Sparsities to take; all by default. With a cost model: the sparsities to predict.
+    **selection
+        The rows and options to take, needed where the table has several: network, device, backend, threads, batch,
+        patterns, sparsities (see `TableSelection`).
 
     Raises
     ------
     BadData
-        The table lacks a layer, a dense time, or is damaged.
+        The table is damaged, or lacks a layer or a dense time.
     UsageError
         The keywords do not determine the rows, or do not fit together.
 
@@ -121,17 +124,7 @@ def problem_from_table(
         return _build_from_network(rows, shapes, selection, coverage, stated)
     if selection.get("batch") is not None:
         raise UsageError("a batch (--batch) selects rows of a network; shapes contain their own")
-    swept = select_sweep_rows(rows, device=selection.get("device"), threads=selection.get("threads"))
-    engine = _select_engine(swept, selection.get("backend"))
-    patterns, sparsities = selection.get("patterns"), selection.get("sparsities")
-    if model is None:
-        measured = build_measured_layers(engine.rows, shapes)
-        found = tuple(select_options(layer, patterns, sparsities) for layer in measured)
-    else:
-        found = build_predicted_layers(
-            model, engine.with_patterns(patterns), shapes, sparsities=sparsities, coverage=coverage
-        )
-    return _build_with_fastest_dense(found, swept, engine.backend, shapes, stated)
+    return _build_from_shapes(rows, shapes, model, coverage, selection, stated)
 
 
 def list_shapes(layers: Layers) -> dict[str, Shape]:
@@ -168,6 +161,24 @@ def _build_from_network(
         # Medians of layers may add up to more than the median of their sums.
         fixed = max(0.0, inside.model_seconds - sum_dense_seconds(layers).value)
     return build_problem(layers, dense_seconds=inside.model_seconds, fixed_seconds=fixed, dense_engine=inside.backend)
+
+
+def _build_from_shapes(
+    rows: pd.DataFrame, shapes: Mapping[str, Shape], model: CostModel | None, coverage: float,
+    selection: TableSelection, stated: ModelSeconds,
+) -> Problem:  # fmt: skip
+    """Return the problem of layers with these shapes, as measured or as a cost model predicts."""
+    swept = select_sweep_rows(rows, device=selection.get("device"), threads=selection.get("threads"))
+    engine = _select_engine(swept, selection.get("backend"))
+    patterns, sparsities = selection.get("patterns"), selection.get("sparsities")
+    if model is None:
+        measured = build_measured_layers(engine.rows, shapes)
+        found = tuple(select_options(layer, patterns, sparsities) for layer in measured)
+    else:
+        found = build_predicted_layers(
+            model, engine.with_patterns(patterns), shapes, sparsities=sparsities, coverage=coverage
+        )
+    return _build_with_fastest_dense(found, swept, engine.backend, shapes, stated)
 
 
 def _select_engine(swept: pd.DataFrame, backend: str | None) -> EngineRows:

@@ -1,9 +1,9 @@
 """Find the profile of least loss within the budget, by one of four strategies.
 
-staged    an option for each layer: learn from the losses of profiles what each layer adds, in stages
-spdy      an option for each layer: SPDY's coefficient search as published, as a baseline
-once      the profile of least total error, solved for once without any loss
-uniform   one pattern and sparsity in all layers, as a baseline
+- staged: an option for each layer. It learns from the losses of profiles what each layer adds.
+- spdy: an option for each layer. SPDY's coefficient search as published, a baseline.
+- once: the profile of least total error, solved for once without any loss.
+- uniform: one pattern and sparsity in all layers, a baseline.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ def run_strategy(
     ranked = sorted(result.trace, key=lambda profile: (profile.choice in missed, profile.loss))
     if budget.batches == evaluator.batches:
         return replace(result, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
-    unselected = (profile for profile in ranked[FINALISTS:] if profile.found_by in NOT_DRAWN)
-    finalists = [*ranked[:FINALISTS], *unselected]
+    finalists = [*ranked[:FINALISTS], *(it for it in ranked[FINALISTS:] if it.found_by in NOT_DRAWN)]
     progress(f"evaluating the best {len(finalists)} profiles on all calibration data", None, None)
     losses = evaluator.losses([profile.choice for profile in finalists], evaluator.batches)
     best, loss = min(zip(finalists, losses, strict=True), key=lambda pair: (pair[0].choice in missed, pair[1]))

@@ -2,7 +2,7 @@
 
 Each round fits the model of the loss to all evaluated profiles. The exact solver finds its likeliest optimum, and the
 optima of some draws from the model. All of them are evaluated on a quarter of the batches, the better half on half of
-the batches, the best quarter on all (successive halving: Jamieson and Talwalkar 2016, "Non-stochastic best arm
+them, the best quarter on all. This is successive halving (Jamieson and Talwalkar 2016, "Non-stochastic best arm
 identification"). Losses on fewer batches are compared with the best profile's loss on the same batches. So it does
 not matter whether these batches are easy or hard.
 """
