@@ -148,7 +148,7 @@ def test_tied_layers_need_one_option_in_a_profile(rng: np.random.Generator) -> N
     p = problem_from_frame(frame(rng).assign(tied="all"))
     option = Option("vector:8", 0.9)
     assert p.selection(dict.fromkeys(("fc0", "fc1", "fc2"), option)).choice == (2,)
-    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: they have one option"):
+    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: give them one option"):
         p.selection({"fc0": option})
 
 

@@ -120,7 +120,9 @@ def test_limits_may_be_set_in_steps(rng: np.random.Generator) -> None:
     at_once = p.limited(minimum={"head": 0.6}, tied=[["block.0.q", "block.1.k", "head"]])
     assert [it.name for it in steps.layers] == [it.name for it in at_once.layers]
     assert steps.solve(2.0) == at_once.solve(2.0)
-    with pytest.raises(UsageError, match=r"layer block\.0\.q and 1 tied to it is tied already, and excluded now"):
+    with pytest.raises(
+        UsageError, match=r"layer block\.0\.q and 1 tied to it is tied already: it cannot be excluded now"
+    ):
         p.limited(**stated[0]).limited(excluded=["head"])
 
 
