@@ -9,11 +9,11 @@ from typing import TypedDict, Unpack
 
 import pandas as pd
 
+from latbench.base.engine_registry import convert_to_table_name, may_round
 from latbench.errors import BadData, UsageError
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
 from latbench.workloads.workload import Workload, read_workload
-from search.backends import in_table
 from search.inputs.layer_builder import (
     CostModel,
     build_layers_inside,
@@ -189,7 +189,7 @@ def _select_engine(swept: pd.DataFrame, backend: str | None) -> EngineRows:
             names = " and ".join(found) or "no backend"
             raise UsageError(f"sparse layers were timed on {names}: choose one, backend=... (--backend)")
         backend = str(found[0])
-    rows = select_precision(swept[swept["backend"] == in_table(backend)], backend)
+    rows = select_precision(swept[swept["backend"] == convert_to_table_name(backend)], backend)
     if rows.empty:
         raise BadData(f"the table holds no swept layer on {backend}")
     return EngineRows(rows, backend, int(rows["threads"].iloc[0]))
@@ -203,7 +203,7 @@ def _build_with_fastest_dense(
     if stated["dense_seconds"] is not None:
         return build_problem(layers, **stated)
     # A model that may run in bfloat16 competes with dense engines of both types, others with float32 only.
-    rivals = swept if backend == "numba-bf16" else select_precision(swept, backend)
+    rivals = swept if may_round(backend) else select_precision(swept, backend)
     dense, engine = _find_fastest_dense(rivals, shapes)
     fixed = convert_to_interval(stated["fixed_seconds"] or 0.0)
     return build_problem(layers, dense_seconds=dense + fixed, fixed_seconds=fixed, dense_engine=engine)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from latbench.base.engine_registry import may_round
 from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
@@ -103,7 +104,7 @@ def build_predicted_layers(
         if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
             wanted = _make_covered_rows(model, engine.rows, shape, sparsities)
         if DENSE not in set(wanted["pattern"]):
-            bf16 = " --bf16" if engine.backend == "numba-bf16" else ""
+            bf16 = " --bf16" if may_round(engine.backend) else ""
             raise BadData(
                 f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
                 f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "

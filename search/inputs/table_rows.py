@@ -11,13 +11,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from latbench.base.engine_registry import DEEPSPARSE, convert_to_table_name, find_precision, runs_our_kernels
 from latbench.errors import UsageError
 from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import convert_shape_to_columns
-from search.backends import OWN, in_table
 from search.problem.layers import DENSE, format_names
 from sparse_kernels.shapes import Shape
 
@@ -78,7 +78,9 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
     known: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], in_table(backend)), pc.equal(piece["threads"], threads))
+        ours = pc.and_(
+            pc.equal(piece["backend"], convert_to_table_name(backend)), pc.equal(piece["threads"], threads)
+        )
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
@@ -101,7 +103,7 @@ def read_network_rows(table: str | Place, *, threads: int) -> pd.DataFrame:
     """
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
+        ours = pc.and_(pc.equal(piece["backend"], DEEPSPARSE), pc.equal(piece["context"], "network"))
         return pc.and_(ours, pc.equal(piece["threads"], threads))
 
     return select_rows(table, SCHEMA.names, wanted)
@@ -109,15 +111,19 @@ def read_network_rows(table: str | Place, *, threads: int) -> pd.DataFrame:
 
 def select_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
     """Return the rows in the precision of an engine; of other libraries' engines those of a single type."""
-    if backend in OWN:
-        return rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]
+    if runs_our_kernels(backend):
+        return rows[rows[["dtype_w", "dtype_a"]].eq(find_precision(backend)).all(axis=1)]
     return rows[rows["dtype_w"] == rows["dtype_a"]]
 
 
 def select_engine_rows(table: pd.DataFrame, *, backend: str, threads: int) -> EngineRows:
     """Return the timed rows of sweeps on one engine with one number of threads."""
     rows = select_timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
+    rows = rows[
+        (rows["purpose"] == "sweep")
+        & (rows["backend"] == convert_to_table_name(backend))
+        & (rows["threads"] == threads)
+    ]
     return EngineRows(select_precision(rows, backend), backend, threads)
 
 
@@ -186,7 +192,7 @@ def select_network_rows(
 ) -> pd.DataFrame:
     """Return the rows that `latbench layers` measured on this machine: of the network, and of these layers in it."""
     rows = select_timed(table)
-    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
+    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == DEEPSPARSE)]
     rows = rows[(rows["threads"] == threads) & (rows["device"] == name_cpu())]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
     layers = [select_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]

@@ -64,11 +64,10 @@ def sweep_into(
 ) -> Swept:
     machine = machine or FakeMachine()
     try:
-        return session.measure(
-            machine, blocks, out,
-            budget=Budget(seconds + session.RESERVE_SECONDS), remarks=["a remark"], smoke_points=smoke_points,
+        return session.measure(session.Visit(
+            machine, blocks, out, Budget(seconds + session.RESERVE_SECONDS), ["a remark"], smoke_points,
             sources=(out, out / "measured"), settings=QUICK,
-        )  # fmt: skip
+        ))  # fmt: skip
     finally:
         machine.close()
 
@@ -214,7 +213,8 @@ def test_a_summary_that_fails_costs_no_measurement(
     monkeypatch.setattr(session, "format_gpu_summary", lambda *_: _fail("no such column"))
     told: list[str] = []
     machine = FakeMachine()
-    session.measure(machine, [[dense()], [point()]], tmp_path, budget=Budget(60.0), settings=QUICK, tell=told.append)
+    blocks = [[dense()], [point()]]
+    session.measure(session.Visit(machine, blocks, tmp_path, Budget(60.0), settings=QUICK, tell=told.append))
     machine.close()
     assert len(read_table(tmp_path / "table.parquet")) == 2
     assert "the results could not be written this time: RuntimeError: no such column" in told
@@ -617,9 +617,11 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(session, "MEASURED", tmp_path)
     monkeypatch.setattr(session, "find_first_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
     monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
-    monkeypatch.setattr(session, "missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"})
-    monkeypatch.setattr(session, "refused_by_driver", lambda gpu, backends: {})
-    monkeypatch.setattr(session, "installed", lambda: VERSIONS)
+    monkeypatch.setattr(
+        session, "explain_missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"}
+    )
+    monkeypatch.setattr(session, "explain_driver_refusals", lambda gpu, backends: {})
+    monkeypatch.setattr(session, "find_installed", lambda: VERSIONS)
     blocks = [[dense(), point()], [point(sparsity=0.9)]]
     monkeypatch.setattr(session, "list_standard_blocks", lambda device, backends: blocks)
     monkeypatch.setattr(session, "list_smoke_points", lambda device, backends: at.smoke)
