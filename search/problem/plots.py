@@ -17,7 +17,7 @@ MOST_POINTS = 2000
 
 
 def plot_options(layers: Sequence[LayerOptions]) -> Any:
-    """Plot seconds over sparsity, a line a layer and pattern."""
+    """Plot seconds over sparsity, a line for each layer and pattern."""
     figure = _figure("sparsity", "ms")
     figure.update_xaxes(tickformat=".0%")
     for layer in layers:

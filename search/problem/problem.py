@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sparse_kernels.shapes import Shape
 
 QUICK_STATES = 1000
-"""States a layer of a `Problem.solver` that is to be quick under two budgets: within a thousandth of the least."""
+"""States a layer of a quick `Problem.solver` under two budgets. It comes within a thousandth of the least error."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -462,7 +462,7 @@ class Problem(ModelTimes):
     # Output ---------------------------------------------------------------------------------------------------------
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row an option of the layers that are searched.
+        """Return a row for each option of the layers that are searched.
 
         `search.inputs.problem_from_frame` reads the frame back, with `dense_seconds=problem.dense` and
         `fixed_seconds=problem.fixed`. These contain the seconds of excluded layers.
@@ -479,7 +479,7 @@ class Problem(ModelTimes):
         write_spdy_timings(self.layers, self.dense.value, self.fixed.value, Path(path))
 
     def plot(self) -> Any:
-        """Return a plotly figure: seconds over sparsity, a line a layer and pattern."""
+        """Return a plotly figure: seconds over sparsity, a line for each layer and pattern."""
         return plot_options(self.layers)
 
 
