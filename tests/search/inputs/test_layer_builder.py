@@ -11,12 +11,13 @@ import pytest
 
 from cost_models import AnchoredLookup, Boosted
 from latbench.errors import BadData
-from latbench.machines.devices import name_cpu
+from latbench.machines import devices
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from latbench.workloads.points import Point, convert_shape_to_columns
-from search.inputs.layer_options import measured_layers, predicted_layers, swept_rows
+from search.inputs.layer_builder import build_network_layers, build_predicted_layers
+from search.inputs.table_rows import EngineRows, read_sweep_rows, select_engine_rows
 from search.problem.layers import DENSE, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -41,6 +42,10 @@ CONV = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 
 CONV2 = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1), stride=(2, 2))
 
 
+def on_engine(rows: pd.DataFrame, backend: str = "numba", patterns: list[str] | None = None) -> EngineRows:
+    return select_engine_rows(rows, backend=backend, threads=2).with_patterns(patterns)
+
+
 def table(*entries: tuple[Shape, str, float, float, dict[str, Any]]) -> pd.DataFrame:
     rows = []
     for shape, pattern, sparsity, seconds, changes in entries:
@@ -63,15 +68,15 @@ def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
         (CONV, "dense", 0.0, 5.0, {}),
         (CONV2, "dense", 0.0, 6.0, {}),
     )
-    found = predicted_layers(
-        Doubling(), t, {"x": LINEAR, "y": CONV, "z": CONV2, "w": LINEAR}, threads=2, coverage=0.5
+    found = build_predicted_layers(
+        Doubling(), on_engine(t), {"x": LINEAR, "y": CONV, "z": CONV2, "w": LINEAR}, coverage=0.5
     )
     assert [one.name for one in found] == ["x", "y", "z", "w"]
     assert found[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.9))
     assert found[0].seconds.tolist() == found[3].seconds.tolist() == [4.0, 3.0, 1.0]
     assert (found[0].low[0], found[0].high[0]) == (3.0, 6.0)
     assert (found[1].seconds.tolist(), found[2].seconds.tolist()) == ([5.0], [6.0])
-    narrow = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, patterns=["nm:2:4"])
+    narrow = build_predicted_layers(Doubling(), on_engine(t, patterns=["nm:2:4"]), {"x": LINEAR})
     assert narrow[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5))
 
 
@@ -85,12 +90,12 @@ def test_options_in_bfloat16_are_those_that_were_multiplied_so() -> None:
         (LINEAR, "dense", 0.0, 1.9, BFLOAT16 | {"backend": "torch", "point_id": "x"}),
     )
     with pytest.raises(BadData, match=r"no valid dense time of layer x .* on numba-bf16 .* --workload --bf16\)"):
-        predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, backend="numba-bf16")
+        build_predicted_layers(Doubling(), on_engine(t, backend="numba-bf16"), {"x": LINEAR})
     t = pd.concat([t, table((LINEAR, "dense", 0.0, 2.0, BFLOAT16 | {"point_id": "y"}))])
-    [found] = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, backend="numba-bf16")
+    [found] = build_predicted_layers(Doubling(), on_engine(t, backend="numba-bf16"), {"x": LINEAR})
     assert found.options == (Option("dense", 0.0), Option("vector:8", 0.9))
     assert found.seconds.tolist() == [2.0, 0.6]
-    [own] = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2)
+    [own] = build_predicted_layers(Doubling(), on_engine(t), {"x": LINEAR})
     assert dict(zip(own.options, own.seconds.tolist(), strict=True)) == {
         Option("dense", 0.0): 4.0, Option("unstructured", 0.9): 2.0, Option("vector:8", 0.9): 1.0
     }  # fmt: skip
@@ -116,15 +121,15 @@ def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp
         *(swept(other, pattern, level, **BFLOAT16) for pattern, level in (("dense", 0.0), ("vector:8", 0.8))),
     ]
     write_part(tmp_path, rows_of_table)
-    rows = swept_rows(tmp_path, [LINEAR], threads=2, backend="numba")
-    [layer] = predicted_layers(Learned(), rows, {"fc": LINEAR}, threads=2)
+    rows = read_sweep_rows(tmp_path, [LINEAR], threads=2, backend="numba")
+    [layer] = build_predicted_layers(Learned(), on_engine(rows), {"fc": LINEAR})
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
     assert len(rows) == 8  # of twenty more of the same kinds none
-    rows = swept_rows(tmp_path, [other], threads=2, backend="numba")
-    [layer] = predicted_layers(Doubling(), rows, {"fc": other}, threads=2)
+    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba")
+    [layer] = build_predicted_layers(Doubling(), on_engine(rows), {"fc": other})
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
-    rows = swept_rows(tmp_path, [other], threads=2, backend="numba-bf16")
-    [layer] = predicted_layers(Doubling(), rows, {"fc": other}, threads=2, backend="numba-bf16")
+    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba-bf16")
+    [layer] = build_predicted_layers(Doubling(), on_engine(rows, backend="numba-bf16"), {"fc": other})
     assert layer.options == (Option("dense", 0.0), Option("vector:8", 0.8))
 
 
@@ -133,7 +138,7 @@ def test_a_layer_that_was_not_swept_is_named() -> None:
     with pytest.raises(
         BadData, match=r"no valid dense time of layer fc \(linear 32x16 on 7\) on numba with 2 threads"
     ):
-        predicted_layers(Doubling(), t, {"fc": LINEAR}, threads=2)
+        build_predicted_layers(Doubling(), on_engine(t), {"fc": LINEAR})
 
 
 def test_convolutions_are_told_apart_by_every_column() -> None:
@@ -142,7 +147,7 @@ def test_convolutions_are_told_apart_by_every_column() -> None:
 
 def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
     row = {
-        "purpose": "sweep", "device": name_cpu(), "backend": "deepsparse", "model": f"net:{name}",
+        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
         "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
         "threads": 2, "status": "ok", "samples_seconds": list(samples),
     }  # fmt: skip
@@ -163,7 +168,7 @@ def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path:
         in_network("a", LINEAR, 0.8, 2.0, purpose="verify"), in_network("a", LINEAR, 0.95, 2.0, backend="numba"),
         in_network("a", LINEAR, 0.85, 2.0, n=8), in_network("a", LINEAR, 0.7, 2.0, context="isolated"),
     )  # fmt: skip
-    a, b = measured_layers(t, "net", {"a": LINEAR, "b": LINEAR}, threads=2, batch=7)
+    a, b = build_network_layers(t, "net", {"a": LINEAR, "b": LINEAR}, threads=2, batch=7)
     assert a.options == (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("unstructured", 0.9))
     assert a.seconds.tolist() == a.low.tolist() == a.high.tolist() == [4.0, 5.0, 1.0]  # each was run once
     assert (b.options, b.seconds.tolist()) == ((Option(DENSE, 0.0),), [3.0])
@@ -171,16 +176,16 @@ def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path:
         BadData,
         match="no dense time of layer c inside net on deepsparse with 2 threads and batch 7: `latbench layers`",
     ):
-        measured_layers(t, "net", {"a": LINEAR, "c": LINEAR}, threads=2, batch=7)
+        build_network_layers(t, "net", {"a": LINEAR, "c": LINEAR}, threads=2, batch=7)
     with pytest.raises(BadData, match="no dense time of layer a inside other"):
-        measured_layers(t, "other", {"a": LINEAR}, threads=2, batch=7)
+        build_network_layers(t, "other", {"a": LINEAR}, threads=2, batch=7)
 
 
 def test_intervals_inside_a_network_hold_one_more_run(tmp_path: Path, rng: np.random.Generator) -> None:
     runs = np.exp(0.05 * rng.standard_normal((150, 4)))
     shapes = {f"fc{i}": LINEAR for i in range(len(runs))}
     rows = [in_network(name, LINEAR, 0.0, *run[:3]) for name, run in zip(shapes, runs, strict=True)]
-    layers = measured_layers(written(tmp_path, *rows), "net", shapes, threads=2, batch=7, coverage=0.8)
+    layers = build_network_layers(written(tmp_path, *rows), "net", shapes, threads=2, batch=7, coverage=0.8)
     held = [layer.low[0] <= run[3] <= layer.high[0] for layer, run in zip(layers, runs, strict=True)]
     # Medians of two others scatter more than of all three, which holds 1% more; then three standard deviations.
     assert abs(np.mean(held) - 0.81) <= 3 * (0.81 * 0.19 / len(runs)) ** 0.5
@@ -193,7 +198,7 @@ def test_of_several_kernels_it_is_the_one_that_a_model_runs() -> None:
         (LINEAR, "vector:8", 0.9, 0.5, changes),
         (LINEAR, "vector:8", 0.9, 1.0, {}),
     )
-    assert predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2)[0].seconds.tolist() == [4.0, 1.0]
+    assert build_predicted_layers(Doubling(), on_engine(t), {"x": LINEAR})[0].seconds.tolist() == [4.0, 1.0]
 
 
 def measured(shape: LinearShape, pattern: str, *sparsities: float) -> list[tuple[Shape, str, float, float, dict]]:
@@ -207,7 +212,9 @@ def test_a_look_up_knows_what_lies_between_measured_sparsities() -> None:
         *measured(LINEAR, "vector:8", 0.5, 0.6, 0.75, 0.8, 0.9), *measured(LINEAR, "unstructured", 0.75, 0.8, 0.9),
     )  # fmt: skip
     model = AnchoredLookup().fit(t, t["median_seconds"])
-    (layer,) = predicted_layers(model, t, {"x": LINEAR}, threads=2, sparsities=(0.4, 0.7, 0.85, 0.95), coverage=0.5)
+    (layer,) = build_predicted_layers(
+        model, on_engine(t), {"x": LINEAR}, sparsities=(0.4, 0.7, 0.85, 0.95), coverage=0.5
+    )
     assert layer.options == (
         Option(DENSE, 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.7), Option("unstructured", 0.85),
         Option("vector:8", 0.85),
@@ -215,7 +222,7 @@ def test_a_look_up_knows_what_lies_between_measured_sparsities() -> None:
     expected = [1e-9 * (32 * 16 * 7 * (1 - it.sparsity) + 1000) for it in layer.options]
     assert layer.seconds == pytest.approx(expected, rel=0.02)
     with pytest.raises(BadData, match=r"no valid dense time of layer y .* the cost model knows none"):
-        predicted_layers(model, t, {"y": LinearShape(m=32, k=16, n=9)}, threads=2, sparsities=(0.7,))
+        build_predicted_layers(model, on_engine(t), {"y": LinearShape(m=32, k=16, n=9)}, sparsities=(0.7,))
 
 
 def test_a_learned_model_knows_shapes_between_those_that_were_swept() -> None:
@@ -224,17 +231,17 @@ def test_a_learned_model_knows_shapes_between_those_that_were_swept() -> None:
     t = table(*rows)
     model = Boosted(max_iter=10).fit(t, t["median_seconds"])
     wanted = {"known": shapes[0], "between": LinearShape(m=48, k=32, n=16)}
-    known, between = predicted_layers(model, t, wanted, threads=2, coverage=0.5)
+    known, between = build_predicted_layers(model, on_engine(t), wanted, coverage=0.5)
     assert (
         known.options == between.options == (Option(DENSE, 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))
     )
     # Where nothing but dense was measured of a shape, too.
     dense_only = pd.concat([t, table(*measured(wanted["between"], "dense", 0.0))])
-    assert predicted_layers(model, dense_only, wanted, threads=2, coverage=0.5)[1].options == known.options
-    _, finer = predicted_layers(model, t, wanted, threads=2, sparsities=(0.45, 0.6, 0.95), coverage=0.5)
+    assert build_predicted_layers(model, on_engine(dense_only), wanted, coverage=0.5)[1].options == known.options
+    _, finer = build_predicted_layers(model, on_engine(t), wanted, sparsities=(0.45, 0.6, 0.95), coverage=0.5)
     assert finer.options == (Option(DENSE, 0.0), Option("vector:8", 0.6))
     with pytest.raises(BadData, match=r"layer far .* the cost model knows none"):
-        predicted_layers(model, t, {"far": LinearShape(m=640, k=32, n=16)}, threads=2)
+        build_predicted_layers(model, on_engine(t), {"far": LinearShape(m=640, k=32, n=16)})
     # No groups of four cross from one tap to the next: a pattern that a shape refuses is no option of it.
     conv = table((CONV, "dense", 0.0, 1.0, {}), (CONV, "nm:2:4", 0.5, 1.0, {}))
     odd = Conv2dShape(batch=1, c_in=6, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1))
@@ -243,4 +250,4 @@ def test_a_learned_model_knows_shapes_between_those_that_were_swept() -> None:
         def covers(self, X: pd.DataFrame) -> np.ndarray:
             return np.ones(len(X), bool)
 
-    assert predicted_layers(Anything(), conv, {"x": odd}, threads=2)[0].options == (Option(DENSE, 0.0),)
+    assert build_predicted_layers(Anything(), on_engine(conv), {"x": odd})[0].options == (Option(DENSE, 0.0),)
