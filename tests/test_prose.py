@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from latbench.cli.main import application
+from latbench.cli.main import build_application
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "datasets/README.md", "reports/README.md")
@@ -108,7 +108,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def options() -> dict[str, set[str]]:
-    group = typer.main.get_command(application())
+    group = typer.main.get_command(build_application())
     return {
         name: {"--help", *(word for option in command.params for word in (*option.opts, *option.secondary_opts))}
         for name, command in group.commands.items()  # type: ignore[attr-defined]
