@@ -1,6 +1,7 @@
-"""What the control groups of this process leave it, of either version of them (cgroups(7)).
+"""Limits of the control groups of this process, version 1 and 2 (cgroups(7)).
 
-A container or a batch job may have a fraction of the machine's memory, and ends without a word where it takes more.
+A container or a batch job may have a fraction of the machine's memory. A process that takes more is killed without a
+message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _CGROUPS = Path("sys/fs/cgroup")
 
 
 def list_cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """The folders of this process's control groups of `controller` (cpu, memory), and of those above."""
+    """Yield the folders of this process's control groups of `controller` (cpu, memory), innermost first."""
     for line in (read_text_file(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -26,16 +27,16 @@ def list_cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def runs_in_container(root: Path = Path("/")) -> bool:
-    """Whether this process runs in a container, as far as the marks of the usual ones tell."""
+    """Return whether this process runs in a container, by the marks of the usual container engines."""
     marks = (".dockerenv", ".singularity.d", "run/.containerenv", "run/secrets/kubernetes.io")
     own = read_text_file(root / "proc/self/cgroup") or ""
     return any((root / mark).exists() for mark in marks) or bool(re.search("docker|kubepods|containerd|libpod", own))
 
 
 def read_available_bytes(root: Path = Path("/")) -> float | None:
-    """The memory that this process may still take by its control groups; None where none has a limit.
+    """Return the memory in bytes that the control groups still grant this process; None without a limit.
 
-    Pages of files that nothing needs any more count as used there, and make room: they are available.
+    Inactive file pages count as used there but can be reclaimed, so they are available.
     """
     left = []
     for group in list_cgroups("memory", root):
@@ -51,13 +52,13 @@ def read_available_bytes(root: Path = Path("/")) -> float | None:
 
 
 def read_number(path: Path) -> float | None:
-    """A whole number that is all of a file; None for anything else."""
+    """Return the whole number that a file consists of; None for any other content."""
     found = read_text_file(path)
     return None if found is None or not re.fullmatch(r"-?\d+", found) else float(found)
 
 
 def read_text_file(path: Path) -> str | None:
-    """What a file holds; None where it cannot be read."""
+    """Return the content of a file without surrounding blanks; None where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -47,42 +47,51 @@ _DENSE = {
 
 
 class SkippedLine(Exception):
-    """Why a line is no row, as half a sentence."""
+    """Why a line gives no row, as half a sentence."""
 
 
 def read_kernel_timings(
     format: str, path: Path, *, only: Mapping[str, str], device: str | None = None, dtype: str | None = None
 ) -> tuple[list[Row], Counter[str]]:
-    """The rows of the file at `path` in one of FORMATS, of the lines whose columns have the values of `only`; and how
-    many lines were left out, by reason.
+    """Read published kernel timings as table rows.
 
-    `device` names the device, by default as the file does; `dtype` is of lines that name none. Raises BadData, naming
-    the line, for a file that is not as the module says, and UsageError where `only` leaves nothing, or several
-    devices or versions.
+    Parameters
+    ----------
+    format
+        One of FORMATS.
+    path
+        The file.
+    only
+        Values by column; other lines are ignored.
+    device
+        The device's name in tables; by default as in the file.
+    dtype
+        Element type of lines that name none.
+
+    Returns
+    -------
+    rows : list of dict
+        Table rows.
+    skipped : Counter
+        Skipped lines by reason.
+
+    Raises
+    ------
+    BadData
+        The file is not in this format; the message names the line.
+    UsageError
+        `only` leaves no lines, or several devices or versions.
     """
     if dtype not in (None, *DTYPES):
         raise UsageError(f"unknown dtype {dtype}: known are {', '.join(DTYPES)}")
-    columns, lines_of, rows_of = FORMATS[format]
-    frame = lines_of(path)
-    if missing := [name for name in columns if name not in frame.columns]:
-        raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
-    if unknown := [name for name in only if name not in frame.columns]:
-        raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
-    if frame.empty:
-        raise BadData(f"{path}: no line of timings, only their columns")
-    for name, value in only.items():
-        chosen = frame[name].astype(str) == value
-        if not chosen.any():
-            known = ", ".join(sorted(set(frame[name].astype(str)))[:12])
-            raise UsageError(f"no line of {path} has {value} as its {name}, but {known}")
-        frame = frame[chosen]
+    frame = _read_lines(format, path, only)
     merged: dict[str, Row] = {}
     # A key does not hold the version, and models are of one device and backend.
     found: dict[str, set[str]] = {"device": set(), "backend": set(), "backend_version": set()}
     left_out: Counter[str] = Counter()
     for line, record in zip(frame.index + 2, frame.to_dict("records"), strict=True):
         try:
-            for row, milliseconds in rows_of(record, dtype):
+            for row, milliseconds in FORMATS[format][2](record, dtype):
                 whole = {**_DENSE, **row}
                 for name, values in found.items():
                     values.add(str(row.get(name)))
@@ -102,6 +111,25 @@ def read_kernel_timings(
             several = ", ".join(sorted(values))
             raise UsageError(f"{path} holds several: {name} {several}; say which with --only COLUMN=VALUE")
     return [row | {"device": device or row["device"]} for row in merged.values()], left_out
+
+
+def _read_lines(format: str, path: Path, only: Mapping[str, str]) -> pd.DataFrame:
+    """Return the lines of a file with the values of `only`. Raises as `read_kernel_timings`."""
+    columns, lines_of, _ = FORMATS[format]
+    frame = lines_of(path)
+    if missing := [name for name in columns if name not in frame.columns]:
+        raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
+    if unknown := [name for name in only if name not in frame.columns]:
+        raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
+    if frame.empty:
+        raise BadData(f"{path}: no line of timings, only their columns")
+    for name, value in only.items():
+        chosen = frame[name].astype(str) == value
+        if not chosen.any():
+            known = ", ".join(sorted(set(frame[name].astype(str)))[:12])
+            raise UsageError(f"no line of {path} has {value} as its {name}, but {known}")
+        frame = frame[chosen]
+    return frame
 
 
 def _neusight(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row, Any]]:

@@ -1,8 +1,8 @@
-"""What is measured on: the CPU's name, the environment that a table records, the state of the machine meanwhile.
+"""The CPU of this machine: its name in tables, its environment, its state during a measurement.
 
-Device names are lower-case with hyphens: `amd-epyc-9b14` (those of GPUs are in `latbench.machines.gpu_names`). A
-virtual CPU often hides its model; family and model number then stand for it, because tables of unlike processors must
-not share a name.
+Device names are lower case with hyphens: `amd-epyc-9b14` (for GPUs see `latbench.machines.gpu_names`). A virtual CPU
+often hides its model. Family and model number then replace it, because tables of different processors must not share
+a name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PACKAGES = ("latbench", "numpy", "torch", "numba", "llvmlite", "onnxruntime", "
 
 
 def make_slug(text: str) -> str:
-    """`text` in lower case, words joined by hyphens: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
+    """Return `text` in lower case, words joined by hyphens: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
     return "-".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def name_cpu(cpuinfo: str | None = None) -> str:
-    """The name of this CPU (or of the one that the text of /proc/cpuinfo describes) in tables."""
+    """Return the name in tables of this CPU, or of the one that the text of /proc/cpuinfo describes."""
     fields = _cpu_fields(cpuinfo)
     name = re.sub(r"\(r\)|\(tm\)|\bcpu\b|\bprocessor\b|@.*|\d+-core", " ", fields.get("model name", ""), flags=re.I)
     words = make_slug(name)
@@ -56,7 +56,7 @@ def name_cpu(cpuinfo: str | None = None) -> str:
 
 
 def _cpu_fields(cpuinfo: str | None = None) -> dict[str, str]:
-    """The first processor's fields in /proc/cpuinfo."""
+    """Return the first processor's fields in /proc/cpuinfo."""
     if cpuinfo is None:
         cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""
     first = cpuinfo.strip().split("\n\n")[0]
@@ -65,7 +65,7 @@ def _cpu_fields(cpuinfo: str | None = None) -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """How many cores this process may use: its affinity, and the quota of its control group if that is less.
+    """Return the number of cores that this process may use, by its affinity and the quota of its control group.
 
     Two threads of one core count once, because the second adds nothing to a kernel that fills the vector units.
     """
@@ -82,7 +82,7 @@ def count_cores() -> int:
 
 
 def describe_cpu_environment(threads: int) -> dict[str, Any]:
-    """This machine and its software, texts and whole numbers by name; env_id is the hash of the rest."""
+    """Return this machine and its software as texts and integers by name; env_id is the hash of the rest."""
     fields = _cpu_fields()
     flags = read_cpu_flags()
     row: dict[str, Any] = {
@@ -105,19 +105,19 @@ def describe_cpu_environment(threads: int) -> dict[str, Any]:
 
 
 def read_cpu_flags() -> set[str]:
-    """The instruction sets of the first processor, as /proc/cpuinfo calls them; empty where it tells none."""
+    """Return the instruction sets of the first processor as /proc/cpuinfo names them; empty where it names none."""
     fields = _cpu_fields()
     return set((fields.get("flags") or fields.get("Features") or "").split())
 
 
 def find_vector_bits(flags: set[str] | None = None) -> int | None:
-    """The width of the widest vector registers that the flags tell of (SVE: at least); None if they tell nothing."""
+    """Return the width of the widest vector registers (SVE: the least width); None if the flags do not tell."""
     flags = read_cpu_flags() if flags is None else flags
     return next((bits for flag, bits in _VECTOR_BITS.items() if flag in flags), None)
 
 
 def read_cache_sizes() -> dict[str, int | None]:
-    """Bytes of the first core's caches: l1d_bytes, l2_bytes, l3_bytes; None where the kernel hides them."""
+    """Return the bytes of the first core's caches: l1d_bytes, l2_bytes, l3_bytes; None where they are hidden."""
     sizes: dict[str, int | None] = {"l1d_bytes": None, "l2_bytes": None, "l3_bytes": None}
     for index in sorted(_CACHES.glob("index*")):
         try:
@@ -132,24 +132,24 @@ def read_cache_sizes() -> dict[str, int | None]:
 
 
 def read_governor() -> str | None:
-    """How the kernel chooses the clock frequency; None where it is hidden, as in most virtual machines."""
+    """Return the clock governor of the kernel; None where it is hidden, as in most virtual machines."""
     return _GOVERNOR.read_text().strip() if _GOVERNOR.exists() else None
 
 
 def read_memory_bytes() -> int:
-    """The memory of this machine."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def hash_machine() -> str | None:
-    """Tells this machine from others of the same name without saying which it is; None where it has no identity."""
+    """Return a hash that tells this machine from others of its name; None where it has no identity."""
     if not _MACHINE.exists() or not (identity := _MACHINE.read_text().strip()):
         return None
     return hashlib.sha256(f"latbench {identity}".encode()).hexdigest()[:12]
 
 
 def find_version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -161,14 +161,22 @@ def find_version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Clock ticks since the machine started, of all processors: all, and those that the hypervisor gave to others."""
+    """Clock ticks of all processors since the machine started.
+
+    Parameters
+    ----------
+    total
+        All ticks.
+    steal
+        Ticks that the hypervisor gave to others.
+    """
 
     total: int
     steal: int
 
 
 def read_cpu_times(stat: str | None = None) -> CpuTimes | None:
-    """Read from /proc/stat (or from its text); None where there is none."""
+    """Read the clock ticks from /proc/stat, or from its text; None where there is none."""
     if stat is None:
         if not STAT.exists():
             return None
@@ -178,7 +186,7 @@ def read_cpu_times(stat: str | None = None) -> CpuTimes | None:
 
 
 def read_telemetry(before: CpuTimes | None) -> dict[str, float | None]:
-    """The telemetry columns for the time since `before`: clock_hertz (the fastest core's), load, steal_fraction."""
+    """Return the telemetry columns since `before`: clock_hertz (fastest core), load, steal_fraction."""
     after = read_cpu_times()
     known = before is not None and after is not None and after.total > before.total
     return {
@@ -189,8 +197,9 @@ def read_telemetry(before: CpuTimes | None) -> dict[str, float | None]:
 
 
 def read_clock_hertz() -> float | None:
-    """The fastest clock frequency among the cores that this process may use, as the kernel reports it: idle ones slow
-    down, and say nothing of those at work. None where it does not.
+    """Return the fastest clock frequency among the cores that this process may use; None where it is hidden.
+
+    Idle cores slow down and say nothing about busy ones.
     """
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
     clocks = {
@@ -201,8 +210,9 @@ def read_clock_hertz() -> float | None:
 
 
 def read_scaling_hertz() -> float | None:
-    """The same from where the governor keeps it, which is cheaper to read; None where the system hides it, as virtual
-    machines do.
+    """Return the same frequency from the governor's files, which are cheaper to read; None where they are hidden.
+
+    Virtual machines hide them.
     """
     try:
         files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in list_allowed_processors())
@@ -212,5 +222,5 @@ def read_scaling_hertz() -> float | None:
 
 
 def list_allowed_processors() -> set[int]:
-    """The processors that this process may use."""
+    """Return the processors that this process may use."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -57,19 +57,27 @@ _NO_DRIVER = {
 
 @dataclass(frozen=True)
 class Board:
-    """A GPU as NVML lists it. `slices`: its MIG slices by each of their identifiers; None where it is not divided."""
+    """A GPU as NVML lists it.
+
+    Parameters
+    ----------
+    gpu
+        The GPU.
+    slices
+        Its MIG slices by each of their identifiers; None where it is not divided.
+    """
 
     gpu: Gpu
     slices: Mapping[str, Gpu] | None = None
 
     @property
     def usable(self) -> list[Gpu]:
-        """What CUDA can run on: the slices of a divided GPU, else the GPU itself."""
+        """The devices that CUDA can use: the slices of a divided GPU, else the GPU itself."""
         return [self.gpu] if self.slices is None else list(dict.fromkeys(self.slices.values()))
 
 
 def list_gpus() -> tuple[list[Gpu], str]:
-    """Return the GPUs that this process may use, in CUDA's order; if there are none, the reason and what to do."""
+    """Return the GPUs that this process may use in CUDA's order; if there are none, the reason and what to do."""
     try:
         import pynvml
     except ImportError:
@@ -116,7 +124,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def select_visible(boards: Sequence[Board], variable: str | None, order: str | None) -> tuple[list[Gpu], str]:
-    """Return what CUDA shows of `boards`, in its order; if that is nothing, the reason and what to do.
+    """Return the `boards` that CUDA shows, in its order; if there are none, the reason and what to do.
 
     Parameters
     ----------
@@ -165,7 +173,7 @@ def _kind(entry: str) -> str:
 
 
 def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
-    """What an entry of CUDA_VISIBLE_DEVICES names: a GPU, or its slices, or one of them; nothing if it is invalid."""
+    """Return the GPUs of an entry of CUDA_VISIBLE_DEVICES: a GPU, its slices or one slice; none if it is invalid."""
     match _kind(entry):
         case "index":
             found = list(boards[int(entry) : int(entry) + 1])
@@ -181,12 +189,12 @@ def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of this machine that a user calls `text`, NAME or NAME:INDEX; INDEX counts as `list_gpus` does.
+    """Return the GPU of this machine that a user calls `text`: NAME or NAME:INDEX, counted as in `list_gpus`.
 
     Raises
     ------
     UsageError
-        `text` is no name, an unknown one, matches different models, or the GPU at INDEX is not that.
+        `text` is no name, an unknown one, matches different models, or the GPU at INDEX is another model.
     EnvironmentUnusable
         This machine has no such GPU, or none that this process may use.
     """

@@ -1,7 +1,7 @@
-"""Names of GPUs: how tables write them, what a user types after `--gpu`, and which GPU that means.
+"""Names of GPUs: their names in tables, the argument of `--gpu`, and how both match.
 
-NVML's full name decides ("NVIDIA A100-SXM4-80GB"). A user types the words of it that name the chip (`a100`), or more,
-in any case, with hyphens, spaces or neither. A GPU that this file does not know goes by the same rules.
+NVML's full name decides ("NVIDIA A100-SXM4-80GB"). A user types the words that name the chip (`a100`), or more, in
+any case, with hyphens, spaces or neither. The same rules hold for a GPU that this file does not list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class WantedGpu:
-    """What a user types after --gpu: a name and, where several GPUs are here, an index."""
+    """The argument of --gpu: a name and, where several GPUs are installed, an index."""
 
     name: str
     index: int | None = None
@@ -72,9 +72,9 @@ def parse_wanted_gpu(text: str) -> WantedGpu:
 
 
 def matches_name(full_name: str, wanted: str) -> bool:
-    """Return whether the GPU with that full name is what a user calls `wanted`.
+    """Return whether a user calls the GPU with that full name `wanted`.
 
-    `wanted` must have every word that names the chip; of a MIG slice also the words of its profile.
+    `wanted` must have every word that names the chip; for a MIG slice also the words of its profile.
     """
     pattern = "".join(f"(?:{word})?" if optional else word for word, optional in _chip(full_name))
     typed = "".join(_words(wanted))
@@ -93,7 +93,7 @@ def _words(text: str) -> list[str]:
 
 
 def _chip(full_name: str) -> list[tuple[str, bool]]:
-    """The words of a full name without its maker; whether each may be left out."""
+    """Return the words of a full name without its maker, and whether each may be left out."""
     words = _words(full_name)
     whole = words.index("mig") if "mig" in words else len(words)
     return [(word, at < whole and _OPTIONAL.fullmatch(word) is not None) for at, word in enumerate(words)]
@@ -143,13 +143,13 @@ def select_gpu(wanted: WantedGpu, gpus: Sequence[Gpu], here: str = "this machine
 
 
 def format_option(gpus: Sequence[Gpu], index: int) -> str:
-    """Return what to type after --gpu for the GPU at `index`: `h200`, or `a100:1` where several match."""
+    """Return the argument of --gpu for the GPU at `index`: `h200`, or `a100:1` where several match."""
     name = shorten_name(gpus[index].name)
     return name if sum(matches_name(gpu.name, name) for gpu in gpus) == 1 else f"{name}:{index}"
 
 
 def format_alternatives(gpus: Sequence[Gpu]) -> str:
-    """Return the names to type after --gpu for each model of `gpus`, joined by "or --gpu"."""
+    """Return the arguments of --gpu for each model of `gpus`, joined by "or --gpu"."""
     names = {}
     for gpu in gpus:
         name = shorten_name(gpu.name)
@@ -165,10 +165,10 @@ def format_counts(gpus: Sequence[Gpu]) -> str:
 
 
 def find_device_name(wanted: str) -> str:
-    """Return the name in tables of a GPU that need not be here, as far as `wanted` tells it.
+    """Return the name in tables of a GPU that need not be installed, as far as `wanted` tells it.
 
     Any full name that starts with "nvidia" is accepted, because there are GPUs that latbench does not list. Raises
-    UsageError for other names that latbench does not know, and suggests those that look alike.
+    UsageError for other unknown names, and suggests similar ones.
     """
     whole = make_slug(wanted)
     if whole.startswith("nvidia-"):

@@ -1,6 +1,6 @@
-"""What on this machine disturbs a measurement, and what its user can do about it, a sentence each.
+"""Sources of measurement noise on this machine, and advice on each.
 
-Everything is read from /proc and /sys as Linux shows them; what a system hides is None and draws no advice.
+Everything is read from /proc and /sys of Linux. A hidden value is None and gives no advice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,32 @@ _FEW_CORES = 2
 class Host:
     """How this machine shares its processors.
 
-    processors: hardware threads that this process may use; cores: how many cores they belong to. turbo: whether the
-    clock may rise above its base. quota_cores: how many cores' time the control group grants; throttled_periods: how
-    often it was stopped for having used that up. load: runnable threads, mean of a minute. steal_fraction: of the
-    time looked at, the share that the hypervisor gave to others. virtual: whether this is a virtual machine;
-    container: or a container, of which there may be others on the machine.
+    Parameters
+    ----------
+    processors
+        Hardware threads that this process may use.
+    cores
+        Cores that they belong to.
+    governor
+        Clock governor.
+    turbo
+        Whether the clock may rise above its base.
+    turbo_switch
+        The command that forbids it.
+    clock_hertz, most_clock_hertz
+        Present mean and greatest clock frequency.
+    quota_cores
+        Cores' worth of time that the control group grants.
+    throttled_periods
+        How often the quota was used up.
+    load
+        Runnable threads, mean of a minute.
+    steal_fraction
+        Share of time that the hypervisor gave to others.
+    virtual
+        Whether this is a virtual machine.
+    container
+        Whether this is a container; others may run on the same machine.
     """
 
     processors: int
@@ -50,7 +71,7 @@ class Host:
 def read_host(
     steal_fraction: float | None = None, *, root: Path = Path("/"), allowed: set[int] | None = None
 ) -> Host:
-    """This machine, or the one whose /proc and /sys lie under `root`; `allowed` are the processors in use."""
+    """Return this machine's state, or that of /proc and /sys under `root`; `allowed` are the processors in use."""
     if allowed is None:
         allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else {0}
     cpus, first = root / _CPUS, root / _CPUS / f"cpu{min(allowed)}" / "cpufreq"
@@ -79,7 +100,7 @@ def read_host(
 
 
 def list_advice(host: Host) -> list[str]:
-    """What to change for quieter numbers, what disturbs most first: each time a sentence with the remedy."""
+    """Return advice for less noise, the greatest source first: one sentence each, with the remedy."""
     return [*_taken_away(host), *_clock(host), *_shared(host)]
 
 
@@ -130,7 +151,7 @@ def _shared(host: Host) -> Iterator[str]:
 
 
 def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
-    """Whether the clock may rise above its base, and the command that forbids it."""
+    """Return whether the clock may rise above its base, and the command that forbids it."""
     if (setting := read_text_file(cpus / "intel_pstate/no_turbo")) is not None:
         return setting == "0", "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
     if (setting := read_text_file(cpus / "cpufreq/boost")) is not None:
@@ -139,7 +160,7 @@ def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
 
 
 def _quota(root: Path) -> tuple[float | None, int | None]:
-    """The least quota of the control groups that this process is in, in cores, and how often it ran out."""
+    """Return the least quota of this process's control groups in cores, and how often it was used up."""
     found: list[tuple[float, int | None]] = []
     for group in list_cgroups("cpu", root):
         quota, _, period = (read_text_file(group / "cpu.max") or "max 0").partition(" ")

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs through NVML: the state of one while it measures, and what a table records of it.
+"""State of an NVIDIA GPU during a measurement, and its environment, through NVML.
 
-`discovery` finds GPUs; everything here needs a driver. NVML is imported where it is used, so that a machine without
-one can import this. What a device does not report (a virtual one hides much) is None.
+`gpu_discovery` finds GPUs; everything here needs a driver. NVML is imported late, so that a machine without it can
+import this. A value that the device does not report is None; virtual GPUs hide many.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class GpuState:
 
 
 def summarise_gpu_states(states: Iterable[GpuState]) -> dict[str, Any]:
-    """The telemetry columns of a row from the states in which it was sampled: medians, the highest temperature, and
-    every event reason that occurred, joined by plus signs ("" for none).
+    """Return the telemetry columns of a row from the states during its sampling.
+
+    Medians, the highest temperature, and all event reasons joined by plus signs ("" for none).
     """
     seen = list(states)
     if not seen:
@@ -73,7 +74,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def parse_event_reasons(bits: int) -> frozenset[str]:
-    """The names of the event reasons in NVML's bit mask."""
+    """Return the names of the event reasons in NVML's bit mask."""
     return frozenset(name for bit, name in _REASONS.items() if bits & bit)
 
 
@@ -86,7 +87,7 @@ class GpuObserver:
         self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def __call__(self) -> GpuState:
-        """The state now."""
+        """Return the present state."""
         handle = self._handle
         # The reasons were called throttle reasons before driver 535.
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
@@ -101,7 +102,7 @@ class GpuObserver:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What does not change while this process lives: limits, sizes, versions of driver and CUDA."""
+        """Return what does not change during this process: limits, sizes, versions of driver and CUDA."""
         handle = self._handle
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
@@ -126,8 +127,9 @@ class GpuObserver:
         }
 
     def setting(self) -> dict[str, Any]:
-        """What an administrator may change, and who else is there: persistence mode, the power limit as it came, how
-        many processes compute on the device.
+        """Return what an administrator may change, and who shares the device.
+
+        Persistence mode, the default power limit, and the number of processes that compute on the device.
         """
         handle = self._handle
         persistence = self._ask("nvmlDeviceGetPersistenceMode", handle)
@@ -139,16 +141,16 @@ class GpuObserver:
         }
 
     def free_bytes(self) -> float:
-        """Device memory that nobody uses now; infinite where the driver hides it."""
+        """Return the free device memory in bytes; infinite where the driver hides it."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", self._handle)
         return float("inf") if memory is None else float(memory.free)
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Close NVML."""
         self._nvml.nvmlShutdown()
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """What an NVML function returns; None where this version or this device has it not."""
+        """Return the result of an NVML function; None where this version or device lacks it."""
         if not hasattr(self._nvml, function):
             return None
         with contextlib.suppress(self._nvml.NVMLError):
@@ -158,7 +160,7 @@ class GpuObserver:
 
 @contextlib.contextmanager
 def open_observer(uuid: str) -> Iterator[GpuObserver]:
-    """An observer while the context is open."""
+    """Open an observer of the GPU with this UUID for the length of the context."""
     observer = GpuObserver(uuid)
     try:
         yield observer
@@ -175,7 +177,7 @@ def find_first_gpu() -> Gpu:
 
 
 def describe_gpu_environment(gpu: Gpu) -> dict[str, Any]:
-    """What is told of the environment on `gpu`: the device, its driver, the libraries, its host."""
+    """Return the environment on `gpu`: the device, its driver, the libraries, its host."""
     host = describe_cpu_environment(count_cores())
     row = {name: value for name, value in host.items() if name not in ("env_id", "threads")}
     with open_observer(gpu.uuid) as observer:
@@ -191,7 +193,7 @@ def describe_gpu_environment(gpu: Gpu) -> dict[str, Any]:
 
 
 def hash_uuid(gpu: Gpu) -> str:
-    """Tells this GPU from others of its kind without saying which it is."""
+    """Return a hash that tells this GPU from others of its kind without identifying it."""
     return hashlib.sha256(f"latbench {gpu.uuid}".encode()).hexdigest()[:12]
 
 

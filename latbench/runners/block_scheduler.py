@@ -1,7 +1,7 @@
-"""Hands work to whole nodes of a cluster, one thing at a time on each; what a lost node had goes to another.
+"""Scheduling of work on whole nodes of a cluster, one item at a time per node; lost items go to another node.
 
-How nodes are taken, how they are spoken to and what is known of their end is the affair of what manages the cluster:
-`latbench.runners.ray_nodes`, `latbench.runners.slurm_nodes`.
+How nodes are acquired, addressed and lost depends on the cluster: `latbench.runners.ray_nodes`,
+`latbench.runners.slurm_nodes`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FunctionCall = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, as what manages it counts it."""
+    """A machine of the cluster."""
 
     id: str
     name: str
@@ -36,7 +36,7 @@ class Node:
 
 @dataclass(frozen=True)
 class LostNodes:
-    """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
+    """The answer to an item whose nodes were all lost, with a reason for each."""
 
     reasons: tuple[str, ...]
 
@@ -45,6 +45,16 @@ class LostNodes:
 class _Attempt(Generic[Item]):
     item: Item
     losses: list[str] = field(default_factory=list)
+
+    def settle(self, answer: Any, tries: int, todo: deque[_Attempt[Item]]) -> Iterator[tuple[Item, Any]]:
+        """Yield the item with its answer; a lost item goes back to `todo` until it has lost `tries` nodes."""
+        if isinstance(answer, LostNodes):
+            self.losses += answer.reasons
+            if len(self.losses) < tries:
+                todo.append(self)
+                return
+            answer = LostNodes(tuple(self.losses))
+        yield self.item, answer
 
 
 class WholeNodes(ABC):
@@ -66,20 +76,37 @@ class WholeNodes(ABC):
         tries: int = 2,
         waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Item, Any]]:
-        """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
-        this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
+        """Yield each of `items` with its answer, in the order of completion.
 
-        An item that loses its node goes to another, to `tries` of them at most, and then its answer is Lost. A node
-        whose callable raises EnvironmentUnusable, or what comes of a full disk or a missing library, is done without;
-        what it had goes to another all the same. `waiting` is called now and then while all nodes are others'. Raises
-        Incomplete when no node is left, and any other LatbenchError of the callable.
+        An item that loses its node goes to another. A node that raises EnvironmentUnusable, or the error of a full
+        disk or a missing library, is no longer used; its item goes to another node.
+
+        Parameters
+        ----------
+        prepare
+            Call that returns a callable on each node, once in the life of this object.
+        items
+            The items; they are taken as nodes become free.
+        arguments
+            Returns the arguments of the callable for an item.
+        tries
+            Nodes that an item may lose; after that its answer is LostNodes.
+        waiting
+            Is called now and then while all nodes are in use by others.
+
+        Raises
+        ------
+        Incomplete
+            No node is left.
+        LatbenchError
+            Any other expected failure of the callable.
         """
         source = iter(items)
         todo: deque[_Attempt[Item]] = deque()
 
         def any_to_do() -> bool:
             if not todo:
-                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
+                todo.extend(map(_Attempt, itertools.islice(source, 1)))
             return bool(todo)
 
         running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
@@ -106,46 +133,41 @@ class WholeNodes(ABC):
                     if attempt_of is not None:
                         todo.appendleft(attempt_of)
                     continue
-                if attempt_of is None:
-                    continue
-                if isinstance(answer, LostNodes):
-                    attempt_of.losses += answer.reasons
-                    if len(attempt_of.losses) < tries:
-                        todo.append(attempt_of)
-                        continue
-                    answer = LostNodes(tuple(attempt_of.losses))
-                yield attempt_of.item, answer
+                if attempt_of is not None:
+                    yield from attempt_of.settle(answer, tries, todo)
 
     @abstractmethod
     def _take_all(self, prepare: FunctionCall) -> None:
-        """Ask for every node that is not held yet, to prepare it; each of `_starting` comes as soon as it is free."""
+        """Request every node that is not held yet and prepare it; each of `_starting` arrives when it is free."""
 
     @abstractmethod
     def _give(self, node: Node, arguments: tuple[Any, ...]) -> Any:
-        """Call what waits on an idle node; returns what the answer is waited for by."""
+        """Call the callable on an idle node; return a reference to the answer."""
 
     @abstractmethod
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Those of `refs` that have an outcome, as soon as there is one; none after a while without."""
+        """Return those of `refs` that have an outcome, as soon as there is one; none after a while without."""
 
     @abstractmethod
     def _outcome(self, ref: Any, node: Node) -> Any:
-        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up.
-        Raises what was raised there.
+        """Return the answer, after which the node is idle, or LostNodes, after which it is acquired again or given
+        up.
+
+        Raises what was raised on the node.
         """
 
     @abstractmethod
     def _do_without(self, node: Node, why: str) -> None:
-        """Give a node back that cannot do what it is asked to, for a reason that goes to `lost`."""
+        """Release a node that cannot do its work, for a reason that goes to `lost`."""
 
 
 def take_first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its class where it says nothing."""
+    """Return the first line of an exception's message, or its class where it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def convert_node_error(cause: BaseException, node: Node) -> LatbenchError | None:
-    """What is said to the user of an exception on a node; None of one that nobody foresaw."""
+    """Return the message to the user for an exception on a node; None for an unexpected one."""
     if isinstance(cause, LatbenchError):
         cause.args = (f"on node {node.name}: {cause}",)
         return cause

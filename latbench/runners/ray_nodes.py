@@ -1,13 +1,13 @@
 """Whole nodes of a Ray cluster, each of which does one thing at a time.
 
     with RayNodes("a100") as nodes:
-        seen = nodes.ask("package.module:look")                         # each node, without taking it
+        answers = nodes.ask("package.module:look")                      # each node, without holding it
         for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
-            ...                                                         # tool(item), a Lost if its nodes were lost
+            ...                                                         # tool(item), or LostNodes
 
-Ray queues and places: a node is held by an actor that asks for all of its CPUs and GPUs, so that nothing else that
-Ray knows of runs there meanwhile; and Ray says when a node is lost. Functions are named as for the workers of
-`latbench.runners.worker_process`, and latbench has to be installed on the nodes. Ray's usage statistics are off.
+Ray queues and places the work. An actor that requests all CPUs and GPUs holds a node, so that nothing else that Ray
+manages runs there. Ray also reports lost nodes. Functions are named as for the workers of
+`latbench.runners.worker_process`, and latbench must be installed on the nodes. Ray's usage statistics are off.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _KEEP_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"
 
 
 class RayNodes(WholeNodes):
-    """The nodes of the cluster that RAY_ADDRESS names, or that runs on this machine, with the accelerator that the
-    user calls `wanted`; None: with CPUs and no accelerator.
+    """Nodes of the cluster that RAY_ADDRESS names, or that runs on this machine.
 
-    Raises EnvironmentUnusable where Ray is not installed, there is no cluster, or no such node in it.
+    `wanted` is the accelerator as the user calls it; None: nodes with CPUs and no accelerator. Raises
+    EnvironmentUnusable where Ray is not installed, there is no cluster, or it has no such node.
     """
 
     def __init__(self, wanted: str | None) -> None:
@@ -69,17 +69,17 @@ class RayNodes(WholeNodes):
         self.close()
 
     def close(self) -> None:
-        """Give all nodes back; what still runs there is killed."""
+        """Release all nodes and kill what still runs there."""
         self._stack.close()
 
     def keep(self, nodes: Iterable[Node]) -> None:
-        """Use no others than these from now on."""
+        """Use no other nodes than these from now on."""
         self.nodes = list(nodes)
 
     def ask(self, function: str, *args: Any) -> dict[Node, Any]:
-        """What "module:function" answers on each node, whatever else runs there now.
+        """Return the answer of "module:function" on each node, whatever else runs there.
 
-        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
         called = self._ray.remote(_called)
         asked = {
@@ -138,7 +138,7 @@ class RayNodes(WholeNodes):
         self.lost.setdefault(node.name, why)
 
     def _end(self, node: Node) -> None:
-        """Its actor, whatever that does."""
+        """Kill the actor of a node."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._actors.pop(node.id))
 
@@ -158,7 +158,7 @@ _ADVICE = (
 
 @contextlib.contextmanager
 def open_ray() -> Iterator[Any]:
-    """The module `ray`, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
+    """Connect the module `ray` to the cluster that RAY_ADDRESS names, or that runs on this machine.
 
     Raises EnvironmentUnusable where Ray is not installed, or there is no cluster.
     """
@@ -173,7 +173,7 @@ def open_ray() -> Iterator[Any]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({take_first_line(error)}): {_ADVICE}") from None
+            raise EnvironmentUnusable(f"cannot reach a Ray cluster ({take_first_line(error)}): {_ADVICE}") from None
         try:
             yield ray
         finally:
@@ -181,7 +181,7 @@ def open_ray() -> Iterator[Any]:
 
 
 def check_reachable(address: str) -> None:
-    """Raise EnvironmentUnusable where nobody listens at `address`, host:port: Ray itself would wait for minutes."""
+    """Raise EnvironmentUnusable where nothing listens at `address`, host:port. Ray itself would wait for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdigit()):
         return  # a word of Ray's own
@@ -189,11 +189,11 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EnvironmentUnusable(f"no Ray cluster to be reached at {address} ({reason}): {_ADVICE}") from None
+        raise EnvironmentUnusable(f"cannot reach a Ray cluster at {address} ({reason}): {_ADVICE}") from None
 
 
 def parse_nodes(described: Iterable[dict[str, Any]]) -> list[Node]:
-    """The nodes that are alive, from what `ray.nodes()` tells of them."""
+    """Return the nodes that are alive, from the descriptions of `ray.nodes()`."""
     kind = "accelerator_type:"
     return [
         Node(
@@ -209,9 +209,9 @@ def parse_nodes(described: Iterable[dict[str, Any]]) -> list[Node]:
 
 
 def select_nodes(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
-    """The nodes with the accelerator that the user calls `wanted`; None: with CPUs and no accelerator.
+    """Return the nodes with the accelerator `wanted`; None: with CPUs and no accelerator.
 
-    Raises EnvironmentUnusable where there is none, with those that there are.
+    Raises EnvironmentUnusable where there is none, and names the existing accelerators.
     """
     if wanted is None:
         found = [node for node in nodes if node.cpus and not node.gpus]
@@ -240,7 +240,7 @@ def _same(accelerator: str, wanted: str) -> bool:
 
 
 def explain_loss(error: Exception) -> str:
-    """What Ray says of a node that it lost, in a few words of its pages."""
+    """Return Ray's reason for a lost node in a few words."""
     text = str(error)
     found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
     if found:
@@ -256,7 +256,7 @@ def _called(function: str, args: tuple[Any, ...]) -> Any:
 
 
 class _Holder:
-    """Holds a node, and on it a callable."""
+    """An actor that holds a node, and a callable on it."""
 
     def prepare(self, function: str, *args: Any) -> None:
         self._call = load_function(function)(*args)

@@ -1,16 +1,16 @@
 """Whole nodes of a Slurm cluster, each of which does one thing at a time; as `latbench.runners.ray_nodes`.
 
     with SlurmNodes("a100", ["nodes=4", "partition=gpu"]) as nodes:
-        seen = nodes.ask("package.module:look")                         # each node that Slurm has started by then
+        answers = nodes.ask("package.module:look")                      # each node that Slurm has started by then
         for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
             ...
 
-A node is a job that has a machine for itself and waits there for work. Slurm queues, places, and tells which jobs
-wait and why; submitit submits. A job connects to this process, by TCP and with a key that only its submission holds,
-and does what it is told until the connection ends: the end of either is known at once. What a lost job did goes to
-another, and the lost one is submitted again as long as that gets anything done.
+A node is a job that has a machine for itself and waits there for work. Slurm queues and places jobs, and tells which
+jobs wait and why; submitit submits them. A job connects to this process by TCP with a key that only its submission
+holds. It does what it is asked until the connection ends, so each side notices at once when the other is gone. The
+work of a lost job goes to another, and the lost job is submitted again as long as that makes progress.
 
-Jobs are known by squeue, never by sacct: clusters may do without accounting.
+Jobs are watched with squeue, never with sacct, because clusters may run without accounting.
 """
 
 from __future__ import annotations
@@ -61,8 +61,14 @@ _OURS = {"array", "error", "exclusive", "job-name", "ntasks", "open-mode", "outp
 
 @dataclass(eq=False)
 class _Job:
-    """A node's job, from its submission on; connected once Slurm has started it. `request`: what it does now, or will
-    do then; `held`: whether a callable waits there, or will.
+    """A node's job from its submission on; connected once Slurm has started it.
+
+    Parameters
+    ----------
+    request
+        The present work, or the work to do once connected.
+    held
+        Whether a callable waits there, or will.
     """
 
     handle: Any
@@ -76,20 +82,20 @@ class _Job:
         return f"{self.host} (job {self.handle.job_id})" if self.host else f"job {self.handle.job_id}"
 
     def ask(self, *request: Any) -> None:
-        """Send it now, or as soon as there is somebody to send it to."""
+        """Send the request now, or as soon as the job is connected."""
         self.request = request
         if self.connection is not None:
             with contextlib.suppress(OSError):  # who waits for the answer finds out
                 self.connection.send(request)
 
     def end(self) -> None:
-        """Whatever it does now."""
+        """End the job, whatever it does now."""
         if self.connection is not None:
             self.connection.close()
         subprocess.run(["scancel", self.handle.job_id], capture_output=True, check=False)
 
     def why_lost(self) -> str:
-        """What became of it, as far as its log says so."""
+        """Return why the job was lost, as far as its log says so."""
         log = ""
         with contextlib.suppress(OSError):
             log = self.handle.paths.stderr.read_text(errors="replace")
@@ -102,12 +108,24 @@ class _Job:
 
 
 class SlurmNodes(WholeNodes):
-    """As many nodes as the `options` say, texts such as "nodes=4" or "partition=gpu": nodes is by default 1, all else
-    is an option of sbatch, such as time (in minutes, by default 60). Each is to have the GPU that the user calls
-    `wanted`, one of which is asked for; None: CPUs alone. `tell` hears what it waits for.
+    """As many nodes as the options ask for.
 
-    Raises UsageError for options that are none, EnvironmentUnusable where submitit or Slurm is not installed, or
-    Slurm refuses the job because no node will ever have what it asks for.
+    Parameters
+    ----------
+    wanted
+        The GPU as the user calls it, one of which each node must have; None: CPUs alone.
+    options
+        Texts such as "nodes=4" (default 1); all others are options of sbatch, such as "time=60" (minutes, the
+        default).
+    tell
+        Gets sentences on what it waits for.
+
+    Raises
+    ------
+    UsageError
+        An option is invalid.
+    EnvironmentUnusable
+        submitit or Slurm is not installed, or Slurm refuses the job because no node will ever fit.
     """
 
     def __init__(
@@ -136,7 +154,7 @@ class SlurmNodes(WholeNodes):
         self.close()
 
     def close(self) -> None:
-        """Give all nodes back; what still runs there is killed."""
+        """Release all nodes and kill what still runs there."""
         while self._jobs:
             self._jobs.popitem()[1].end()
         self._stack.close()
@@ -189,15 +207,15 @@ class SlurmNodes(WholeNodes):
         self._jobs[node.id] = _Job(handle, node)
 
     def keep(self, nodes: Iterable[Node]) -> None:
-        """Of those that have started use no others than these from now on."""
+        """Use no other nodes than these from now on, among those that have started."""
         kept = {node.id for node in nodes}
         for job in [job for job in self._jobs.values() if job.connection is not None and job.node.id not in kept]:
             self._leave(job)
 
     def ask(self, function: str, *args: Any) -> dict[Node, Any]:
-        """What "module:function" answers on each node that has started when the first one has.
+        """Return the answer of "module:function" on each node that has started when the first one has.
 
-        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
         said = "no node is left"
         self._tell(
@@ -232,7 +250,7 @@ class SlurmNodes(WholeNodes):
         return answers
 
     def _leave(self, job: _Job) -> None:
-        """Do without this node from now on."""
+        """Do not use this node any more."""
         self._jobs.pop(job.node.id, None)
         self.nodes.remove(job.node)
         job.end()
@@ -269,7 +287,7 @@ class SlurmNodes(WholeNodes):
         return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
 
     def _why_waiting(self) -> str:
-        """Slurm's reasons for those that it has not started, when it was asked last."""
+        """Return Slurm's latest reasons for the jobs that it has not started."""
         jobs: dict[str, list[str]] = {}
         for job in self._jobs.values():
             reason = (self._queued or {}).get(job.handle.job_id, "None")
@@ -278,7 +296,7 @@ class SlurmNodes(WholeNodes):
         return "; ".join(f"{reason} ({', '.join(which)})" for reason, which in jobs.items())
 
     def _welcome(self) -> None:
-        """Somebody wants to connect: a job, if it has the key."""
+        """Accept a connection: a job's, if it has the key."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError, pickle.UnpicklingError):
             connection = _connection(self._server.accept()[0], patient=False)
             deliver_challenge(connection, self._key)
@@ -310,7 +328,7 @@ class SlurmNodes(WholeNodes):
         self.lost.setdefault(str(job), why)
 
     def _answer(self, job: _Job) -> Any:
-        """What it answers to its request, or Lost; raises what it raised there."""
+        """Return a job's answer to its request, or LostNodes; raise what it raised."""
         try:
             if job.connection is None:
                 raise EOFError
@@ -325,8 +343,9 @@ class SlurmNodes(WholeNodes):
 
 
 def list_queued_jobs(numbers: Iterable[str]) -> dict[str, str] | None:
-    """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
-    that run; None where Slurm does not say.
+    """Return those of the jobs that have not ended, with Slurm's reason for waiting; "None" for running ones.
+
+    None where Slurm does not answer.
     """
     # Variables of that name would leave some of them out.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
@@ -342,7 +361,7 @@ def list_queued_jobs(numbers: Iterable[str]) -> dict[str, str] | None:
 
 
 def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """How many nodes `options` ask for, and the options of sbatch among them. Raises UsageError for others."""
+    """Return the number of nodes in `options`, and the options of sbatch. Raises UsageError for invalid ones."""
     given: dict[str, str] = {}
     for option in options:
         found = re.fullmatch(r"-{0,2}([a-z][a-z0-9_-]*)=(\S.*)", option)
@@ -350,11 +369,9 @@ def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
             raise UsageError(f"--slurm takes key=value, such as partition=gpu, account=me or nodes=4, not {option!r}")
         key = found[1].replace("_", "-")
         if key in _OURS or key.startswith("ntasks-"):
-            raise UsageError(f"--slurm {key}= is not yours to give: a job is one process that has a node for itself")
+            raise UsageError(f"--slurm {key}= is not allowed: a job is one process that has a node for itself")
         if key == "clusters":  # the numbers of jobs are told apart within one
-            raise UsageError(
-                "--slurm clusters= is not yours to give: sweep from where that cluster's jobs are submitted"
-            )
+            raise UsageError("--slurm clusters= is not allowed: sweep from where that cluster's jobs are submitted")
         given[key] = found[2]
     count = given.pop("nodes", "1")
     if not (count.isdecimal() and int(count) > 0):
@@ -363,7 +380,7 @@ def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
 
 
 def _connection(peer: socket.socket, *, patient: bool) -> Connection:
-    """A connection that notices when the other machine is gone; and when it stops in a message, unless `patient`."""
+    """Return a connection that notices a dead machine, and unless `patient` a stop within a message."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 2),
@@ -382,7 +399,7 @@ def _connection(peer: socket.socket, *, patient: bool) -> Connection:
 
 
 def run_node_job(address: tuple[str, int], key: bytes, node: str) -> None:
-    """A job: does what the process at `address` asks for, until that is gone."""
+    """Run a node's job: do what the process at `address` asks for, until it is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit passes it by, and scancel would have to wait
     try:
         peer = socket.create_connection(address, timeout=SILENT_SECONDS)

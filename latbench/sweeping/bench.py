@@ -1,7 +1,7 @@
 """A machine with its engines, which measures blocks of points.
 
-All points of a block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a
-kernel that has killed its process twice is left alone for the rest of the run.
+All points of a block are prepared and checked first, and then sampled in turn. A failure is a row as well. A kernel
+that has killed its process twice is not tried again in the run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bench:
         self.engines.close()
 
     def fitting(self, points: list[Point]) -> Iterator[list[Point]]:
-        """`points` in parts that fit into the memory that there is now."""
+        """Yield `points` in parts that fit into the available memory."""
         return split_to_fit(points, self.machine.available_bytes(), self.machine.needed_bytes)
 
     def measure_block(
@@ -75,11 +75,24 @@ class Bench:
         tell: Callable[[str, int], None] = lambda activity, finished: None,
         time_left: TimeLeft | None = None,
     ) -> None:
-        """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
+        """Measure `points` in turns and pass what is finished to `keep`, also when interrupted.
 
-        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
-        `chance`: then it is what there is, and the row says so in its flags. `tell` is called with what is done and
-        how many points have an outcome. Raises TimeUsedUp when the time is over, also in the middle of a request.
+        Where other processes take the cores all the time, a steady median counts as noisy. On the last chance it is
+        accepted, and the row's flags say so. Raises TimeUsedUp when the time is over, also in the middle of a
+        request.
+
+        Parameters
+        ----------
+        points
+            The points.
+        keep
+            Gets the environment and the rows.
+        chance
+            How often the points were measured before because they were disturbed.
+        tell
+            Gets the present activity and the number of points with an outcome.
+        time_left
+            Bounds every request; None: no limit.
         """
         self.chance, self._tell, self._time_left = chance, tell, time_left or TimeLeft()
         rows: list[Row] = []
@@ -96,7 +109,7 @@ class Bench:
         self.engines.drop()
 
     def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
-        """Each point with its timing, or with how it failed; as they finish."""
+        """Yield each point with its timing, or with its failure, as they finish."""
         failed = set()
         for number, failure in self._prepare_all(points):
             if failure is not None:
@@ -148,15 +161,16 @@ class Bench:
             yield point, failures.get(name) or self._timed(point, timing)
 
     def _keep_pace(self) -> None:
-        """Before every burst: time the reference kernels, if it is their turn."""
+        """Time the reference kernels before a burst, if it is their turn."""
         try:
             self.engines.keep_pace()
         except (TaskFailed, WorkerDied) as error:
             self._tell(f"no roofline: {error}", 0)
 
     def _prepare_all(self, points: Sequence[Point]) -> Iterator[tuple[int, _Outcome | None]]:
-        """The number of each point as it is ready (None) or has failed: one after the other, or side by side in the
-        processes of their engines where the machine has threads for them.
+        """Yield the number of each point when it is ready (None) or has failed.
+
+        Points are prepared one after the other, or in parallel where the machine has threads for its processes.
         """
         threads = self.machine.threads_of_processes
         if threads is None:
@@ -197,7 +211,7 @@ class Bench:
             self._stop.clear()
 
     def _prepare(self, point: Point) -> _Outcome | None:
-        """Get a point ready; if that cannot be, how it failed."""
+        """Prepare a point; return its failure if that is impossible."""
         self._check_time()
         if (skipped := self._given_up(point)) is not None:
             return skipped
@@ -216,7 +230,7 @@ class Bench:
             raise TimeUsedUp
 
     def _restore(self, points: Mapping[str, Point]) -> dict[str, _Outcome]:
-        """Prepare again those of `points` that were lost with their workers; how those failed that could not be."""
+        """Prepare those of `points` again that died with their workers; return the failures."""
         failures: dict[str, _Outcome] = {}
         while lost := [
             name for name, point in points.items() if name not in failures and not self.engines.holds(point)
@@ -234,7 +248,7 @@ class Bench:
         return _failed(failure)
 
     def _given_up(self, point: Point) -> _Outcome | None:
-        """The outcome of a point that is not tried, because its like have killed enough workers."""
+        """Return the outcome of a point that is not tried, because its kernel killed too many workers."""
         deaths = self.deaths.get(_kernel(point), [])
         if len(deaths) < MOST_DEATHS:
             return None
@@ -277,13 +291,14 @@ class Bench:
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         if outcome["status"] == "throttled":
-            by = outcome["event_reasons"] or "what it does not say"
-            outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + self.settings.noisy_chances}"
+            by = outcome["event_reasons"] or "an unknown reason"
+            outcome["error"] = f"slowed down by {by} on try {self.chance + 1} of {1 + self.settings.noisy_chances}"
         return outcome
 
     def _beside(self, point: Point, timing: Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The columns that compare a time with what the machine can and with its pace meanwhile; whether it was timed
-        in a spell in which the machine was slower than in the rest of this sweep.
+        """Return the columns that compare a time with the roofline and the reference, and whether it is a slow spell.
+
+        In a slow spell the machine is slower than in the rest of this sweep.
         """
         pace = self.engines.pace
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
@@ -328,7 +343,7 @@ class Bench:
 
 
 def _kernel(point: Point) -> str:
-    """What a point runs, in words: its backend, the kernel if one was asked for, and its format."""
+    """Return what a point runs, in words: its backend, the requested kernel if any, and its format."""
     asked = "" if point.kernel == "auto" else f" {point.kernel}"
     return f"{point.backend}{asked} {point.pattern.format}"
 
@@ -344,7 +359,7 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 def split_to_fit(
     points: list[Point], available: float, needed: Callable[[Point], float] = estimate_cpu_bytes
 ) -> Iterator[list[Point]]:
-    """`points` in parts that together need no more than `available` bytes, one point at least."""
+    """Yield `points` in parts that together need at most `available` bytes, at least one point each."""
     part: list[Point] = []
     total = 0.0
     for point in points:

@@ -1,10 +1,10 @@
-"""Do the cores of this machine share a cache just now? A host may move those of a virtual machine apart, and back.
+"""Detection of cores that do not share a cache at the moment.
 
-On two virtual cores of an AMD EPYC it does so every few seconds or minutes. 256 KiB that one core has changed take
-the next one 3 us, or 9 us then; threads start in 1.2 us, or 2.2; a 1x1 convolution whose threads read what the other
-laid out takes 101 us, or 240. Nothing that a thread does by itself is any slower, nor does a counter show it. Between
-such states no median means anything, so bursts from when the cores were apart count as disturbed.
-`tests/benchmarks/placement.py` shows both on any machine.
+A host may move the cores of a virtual machine apart, and back. On two virtual cores of an AMD EPYC this happens every
+few seconds or minutes. Then 256 KiB that one core has changed take the next one 9 us instead of 3 us; threads start
+in 2.2 us instead of 1.2 us; a 1x1 convolution whose threads read each other's layout takes 240 us instead of 101 us.
+Work of a single thread is not slower, and no counter shows the change. A median over both states means nothing, so
+bursts with the cores apart count as disturbed. `tests/benchmarks/placement.py` shows both states on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
-HANDOVER_TASK = "latbench.backends.reference:handed_on"
+HANDOVER_TASK = "latbench.backends.cpu.cpu_reference:build_hand_over"
 CORES_APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 
@@ -39,9 +39,9 @@ Result = TypeVar("Result")
 
 
 class CorePlacement:
-    """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said.
+    """Measures how long cores take for data that another core has changed, and keeps the readings.
 
-    What was timed before cores were first seen together counts: how fast they are at best is not known until then.
+    Bursts before the cores were first together count as undisturbed, because the best reading is unknown until then.
     """
 
     def __init__(self, worker: Worker, threads: int) -> None:
@@ -53,8 +53,9 @@ class CorePlacement:
         self._count = self._deaths = 0
 
     def apart(self) -> bool:
-        """Whether cores are further apart than they were at best, now or when this was asked last. False where that
-        cannot be known: of one thread, or where threads cannot choose their core.
+        """Return whether cores are further apart than at best, now or at the last call.
+
+        False where that cannot be known: with one thread, or where threads cannot choose their core.
         """
         reading = self._read() if self._known else None
         if reading is None:
@@ -67,7 +68,7 @@ class CorePlacement:
         return max(before, reading) > APART_RATIO * self._at_best
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
-        """What `timed` returns, called so often at most, until cores are together; and whether they were."""
+        """Call `timed` until cores are together, at most `tries` times; return its result and whether they were."""
         for _ in range(tries):
             result = timed()
             if not self.apart():
@@ -75,7 +76,7 @@ class CorePlacement:
         return result, False
 
     def _read(self) -> float | None:
-        """The seconds that a core takes; None if nothing says so this time."""
+        """Return the seconds that a core takes; None if this reading failed."""
         try:
             if self._prepared is None or not self._worker.holds(self._prepared):
                 self._prepared = self._worker.prepare(HANDOVER_TASK, self._threads, timeout=PREPARE_SECONDS)

@@ -1,7 +1,7 @@
-"""How long a sweep of a GPU takes and how much disk its table, before it begins; no GPU is needed to say so.
+"""Estimates of the time and disk that a sweep of a GPU needs; no GPU is needed.
 
-From what a sweep asks of itself (`machine.SETTINGS`), and from what else a point costs: weights that are drawn,
-pruned and packed on the host, the float64 product that a result is compared with, kernels to compile, processes to
+The time follows from the settings of a sweep (`GPU_SETTINGS`) and from the other costs of a point: weights that are
+drawn, pruned and packed on the host, the float64 product that checks a result, kernels to compile, processes to
 start.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.sweeping.gpu_machine import GPU_SETTINGS
 from latbench.workloads.points import Point, estimate_bytes
 from sparse_kernels.shapes import Shape
@@ -35,15 +35,18 @@ _MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb
 
 
 def estimate_gpu_seconds(wanted: Iterable[Point]) -> float:
-    """About how long measuring takes, within a factor of two or so; longer where a GPU gets hot: throttled points get
-    other chances. See ASSUMED.
+    """Return about how long measuring takes in seconds, within a factor of two; see GPU_ESTIMATE_ASSUMPTION.
+
+    It takes longer where a GPU gets hot, because throttled points are measured again.
     """
     every = list(wanted)
     if not every:
         return 0.0
-    processes = {BACKENDS[point.backend].process for point in every}
+    processes = {GPU_ENGINES[point.backend].process for point in every}
     kernels = {
-        (point.backend, point.shape.op, point.pattern, point.dtype) for point in every if BACKENDS[point.backend].ours
+        (point.backend, point.shape.op, point.pattern, point.dtype)
+        for point in every
+        if GPU_ENGINES[point.backend].ours
     }
     by_shape: dict[Shape, list[Point]] = {}
     for point in every:
@@ -59,18 +62,18 @@ def estimate_gpu_seconds(wanted: Iterable[Point]) -> float:
 
 
 def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -> float:
-    """Seconds to prepare points of one shape: on the GPU they take turns, on the host processes run side by side."""
+    """Return the seconds to prepare points of one shape: on the GPU in turns, on the host in parallel."""
     shape = points[0].shape
     check = 2 * 2 * math.prod((shape.m, shape.k, shape.n)) / rate
     on_gpu = {
         process: sum(
             _READY_SECONDS + check + _TUNE_SECONDS * point.kernel.endswith("_tuned")
-            for point in points if BACKENDS[point.backend].process == process
+            for point in points if GPU_ENGINES[point.backend].process == process
         )
         for process in processes
     }  # fmt: skip
     weights = {
-        process: len({(p.pattern, p.sparsity) for p in points if BACKENDS[p.backend].process == process})
+        process: len({(p.pattern, p.sparsity) for p in points if GPU_ENGINES[p.backend].process == process})
         for process in processes
     }
     drawing = shape.m * shape.k / _HOST_ELEMENTS_PER_SECOND
@@ -79,5 +82,5 @@ def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -
 
 
 def estimate_gpu_table_bytes(wanted: Iterable[Point]) -> int:
-    """About how much disk the table takes."""
+    """Return about how much disk the table takes."""
     return estimate_bytes(wanted, GPU_SETTINGS.block_points, _SAMPLES)

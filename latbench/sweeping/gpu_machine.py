@@ -1,4 +1,4 @@
-"""A GPU as what `latbench.sweeping.sweep` measures on: its name, its processes, its memory."""
+"""A GPU as the machine of a sweep: its name, its processes, its memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.gpu_installation import installed
-from latbench.backends.gpu_probe import Probed
-from latbench.backends.gpu_versions import DRIVER, Versions
-from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
+from latbench.backends.gpu.gpu_installation import find_installed
+from latbench.backends.gpu.gpu_probe import Probed
+from latbench.backends.gpu.gpu_versions import DRIVER, Versions
+from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.base.environments import hash_environment
 from latbench.machines.cuda_libraries import find_library_versions
 from latbench.machines.devices import count_cores, read_cpu_times, read_telemetry
@@ -42,7 +43,7 @@ GPU_SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.0
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
 BUSY_SECONDS = 30.0  # that whoever needs one of these waits until it has started
-MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
+MOST_PROCESSES = 8  # at the same time: one for each name of a process in GPU_ENGINES, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
 _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
@@ -51,8 +52,8 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, an
 class GpuMachine:
     """One GPU of this machine. `close` it when nothing measures there any more."""
 
-    task = "latbench.backends.on_gpu:prepare"
-    host_task = "latbench.backends.on_gpu:draw"
+    task = "latbench.backends.gpu.prepare_gpu_point:prepare_gpu_point"
+    host_task = "latbench.backends.gpu.prepare_gpu_point:pack_gpu_point"
     timer = "cuda_event"
     disturbed_status = "throttled"
     start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
@@ -69,14 +70,16 @@ class GpuMachine:
 
     @property
     def threads_of_processes(self) -> ThreadPoolExecutor:
-        """See Machine."""
+        """See SweepMachine."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_PROCESSES, "latbench-gpu")
         return self._threads
 
     def start(self, backends: Iterable[str]) -> dict[str, str]:
-        """Start the processes of these backends, of the ceilings and of the reference at the same time, and have each
-        backend prepare a small point. A process takes five to ten seconds to import what it needs and to start CUDA.
+        """Start the processes of these backends, of the ceilings and of the reference, and test each backend.
+
+        All start at the same time, and each backend prepares a small point. A process takes five to ten seconds to
+        import its libraries and to start CUDA.
 
         Returns
         -------
@@ -112,20 +115,22 @@ class GpuMachine:
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
         with contextlib.suppress(TaskFailed, WorkerDied):  # its first request fails again, with the reason
-            worker.call("latbench.backends.gpu_probe:load", [GpuPace.module], timeout=seconds)
+            worker.call("latbench.backends.gpu.gpu_probe:load_modules", [GpuPace.module], timeout=seconds)
 
     def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", build_probe_points(self.device, backends), timeout=seconds
+                "latbench.backends.gpu.gpu_probe:probe_engines",
+                build_probe_points(self.device, backends),
+                timeout=seconds,
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
         return found
 
     def close(self) -> None:
-        """End what was started and not asked for."""
+        """End the processes that were started and never used."""
         for worker in self._started.values():
             worker.kill()  # another thread may wait for its answer
         wait(self._loading.values())
@@ -137,8 +142,10 @@ class GpuMachine:
             self._threads = None
 
     def environment(self) -> dict[str, Any]:
-        """See Machine: with the versions of the libraries that the processes have loaded; all of them, where those of
-        torch and of CuPy differ.
+        """See SweepMachine.
+
+        It includes the versions of the libraries that the processes have loaded; all of them, where torch and CuPy
+        differ.
         """
         row = {**describe_gpu_environment(self.gpu), **find_library_versions()}
         for name in find_library_versions():
@@ -149,26 +156,28 @@ class GpuMachine:
 
     @functools.cached_property
     def versions(self) -> Versions:
-        """What the times of a row depend on; after `start` as the processes have loaded it."""
+        """The versions that the times of a row depend on; after `start` as the processes have loaded them."""
         facts = describe_gpu_environment(self.gpu)
         architecture = self._architecture or find_architecture(facts["compute_capability"])
         known = {**find_library_versions(), DRIVER: facts["driver"]}
-        return Versions(installed(), known, dict(self._loaded), architecture)
+        return Versions(find_installed(), known, dict(self._loaded), architecture)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
-        """See Machine."""
+        """See SweepMachine."""
         return self.versions.text(point, families)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See Machine."""
+        """See SweepMachine."""
         return self.versions.current(table)
 
     def process(self, backend: str) -> str:
-        """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
-        return BACKENDS[backend].process
+        """Return the process of a backend. Libraries share one, which saves loading; our own backends may crash
+        alone.
+        """
+        return GPU_ENGINES[backend].process
 
     def worker(self, process: str) -> Worker:
-        """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
+        """Return a process that sees only this GPU: the one that `start` began, or a new one."""
         if process in self._started:
             worker = self._started.pop(process)
             if (loading := self._loading.pop(process, None)) is not None and wait([loading], BUSY_SECONDS).not_done:
@@ -179,7 +188,7 @@ class GpuMachine:
         return Worker(threads=count_cores(), name=process, environment=environment)
 
     def watch(self) -> Callable[[], dict[str, Any]]:
-        """The host's load and stolen time; the GPU's state comes with each burst."""
+        """Watch the host's load and stolen time; the GPU's state comes with each burst."""
         before = read_cpu_times()
 
         def since() -> dict[str, Any]:
@@ -188,20 +197,22 @@ class GpuMachine:
         return since
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        """See Machine."""
+        """See SweepMachine."""
         return summarise_gpu_states(states)
 
     def pace(self, seconds_left: SecondsLeft) -> GpuPace:
-        """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
+        """Return the GPU's reference work (a dense product, reads of memory) and its ceilings.
 
-        Beside them clocks and event reasons come with every burst.
+        The ceilings are measured unless they are cached. Clocks and event reasons come with every burst.
         """
 
         def find() -> GpuCeilings:
             with self.worker("ceilings") as worker:  # whose memory is others' again at once
                 worker.seconds_left = seconds_left
                 seconds = self.start_seconds + self.prepare_seconds
-                found: GpuCeilings = worker.call("latbench.backends.gpu_reference:find", timeout=seconds)
+                found: GpuCeilings = worker.call(
+                    "latbench.backends.gpu.gpu_reference:measure_ceilings", timeout=seconds
+                )
             return found
 
         reference = self.worker("reference")
@@ -213,12 +224,12 @@ class GpuMachine:
             raise
 
     def available_bytes(self) -> float:
-        """Half of what is free on the GPU."""
+        """Return half of the GPU's free memory."""
         with open_observer(self.gpu.uuid) as observer:
             return _MEMORY_SHARE * observer.free_bytes()
 
     def needed_bytes(self, point: Point) -> float:
-        """Copies enough to be rotated: two at least, and of small layers as many as there may be."""
+        """Return the memory of the copies to rotate: at least two, and for small layers as many as allowed."""
         shape = point.shape
         weight = 2 * shape.m * shape.k * (1 - point.sparsity)
         each = weight + 2 * shape.n * (shape.m + shape.k)
@@ -226,7 +237,9 @@ class GpuMachine:
 
 
 def find_architecture(compute_capability: str | None) -> str | None:
-    """What our kernels are compiled for on a GPU ("9.0"); None where there are none, or where it is not known."""
+    """Return the architecture that our kernels are compiled for on a GPU ("9.0"); None if there is none or it is
+    unknown.
+    """
     if compute_capability is None:
         return None
     major, minor = compute_capability.split(".")
@@ -237,7 +250,7 @@ def find_architecture(compute_capability: str | None) -> str | None:
 
 
 def add_repository_to_path() -> None:
-    """Let workers import from where this process does, though nothing is installed."""
+    """Let workers import from the same repository as this process, even if nothing is installed."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:

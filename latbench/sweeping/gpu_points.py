@@ -1,6 +1,6 @@
-"""What is measured on a GPU: points in float16, and the standard sweep, most telling first.
+"""Points of a GPU sweep: float16, and the standard sweep with the most informative points first.
 
-Kernels are timed without bias or activation, because not all of the peers can fuse them. The mode is rotated weights
+Kernels are timed without bias or activation, because some peers cannot fuse them. Weights are rotated and calls run
 in a CUDA graph (see `latbench.timing.gpu_events`), where a library can be captured.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.workloads.points import Point, select_sparsities
 from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -68,7 +68,21 @@ CONVOLUTIONS = (
 
 @dataclass(frozen=True)
 class Wish:
-    """Kernels for a pattern at sparsities, of one tier: the lower, the more it tells. For all shapes, or for some."""
+    """Kernels for a pattern at sparsities, for all shapes or for some.
+
+    Parameters
+    ----------
+    tier
+        Tiers are measured in rising order; lower ones are more informative.
+    kernels
+        The kernels.
+    pattern
+        The pattern.
+    sparsities
+        The sparsities.
+    shapes
+        The shapes; empty: all.
+    """
 
     tier: int
     kernels: tuple[Kernel, ...]
@@ -118,9 +132,9 @@ CONV_WISHES = (
 def build_gpu_point(
     device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0
 ) -> Point:
-    """A point in the mode that its backend allows."""
+    """Return a point in the mode that its backend allows."""
     backend, name, layout = kernel
-    launch = "graph" if BACKENDS[backend].captured else "call"
+    launch = "graph" if GPU_ENGINES[backend].captures_graphs else "call"
     return Point(
         device, backend, name, shape, pattern, sparsity, threads=1, seed=seed, epilogue="none",
         cache_mode="rotated", launch_mode=launch, dtype="float16", layout=layout,
@@ -128,9 +142,9 @@ def build_gpu_point(
 
 
 def list_wished_points(
-    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
+    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = GPU_ENGINES, seed: int = 0
 ) -> list[Point]:
-    """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
+    """Return the points of `wishes` for one shape on `backends`, without patterns that do not fit it."""
     found: dict[Point, None] = {}
     for wish in wishes:
         if wish.pattern.refuses(shape) is not None:
@@ -143,7 +157,7 @@ def list_wished_points(
 
 
 def list_standard_shapes() -> list[Shape]:
-    """The shapes of the standard sweep, most telling first: large ones, linear layers of workloads, convolutions."""
+    """Return the shapes of the standard sweep: large ones, linear layers of workloads, convolutions."""
     linear = [
         layer.shape for name in WORKLOADS for layer in read_workload(name).layers
         if layer.shape.m * layer.shape.n <= LARGEST_RESULT
@@ -153,7 +167,7 @@ def list_standard_shapes() -> list[Shape]:
 
 
 def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Point]:
-    """Return a small point of each of these backends, by backend, that shows whether it works at all."""
+    """Return a small point for each of these backends, which shows whether it works at all."""
     kernels: dict[str, tuple[Kernel, Pattern, float]] = {
         "torch_gpu": (DENSE[0], Dense(), 0.0),
         "torch_sparse": (CUSPARSELT[0], NM(2, 4), 0.5),
@@ -168,17 +182,17 @@ def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Poin
     }  # fmt: skip
 
 
-def list_smoke_points(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
-    """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
+def list_smoke_points(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[Point]:
+    """Return one point for every kernel of every engine on small layers; together they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}
     for shape in (SMOKE_LINEAR, SMOKE_CONV):
         for each in list_wished_points(device, shape, _wishes(shape), backends, seed):
-            ours = each.pattern if BACKENDS[each.backend].ours else None
+            ours = each.pattern if GPU_ENGINES[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
     return list(found.values())
 
 
-def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+def list_standard_blocks(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[list[Point]]:
     """Return the standard sweep: the first MOST_POINTS of all tiers but the last, on the standard shapes."""
     blocks: list[list[Point]] = []
     left = MOST_POINTS
@@ -190,30 +204,30 @@ def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed
 
 
 def list_staged_blocks(
-    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = GPU_ENGINES,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
 ) -> list[list[Point]]:  # fmt: skip
-    """Every point of every distinct shape, in blocks of one shape each, the most telling first.
+    """Return every point of every distinct shape in blocks of one shape each, the most informative first.
 
     Parameters
     ----------
     shapes
-        Layers, the most telling first.
+        Layers, the most informative first.
     device
-        Its name in tables.
+        The device's name in tables.
     backends
-        Those that are used: dense by all libraries, each pattern by our kernels and by its peers.
+        Backends to use: dense by all libraries, each pattern by our kernels and by its peers.
     patterns
         By default those of the wishes; one that no wish names is measured by our kernels.
     sparsities
-        By default each wish's own first and, in a last tier, SPARSITIES.
+        By default each wish's own first and, in a last tier, GPU_SPARSITIES.
     seed
-        Of the synthetic weights.
+        Random seed of the synthetic weights.
 
     Returns
     -------
     list of list of Point
-        BLOCK_POINTS at most in each, no point twice.
+        At most BLOCK_POINTS in each, no point twice.
     """
 
     def chosen(shape: Shape) -> list[Wish]:
@@ -239,7 +253,7 @@ def _tiers(
     chosen: Callable[[Shape], Sequence[Wish]],
     seed: int,
 ) -> list[list[Point]]:
-    """Blocks of one shape each, a tier of all shapes after the other."""
+    """Return blocks of one shape each, one tier of all shapes after the other."""
     wishes = {shape: chosen(shape) for shape in dict.fromkeys(shapes)}
     blocks: list[list[Point]] = []
     seen: set[Point] = set()
@@ -260,7 +274,7 @@ def _wishes(shape: Shape) -> tuple[Wish, ...]:
 def _unforeseen(
     shape: Shape, wishes: Sequence[Wish], patterns: Sequence[Pattern], sparsities: Sequence[float]
 ) -> list[Wish]:
-    """Patterns that no wish names, by our kernels."""
+    """Return wishes for patterns that no wish names, by our kernels."""
     ours = OURS_CONV if isinstance(shape, Conv2dShape) else OURS
     named = {wish.pattern for wish in wishes}
     return [Wish(1, ours, pattern, tuple(sparsities)) for pattern in patterns if pattern not in named]

@@ -1,4 +1,4 @@
-"""The roofline of a sweep on a GPU: which units a kernel may use, and whose ceilings they are."""
+"""The roofline of a sweep on a GPU: which units a kernel may use, and their ceilings."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _METHOD = 2  # counts changes of how ceilings are found
 
 
 class GpuPace(ReferencePace[GpuCeilings]):
-    """The ceilings of the GPU that a sweep measures on, and how fast it is just now."""
+    """The ceilings of the GPU that a sweep measures on, and its present pace."""
 
-    module = "latbench.backends.gpu_reference"
+    module = "latbench.backends.gpu.gpu_reference"
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
-        """See Roofline. What a kernel writes does not count (see `latbench.timing.gpu_ceilings`)."""
+        """See SweepRoofline. Writes of a kernel do not count (see `latbench.timing.gpu_ceilings`)."""
         shape = point.shape
         counted = 0.0 if may_skip_products(point) else flop
         return self.ceilings.roofline_seconds(counted, size - 2 * shape.m * shape.n, choose_units(point, kernel))
 
 
 def choose_units(point: Point, kernel: str) -> str:
-    """The units that bound a kernel: the point's element type on tensor cores, unless it is known to use none."""
+    """Return the units that bound a kernel: the element type on tensor cores, or ORDINARY if it uses none."""
     ours = point.backend == "numba_cuda" or (point.backend == "cupy" and kernel.startswith("cuda.csr."))
     return ORDINARY if ours else point.dtype
 
 
 def may_skip_products(point: Point) -> bool:
-    """Whether a library may do with fewer products than the weights say, as Winograd's convolutions do."""
+    """Return whether a library may use fewer products than the weights imply, as Winograd's convolutions do."""
     shape = point.shape
     return point.backend == "torch_gpu" and isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1
 
@@ -52,7 +52,7 @@ def may_skip_products(point: Point) -> bool:
 def build_cached_gpu_ceilings(
     environment: Mapping[str, Any], measure: Callable[[], GpuCeilings]
 ) -> CachedCeilings[GpuCeilings]:
-    """The ceilings of the GPU that an `nvml.environment` is of, as it is set now; `measure` finds them."""
+    """Return the cached ceilings of the GPU of an environment at its present settings; `measure` finds them."""
     unit = str(environment["device_uuid_hash"])
     return CachedCeilings(
         f"{environment['device']}-{unit}", 1, describe_work(), measure, GpuCeilings,
@@ -61,7 +61,7 @@ def build_cached_gpu_ceilings(
 
 
 def describe_work() -> str:
-    """What the ceilings are measured with."""
+    """Return a description of the work that measures the ceilings."""
     source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
     sizes = f"{ceilings.PRODUCT_SIZE} {ceilings.PACE_SIZE}, reads {ceilings.PACE_BYTES}"
     return f"products {sizes}, torch {find_version('torch')}, kernels {source}, {_METHOD}"

@@ -1,9 +1,9 @@
-"""What a GPU's table says, in text: every kernel against the fastest dense one and against its peers.
+"""A summary of a GPU's table as text: every kernel against the fastest dense one and against its peers.
 
-A ratio above 1 means faster than what it is compared with. Only rows of equal shape, element type and cache mode are
-compared. Times marked (call) were not taken in a CUDA graph: they have the gaps between launches in them. Those
-marked throttled were taken while heat or the power supply slowed the device down: nothing is compared with them, and
-no median counts them. Those marked in_l2 are of layers so small that the L2 may have held them.
+A ratio above 1 means faster. Only rows of equal shape, element type and cache mode are compared. Times marked (call)
+were not taken in a CUDA graph, and include the gaps between launches. Times marked throttled were taken while heat or
+the power supply slowed the device down; they are not compared and not in any median. Times marked in_l2 are of layers
+so small that the L2 may have held them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _WORK = [*SHAPE_COLUMNS, "pattern", "sparsity_target"]
 
 
 def compare_kernels(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold a time, the throttled ones of points that have no other among them, with the time of the
-    fastest dense kernel (dense_seconds) and of the fastest peer that does the same sparse work (peer_seconds,
-    peer_kernel); missing where there is none.
+    """Return the rows with a time, with the times of their fastest dense kernel and fastest peer.
+
+    Throttled rows are included for points that have no other. The columns dense_seconds, peer_seconds (the same
+    sparse work) and peer_kernel are missing where there is none.
     """
     frame = frame.reset_index(drop=True)
     rows = frame.loc[[*select_timed(frame).index, *_throttled(frame).index]]
@@ -47,7 +48,7 @@ def compare_kernels(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
-    """The latest throttled row of each point that has no time of its own."""
+    """Return the latest throttled row of each point that has no valid time."""
     known = set(select_timed(frame)["point_id"])
     rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
     return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
@@ -59,7 +60,7 @@ def _fastest(rows: pd.DataFrame, key: list[str], name: str) -> pd.DataFrame:
 
 
 def format_gpu_summary(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
-    """The whole summary: the device, what was measured, medians of ratios, every time, and what failed."""
+    """Return the whole summary: the device, counts, medians of ratios, every time, and failures."""
     lines = [
         f"{environment.get('device')}: driver {environment.get('driver')}, CUDA {environment.get('cuda_driver')}, "
         f"torch {environment.get('torch')}, cupy "
@@ -122,7 +123,7 @@ def _remarks(row: pd.Series) -> str:
 
 
 def _clock(row: pd.Series) -> str:
-    """The median clock of the multiprocessors while the row was sampled."""
+    """Return the median clock of the multiprocessors while the row was sampled."""
     hertz = row["clock_hertz"]
     return f"{hertz / 1e9:.2f} GHz" if pd.notna(hertz) else "  - GHz "
 

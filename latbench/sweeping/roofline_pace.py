@@ -1,8 +1,7 @@
-"""What a machine can do at most, and how fast it is just now: two fixed pieces of work, timed every few bursts of a
-sweep in the same turns.
+"""Ceilings of a machine and its present pace, from two fixed pieces of work that are timed every few bursts.
 
-Frequency, neighbours on the same chip and heat slow a machine for seconds or minutes without a trace in its counters.
-Fixed work shows them all, but for one, which slows only what threads do together: see
+Clock frequency, neighbours on the same chip and heat slow a machine for seconds or minutes without a trace in its
+counters. Fixed work shows them all. The one exception slows only the exchange between threads: see
 `latbench.sweeping.core_placement`.
 """
 
@@ -29,7 +28,7 @@ READING_SECONDS = 0.008
 NEAREST_READINGS = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
-REFERENCE_KERNELS = ("product", "total")
+REFERENCE_KERNELS = ("build_product", "build_sum")
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,16 @@ class PaceReading:
 
 @dataclass(frozen=True)
 class ReferenceTimes:
-    """How long the reference kernels took at some moments, weighed as some work is bound by what they show, and how
-    long they usually take; whether most of these moments lie in a slow spell of this sweep.
+    """Times of the reference kernels at some moments, weighed for one kind of work.
+
+    Parameters
+    ----------
+    seconds
+        The times at these moments.
+    usual_seconds
+        The usual time.
+    slow_spell
+        Whether most of these moments lie in a slow spell of this sweep.
     """
 
     seconds: Sequence[float]
@@ -54,7 +61,7 @@ class ReferenceTimes:
 
 
 class SweepRoofline(ABC, Generic[AnyCeilings]):
-    """What a device can do at most, beside which a sweep judges its times; a device may also have a pace."""
+    """The ceilings of a device, which bound a sweep's times; a device may also have a pace."""
 
     def __init__(self, kept: CachedCeilings[AnyCeilings]) -> None:
         self.ceilings = kept.get()
@@ -62,11 +69,12 @@ class SweepRoofline(ABC, Generic[AnyCeilings]):
 
     @abstractmethod
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
-        """The least that `kernel` can take for a point of so many operations on so many bytes."""
+        """Return the shortest time of `kernel` for a point with so many operations on so many bytes."""
 
     def doubt(self) -> bool:
-        """Measure the ceilings again, once in a sweep, because something was faster than they allow: they may have
-        been found while others took the machine. Whether they may have changed.
+        """Measure the ceilings again because a time beat them; once in a sweep.
+
+        They may have been measured while others used the machine. Returns whether they may have changed.
         """
         if self._doubted:
             return False
@@ -76,16 +84,17 @@ class SweepRoofline(ABC, Generic[AnyCeilings]):
         return True
 
     def turn(self) -> None:
-        """Called before every burst of others: times fixed work, if there is any and it is its turn."""
+        """Time the reference work, if there is any and it is its turn; called before every burst."""
 
     def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes | None:
-        """What fixed work took around these times of the clock, for work of so many operations on so many bytes. None
-        while that is not known.
+        """Return the reference times around these times of the clock; None while they are unknown.
+
+        They are weighed for work of so many operations on so many bytes.
         """
         return None
 
     def apart(self) -> bool:
-        """Called after every burst of others: whether it cannot count, because cores were apart (`placement`)."""
+        """Return whether the last burst cannot count because cores were apart; called after every burst."""
         return False
 
     def close(self) -> None:
@@ -93,9 +102,9 @@ class SweepRoofline(ABC, Generic[AnyCeilings]):
 
 
 class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
-    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual.
+    """A reference worker and its readings; `ceilings` hold the usual times.
 
-    The worker prepares KERNELS of `module`.
+    The worker prepares REFERENCE_KERNELS of `module`.
     """
 
     module: ClassVar[str]
@@ -111,13 +120,11 @@ class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
 
     @property
     def given_up(self) -> bool:
-        """Whether the reference worker died so often in a row that it is not asked again. Nothing is known of the
-        pace then.
-        """
+        """Whether the reference worker died so often in a row that it is not used again; the pace is unknown then."""
         return self._deaths >= MOST_DEATHS
 
     def turn(self) -> None:
-        """Times the reference kernels if it is their turn."""
+        """Time the reference kernels if it is their turn."""
         if self._bursts % READ_EVERY_BURSTS == 0 and not self.given_up:
             self._read()
         self._bursts += 1
@@ -143,7 +150,7 @@ class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
         self.readings.append(PaceReading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
     def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes | None:
-        """See Roofline. None while there is no reading, and once the reference worker is given up."""
+        """See SweepRoofline. None while there is no reading, and once the reference worker is given up."""
         if not self.readings or self.given_up:
             return None
 
@@ -166,9 +173,9 @@ class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
 
 
 class CpuPace(ReferencePace[Ceilings]):
-    """Of a CPU, on which others run so many threads."""
+    """The pace of a CPU on which engines run `threads` threads."""
 
-    module = "latbench.backends.reference"
+    module = "latbench.backends.cpu.cpu_reference"
 
     def __init__(
         self, worker: Worker, kept: CachedCeilings[Ceilings], threads: int, clock: Clock = perf_counter
@@ -177,11 +184,11 @@ class CpuPace(ReferencePace[Ceilings]):
         self._placement = CorePlacement(worker, threads)
 
     def apart(self) -> bool:
-        """See Roofline."""
+        """See SweepRoofline."""
         return self._placement.apart()
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
-        """See Roofline: on a CPU all kernels have the same units."""
+        """See SweepRoofline: on a CPU all kernels use the same units."""
         return self.ceilings.roofline_seconds(flop, size, point.dtype_a)
 
 

@@ -25,8 +25,14 @@ Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
 
 
 class TimeLeft(NamedTuple):
-    """The seconds that are left for points, which have any time while a run has measured nothing; and for what is
-    timed beside them, which is worth no more than the run's budget.
+    """The seconds that are left in a run.
+
+    Parameters
+    ----------
+    points
+        For points. The first points of a run have no limit, because a run without any result could never continue.
+    beside
+        For reference work, which must stay within the run's budget.
     """
 
     points: SecondsLeft = lambda: None
@@ -35,11 +41,23 @@ class TimeLeft(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`, in bursts of
-    `round_seconds` that take turns with those of `block_points` points at least.
+    """How carefully points are measured.
 
-    In each of several `sessions` the engines' processes are new, and get the points in another order: where in memory
-    things lie speeds a point up or slows it down by a percent or two for as long as they lie there.
+    Parameters
+    ----------
+    rel_error
+        Wanted relative error of the median.
+    max_seconds
+        Most seconds of sampling per point and session.
+    round_seconds
+        Seconds of a burst.
+    block_points
+        Least points of a block, whose bursts take turns.
+    sessions
+        Sessions with new processes and another order of points. Memory placement changes times by a percent or two
+        for as long as a process lives; several sessions average that out.
+    noisy_chances
+        How often a disturbed point is measured again.
     """
 
     rel_error: float = 0.01
@@ -92,7 +110,7 @@ DEFAULT_OPTIONS = SweepOptions()
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a sweep is: `done` of `total` points have a row; `activity` says what it does now."""
+    """The state of a sweep: `done` of `total` points have a row; `activity` is what it does now."""
 
     done: int
     total: int
@@ -101,21 +119,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep did: the status of each point measured now, by point_id, and how many the table had before."""
+    """The result of a sweep: the status of each point measured now, by point_id, and the number of skipped points."""
 
     statuses: dict[str, str]
     skipped: int
 
 
 class SweepStopped(Incomplete):
-    """A sweep that was interrupted (by the user), or used up its time; `summary` is of what it measured."""
+    """A sweep that was interrupted by the user or used up its time; `summary` is its result so far."""
 
     summary: SweepSummary
     interrupted = False
 
 
 class TimeUsedUp(Exception):
-    """The time budget of a run is over."""
+    """The end of a run's time budget."""
 
     def __str__(self) -> str:
         return "the time budget is used up"

@@ -15,13 +15,13 @@ Reals = NDArray[np.float64]
 
 
 def summarise_samples(samples: Sequence[float], burst_error: float | None = None) -> dict[str, Any]:
-    """The time columns of `samples` (seconds a call): the only place where a median is computed.
+    """Return the time columns of `samples` (seconds a call).
 
     low_seconds and high_seconds bound the median with 95% confidence by order statistics (Conover, Practical
-    Nonparametric Statistics, section 3.2), without an assumption on the distribution; they are None with fewer than
-    six samples, which cannot bound it. That takes every sample for independent: where the bursts they come from
-    disagree by more, `burst_error`, the interval reaches as far to either side, by that factor.
-    Raises ValueError for no samples or one that is not a positive finite number.
+    Nonparametric Statistics, section 3.2), without an assumption on the distribution. They are None with fewer than
+    six samples. That interval takes samples as independent. Where bursts disagree more (`burst_error`), the interval
+    is widened to that factor on either side. Raises ValueError without samples, or for one that is not positive and
+    finite.
     """
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     if ordered.size == 0 or not (np.isfinite(ordered).all() and ordered[0] > 0):
@@ -45,8 +45,8 @@ def summarise_samples(samples: Sequence[float], burst_error: float | None = None
 
 
 def summarise_sample_rows(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
-    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
-    where it says None.
+    """Return the time columns of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN for
+    None.
     """
     ordered = np.sort(samples, axis=1)
     count = samples.shape[1]

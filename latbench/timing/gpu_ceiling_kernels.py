@@ -1,4 +1,4 @@
-"""The kernels of gpu_ceilings.cu and their launches, as plain values: what they do, and what they leave behind."""
+"""The kernels of gpu_ceilings.cu and their launches as plain values: their work and their results."""
 
 from __future__ import annotations
 
@@ -27,8 +27,20 @@ VARIANTS = (MULTIPLY_ADDS, READ_PIECES)
 
 @dataclass(frozen=True)
 class FixedWork:
-    """A launch that does so many operations, or reads so many bytes (`done`), and leaves `result` in each of
-    `threads` elements of OUT, of type `dtype`; reads have words that are all 1 for X.
+    """A launch with a known amount of work and a known result.
+
+    Parameters
+    ----------
+    launch
+        The launch.
+    done
+        Operations, or bytes that it reads.
+    threads
+        Elements of OUT, one per thread.
+    dtype
+        Their type.
+    result
+        Their value. For reads, all words of X are 1.
     """
 
     launch: Launch
@@ -39,7 +51,7 @@ class FixedWork:
 
 
 def build_multiply_adds(multiprocessors: int, steps: int = STEPS) -> FixedWork:
-    """Chains of float32 multiply-adds on every ordinary core; so many `steps`, 32 or more, end at 1."""
+    """Return chains of float32 multiply-adds on every ordinary core; `steps` of 32 or more end at 1."""
     threads = THREADS * BLOCKS * multiprocessors
     arguments = (Operand.OUT, np.int32(steps), np.float32(FACTOR))
     done = 2.0 * CHAINS * steps * threads
@@ -47,7 +59,7 @@ def build_multiply_adds(multiprocessors: int, steps: int = STEPS) -> FixedWork:
 
 
 def build_reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> FixedWork:
-    """Reads of the first `size` bytes of X, a power of two, again and again until `least` bytes are read."""
+    """Return reads of the first `size` bytes of X, a power of two, repeated until `least` bytes are read."""
     threads = THREADS * BLOCKS * multiprocessors
     count = -(-max(least, size) // (PIECE_BYTES * threads))
     arguments = (Operand.X, Operand.OUT, np.uint32(size // PIECE_BYTES - 1), np.int32(count))

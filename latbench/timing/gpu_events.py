@@ -1,22 +1,22 @@
 """Times on a GPU: samples between CUDA events, taken in batches while the host runs ahead of the device.
 
-Pure: what does the work is a `Driver` (torch or CuPy, see latbench.timing.gpu_drivers), the clock is an argument.
+Pure: a `Driver` (torch or CuPy, see latbench.timing.gpu_drivers) does the work, and the clock is an argument.
 
-A sample is `mark, work, mark`. Events tell the device's time only if the host has queued all three before the
-device gets there, else the host's launch latency is timed as well; nvbench blocks the stream with a kernel for that.
-Here the device first flushes its L2 for as long as the host needs to queue a batch (measured, with some to spare).
+A sample is `mark, work, mark`. Events measure the device's time only if the host has queued all three before the
+device reaches them. Otherwise they include the host's launch latency; nvbench blocks the stream with a kernel for
+that reason. Here the device first flushes its L2 for as long as the host needs to queue a batch, with some reserve.
 
 cache_mode says what lies in the L2 when a call begins:
-    cold      nothing of it: every call is preceded by a flush. One call a sample, so no graph.
-    rotated   weights, activations and results of several copies are used in turn: when a copy is, the others have
-              since touched ROTATED_TIMES_L2 times what the L2 holds.
+    cold      nothing of it: a flush precedes every call. One call a sample, so no graph.
+    rotated   weights, activations and results of several copies are used in turn: before a copy is used again, the
+              others have touched ROTATED_TIMES_L2 times the size of the L2.
     warm      whatever the last call of the same copy left.
-launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, which leaves out
-the launches that a call of a few microseconds otherwise consists of.
+launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, without the launch
+overhead that dominates calls of a few microseconds.
 
-Events tick every half microsecond, so calls are repeated within a sample until that is below a percent; cold ones
-cannot be, and below 20 microseconds say little. What NVML says of the device is read while a batch still runs. Where
-it was slowed down by heat or by its power supply the batch does not count, as long as there are others.
+Events tick every half microsecond, so calls are repeated within a sample until the tick is below a percent. Cold
+calls cannot be repeated; times below 20 microseconds say little. NVML reports the state of the device while a batch
+still runs. A batch that heat or the power supply slowed down does not count, as long as there are others.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ TRIALS, TRIAL_FLUSHES = 3, 20
 
 
 class NotCaptured(Exception):
-    """These launches cannot become a CUDA graph; the message is the library's."""
+    """Launches that cannot become a CUDA graph; the message is the library's."""
 
 
 class DeviceState(Protocol):
-    """The device's state at one moment, as far as timing asks."""
+    """The state of the device that timing needs."""
 
     @property
     def throttled(self) -> bool:
@@ -69,34 +69,34 @@ StateReader = Callable[[], DeviceState | None]
 
 
 class Driver(Protocol):
-    """What timing asks of a CUDA library; everything is queued on one stream."""
+    """The functions of a CUDA library that timing needs; everything is queued on one stream."""
 
     @property
     def l2_bytes(self) -> int:
-        """What the L2 holds."""
+        """The size of the L2 in bytes."""
 
     def flush(self) -> None:
-        """Queue what writes FLUSH_TIMES_L2 as much as the L2 holds, and so leaves nothing useful in it."""
+        """Queue a write of FLUSH_TIMES_L2 times the size of the L2, which displaces its content."""
 
     def mark(self) -> Any:
         """Queue an event."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The device's time between two marks that it has passed."""
+        """Return the device's time between two marks that it has passed."""
 
     def capture(self, work: Call) -> Call:
-        """The kernels that `work` launches as one graph, ready to be queued. RuntimeError where that cannot be."""
+        """Return the kernels that `work` launches as one graph. Raises RuntimeError where that is impossible."""
 
     def spoil(self, result: Any) -> None:
-        """Queue what makes every element of an array NaN."""
+        """Queue a write of NaN to every element of an array."""
 
     def wait(self) -> None:
-        """Return when the device has done everything queued; raises if it failed."""
+        """Wait until the device has done everything queued; raise if it failed."""
 
 
 @dataclass(frozen=True)
 class TimingMode:
-    """How a point is timed."""
+    """The cache mode and the launch mode of a timing."""
 
     cache: str
     launch: str
@@ -128,9 +128,9 @@ class BatchPlan:
 
 
 class EventTimer:
-    """Work ready to be sampled; a measure.Timer. `choose_inner_loops` calls are one sample.
+    """Work that is ready to be sampled; a `Timer`. `inner_loops` calls make one sample.
 
-    It holds on to the calls that are `needed`: a graph knows the addresses of their arrays only.
+    It keeps a reference to the calls `needed`, because a graph knows only the addresses of their arrays.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class EventTimer:
         _wait_for(self._driver, self._work)
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, one batch at least, in seconds a call."""
+        """Return samples taken for about `seconds`, at least one batch, in seconds a call."""
         end = self._clock() + seconds
         self.run()  # what ran before took the caches, and let the clocks fall
         batches = [self._batch()]
@@ -201,10 +201,25 @@ def build_event_timer(
     watch: StateReader = lambda: None,
     clock: Clock = perf_counter,
 ) -> EventTimer:
-    """Find out how often to repeat `calls` and how far the host must run ahead; captures the graph.
+    """Find out how often to repeat calls and how far the host must run ahead; capture the graph.
 
-    `calls` do the same work on copies of their own. Only the first is used unless the mode is rotated. Raises
-    NotCaptured, and whatever a call raises.
+    Parameters
+    ----------
+    calls
+        They do the same work on copies of their own. Only the first is used unless the mode is rotated.
+    driver
+        Runs and times them.
+    mode
+        Cache and launch mode.
+    watch
+        Reads the state of the device.
+    clock
+        Returns seconds.
+
+    Raises
+    ------
+    NotCaptured
+        The calls cannot become a graph. Other exceptions of a call pass through.
     """
     used = list(calls) if mode.cache == "rotated" else list(calls)[:1]
     for call in used:
@@ -221,11 +236,7 @@ def build_event_timer(
     loops = choose_inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
     work = _repeated(used, loops)
     if mode.launch == "graph":
-        try:
-            work = driver.capture(work)
-        except RuntimeError as error:
-            raise NotCaptured(str(error)) from error
-        _wait_for(driver, work)
+        work = _capture(driver, work)
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
     samples = choose_batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
     return EventTimer(
@@ -243,8 +254,17 @@ def build_event_timer(
     )
 
 
+def _capture(driver: Driver, work: Call) -> Call:
+    try:
+        graph = driver.capture(work)
+    except RuntimeError as error:
+        raise NotCaptured(str(error)) from error
+    _wait_for(driver, graph)
+    return graph
+
+
 def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
-    """How many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
+    """Return how many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
     if mode.cache == "cold":
         return 1
     turns = math.ceil(SHORTEST_SAMPLE_SECONDS / max(once, 1e-9) / copies)
@@ -252,26 +272,29 @@ def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int 
 
 
 def choose_batch_size(*, seconds: float, queueing: float, room: float) -> int:
-    """How many samples make a batch, if each takes the device `seconds` and the host `queueing`, and the device can
-    be kept busy for `room` seconds meanwhile.
+    """Return how many samples make a batch.
+
+    A sample takes the device `seconds` and the host `queueing`; the device can be kept busy for `room` seconds
+    meanwhile.
     """
     return max(1, min(MOST_SAMPLES_A_BATCH, int(BATCH_SECONDS / seconds), int(room / max(queueing, 1e-9))))
 
 
 def choose_flushes(*, queueing: float, gained: float) -> int:
-    """How many flushes keep the device busy while the host queues a batch, if it gains so much by each."""
+    """Return how many flushes keep the device busy while the host queues a batch, if each gains so much time."""
     return max(1, min(MOST_FLUSHES, math.ceil(HEAD_START * queueing / gained)))
 
 
 def choose_copies(bytes_each: int, l2_bytes: int, most: int) -> int:
-    """How many copies that touch `bytes_each` are to be used in turn, `most` at most: so many that the others touch
-    ROTATED_TIMES_L2 times what the L2 holds before it is a copy's turn again.
+    """Return how many copies that touch `bytes_each` to use in turn, at most `most`.
+
+    The others then touch ROTATED_TIMES_L2 times the size of the L2 before a copy is used again.
     """
     return min(most, 1 + -(-ROTATED_TIMES_L2 * l2_bytes // max(1, bytes_each)))
 
 
 def displaces_cache(bytes_each: int, l2_bytes: int, copies: int) -> bool:
-    """Whether the others of so many copies displace what a copy left in the L2."""
+    """Return whether the other copies displace what a copy left in the L2."""
     return (copies - 1) * bytes_each >= LEAST_TIMES_L2 * l2_bytes
 
 
@@ -301,7 +324,7 @@ def _wait_for(driver: Driver, work: Call) -> None:
 
 
 def _seconds_of(driver: Driver, work: Call) -> float:
-    """The median time of `work`, after flushes that let the host run ahead as it will when it counts."""
+    """Return the median time of `work`, after flushes that let the host run ahead as in a measurement."""
     times = []
     for _ in range(TRIALS):
         for _ in range(TRIAL_FLUSHES):
@@ -315,13 +338,13 @@ def _seconds_of(driver: Driver, work: Call) -> float:
 
 
 def _gained(driver: Driver, clock: Clock) -> float:
-    """By how much the host gets ahead of the device with every flush; a tenth of the flush at worst."""
+    """Return by how much each flush lets the host get ahead of the device; at least a tenth of the flush."""
     flush = _seconds_of(driver, driver.flush)
     return max(flush - _queueing_seconds(driver, driver.flush, clock), flush / 10)
 
 
 def _queueing_seconds(driver: Driver, run: Call, clock: Clock) -> float:
-    """The median time that the host takes to queue `run`."""
+    """Return the median time that the host takes to queue `run`."""
     times = []
     for _ in range(TRIALS):
         began = clock()

@@ -1,10 +1,10 @@
-"""The timing loop: bursts of samples, several runs in turn, until each median is known well enough.
+"""The sampling loop: bursts of samples, several callables in turn, until each median is known well enough.
 
-Pure: the clock is an argument, nothing here knows what it times. One sample is the mean of `inner_loops` calls, so
-that the clock's own resolution and cost stay far below it. Runs are sampled in rounds, a short burst each in random
-order: a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by 40%), and
-the bursts of one run lie so far apart that they see it in several moods. How much they disagree is part of the error.
-A noisy result is a fact (`converged` is false), not an exception.
+Pure: the clock is an argument, and nothing here knows what is timed. One sample is the mean of `inner_loops` calls,
+so that the clock's resolution and cost stay far below it. Callables are sampled in rounds, a short burst each in
+random order. So a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by
+40%), and the bursts of one callable are far apart in time. How much they disagree is part of the error. A noisy
+result is a fact (`converged` is false), not an exception.
 """
 
 from __future__ import annotations
@@ -32,10 +32,18 @@ Run = Callable[[], object]
 
 
 class ResourceUsage(NamedTuple):
-    """What this process used so far, and what it had to do without.
+    """Resources that this process has used or missed; None where the system does not say.
 
-    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; the clock
-    ticks of the machine. None where the system does not say.
+    Parameters
+    ----------
+    switches
+        Involuntary context switches.
+    cpu_seconds
+        CPU time.
+    waited_seconds
+        Time that all its threads together waited for a core.
+    machine
+        Clock ticks of the machine.
     """
 
     switches: int
@@ -79,10 +87,22 @@ PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
 class Burst:
     """Samples taken one after the other, in seconds a call.
 
-    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
-    showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
-    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards. began: by
-    the clock of who measures.
+    Parameters
+    ----------
+    samples
+        The samples.
+    preempted
+        Whether other processes took the cores, or heat slowed a GPU down.
+    states
+        States that the device reported.
+    reasons
+        How the disturbance showed.
+    discarded
+        Further samples that were left out at once.
+    rest_seconds
+        Time for threads to come to rest afterwards.
+    began
+        Start, by the clock of the sampling loop.
     """
 
     samples: list[float]
@@ -100,7 +120,7 @@ Sampler = Callable[[float], Burst]
 
 @dataclass
 class Timing:
-    """What was sampled so far, burst by burst. Preempted bursts do not count as long as there are enough others."""
+    """All samples so far, burst by burst. Preempted bursts do not count as long as there are enough others."""
 
     bursts: list[Burst] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
@@ -108,7 +128,7 @@ class Timing:
     stop_reason: str = ""
 
     def add(self, burst: Burst) -> None:
-        """Take in a burst."""
+        """Add a burst."""
         self.bursts.append(burst)
         samples = np.sort(self.samples)
         self.medians.append(float(np.median(samples)))
@@ -116,7 +136,7 @@ class Timing:
 
     @property
     def preempted(self) -> bool:
-        """Whether preempted bursts had to be counted, because there were not enough others."""
+        """Whether preempted bursts count, because there are too few others."""
         quiet = sum(not burst.preempted for burst in self.bursts)
         return quiet < min(FEWEST_ROUNDS, len(self.bursts))
 
@@ -132,40 +152,42 @@ class Timing:
 
     @property
     def discarded(self) -> int:
-        """How many samples were taken and do not count."""
+        """How many samples do not count."""
         every = sum(len(burst.samples) + burst.discarded for burst in self.bursts)
         return every - sum(len(burst.samples) for burst in self.counted)
 
     @property
     def reasons(self) -> list[str]:
-        """How disturbances showed, in the bursts that count and in those that do not."""
+        """How disturbances showed, in all bursts."""
         return sorted({reason for burst in self.bursts for reason in burst.reasons})
 
     @property
     def states(self) -> list[Any]:
-        """What the device reported during the bursts that count."""
+        """The device's states during the bursts that count."""
         return [state for burst in self.counted for state in burst.states]
 
     @property
     def converged(self) -> bool:
-        """Whether the median is known to the error that was asked for."""
+        """Whether the median is known to the wanted error."""
         return self.stop_reason == "relative_error"
 
     @property
     def relative_error(self) -> float:
-        """Half the 95% interval of the median over the median; infinite while there are too few samples to tell.
+        """Half of the 95% interval of the median over the median; infinite with too few samples.
 
-        The larger of two: as if every sample told something of its own, and as the bursts disagree.
+        The larger of two estimates: from independent samples, and from the medians of the bursts.
         """
         return self.errors[-1]
 
     @property
     def burst_error(self) -> float | None:
-        """The second of the two alone; None with one burst."""
+        """The error estimated from the medians of the bursts; None with one burst."""
         return estimate_burst_error([burst.samples for burst in self.counted])
 
     def drift(self) -> float | None:
-        """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
+        """Return the median of the later half of the counted bursts over that of the earlier half; None with one
+        burst.
+        """
         bursts = self.counted
         if len(bursts) < 2:
             return None
@@ -177,7 +199,7 @@ class Timing:
 
 
 def _sample_error(ordered: np.ndarray) -> float:
-    """Half the 95% interval of the median of rising samples, over the median."""
+    """Return half of the 95% interval of the median of rising samples, over the median."""
     low, high = bound_median(ordered)
     middle = float(np.median(ordered))
     return math.inf if low is None or high is None or middle <= 0 else (high - low) / 2 / middle
@@ -189,8 +211,9 @@ _OF_A_MEDIAN, _MAD = 1.2533, 0.6745
 
 
 def estimate_burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
-    """Half the 95% interval of the median of the medians of `bursts` (samples each), over it; None of a single burst,
-    which may not be the next one's like.
+    """Return half of the 95% interval of the median of the medians of `bursts`, over it.
+
+    None with a single burst, because the next may differ.
     """
     if len(bursts) < 2:
         return None
@@ -203,25 +226,25 @@ def estimate_burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
 
 
 class Timer(Protocol):
-    """Something that is ready to be timed and knows how; `inner_loops` calls make one sample."""
+    """Work that is ready to be timed; `inner_loops` calls make one sample."""
 
     @property
     def inner_loops(self) -> int:
-        """How many calls each sample is the mean of."""
+        """Calls per sample."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Columns of the point's row."""
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one."""
+        """Return samples taken for about `seconds`, at least one."""
 
 
 class WallClock:
-    """Times a callable by this process's clock.
+    """A timer of a callable by this process's clock.
 
-    Its `facts`, if it has any, are columns of the point's row. Where it has `rest_seconds`, its threads spin on for
-    so long after a call, and a burst ends when they have come to rest, before another engine is timed.
+    The callable's attribute `facts` holds columns of the point's row. With the attribute `rest_seconds`, its threads
+    spin for that long after a call. A burst then ends when they have come to rest, before another engine is timed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -232,7 +255,7 @@ class WallClock:
         self._fastest_hertz = 0.0
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one."""
+        """Return samples taken for about `seconds`, at least one."""
         taken = replace(sample_burst(self._run, seconds, self.inner_loops), rest_seconds=self._rest_seconds)
         hertz = read_scaling_hertz()  # while the cores are still warm from it
         sleep(self._rest_seconds)
@@ -248,7 +271,7 @@ _THREADS = Path("/proc/self/task")
 
 
 def read_process_usage() -> ResourceUsage:
-    """What all threads of this process used."""
+    """Return the resources that all threads of this process used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     waited = 0
     try:
@@ -261,7 +284,7 @@ def read_process_usage() -> ResourceUsage:
 
 
 def calibrate_inner_loops(run: Run, *, clock: Clock = perf_counter) -> int:
-    """How many calls of `run` make one sample long enough to be read off the clock; calls it a few times."""
+    """Return how many calls of `run` make a sample long enough for the clock; calls it a few times."""
     run()
     loops = 1
     while loops < MOST_INNER_LOOPS:
@@ -284,10 +307,10 @@ def sample_burst(
     clock: Clock = perf_counter,
     usage: UsageReader = read_process_usage,
 ) -> Burst:
-    """Samples of `run` taken for about `seconds`, at least one: each the mean seconds a call of `inner_loops` calls.
+    """Return samples of `run` taken for about `seconds`, at least one; each is the mean of `inner_loops` calls.
 
-    One untimed sample goes first: what ran before took the caches and put this run's threads to sleep. Garbage is not
-    collected meanwhile.
+    One untimed sample goes first, because other work took the caches and let this work's threads sleep. Garbage is
+    not collected meanwhile.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -307,9 +330,10 @@ def sample_burst(
 
 
 def find_disturbances(before: ResourceUsage, after: ResourceUsage) -> tuple[str, ...]:
-    """How it shows that others had the cores between two readings: PREEMPTED, STOLEN; nothing if it does not.
+    """Return how it shows that others had the cores between two readings: PREEMPTED, STOLEN, or nothing.
 
-    Where the system counts how long threads waited for a core, switches are not looked at: each may be a moment.
+    Where the system counts how long threads waited for a core, context switches are ignored, because each may be
+    short.
     """
     ran = after.cpu_seconds - before.cpu_seconds
     if before.waited_seconds is not None and after.waited_seconds is not None:
@@ -333,7 +357,16 @@ def _time(run: Run, loops: int, clock: Clock) -> float:
 
 @dataclass(frozen=True)
 class StopRule:
-    """When sampling of a callable ends.
+    """When the sampling of a callable ends.
+
+    It ends for one of four reasons, which is the `stop_reason` of its Timing:
+
+    - ``relative_error``: the 95% interval of its median is within `rel_error` of the median on either side.
+    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
+      twice as many bursts have not narrowed the interval.
+    - ``budget``: it has used `max_seconds`. It may use twice as much while the median is not known to 10%, or while
+      too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
+    - ``failed``: its sampler returned no samples.
 
     Parameters
     ----------
@@ -379,15 +412,6 @@ def sample_interleaved(
 ) -> Iterator[tuple[str, Timing]]:
     """Sample several callables in rounds, one burst each per round, and yield each as it finishes.
 
-    A callable finishes for one of four reasons, which is its `stop_reason`:
-
-    - ``relative_error``: the 95% interval of its median is within `rule.rel_error` of the median on either side.
-    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
-      twice as many bursts have not narrowed the interval.
-    - ``budget``: it has used `rule.max_seconds`. It may use twice as much while the median is not known to 10%, or
-      while too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
-    - ``failed``: its sampler returned no samples.
-
     With several sessions, each but the last has SESSION_ROUNDS rounds; then `renew` builds everything anew. Each
     session adds `rule.max_seconds` to what a callable may use. A callable that has used its seconds waits for the
     next session. None finishes before the last session.
@@ -397,7 +421,7 @@ def sample_interleaved(
     samplers
         A sampler for each callable, by name.
     rule
-        When sampling ends.
+        When the sampling of each callable ends.
     clock
         Returns seconds.
     order

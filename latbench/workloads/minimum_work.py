@@ -1,7 +1,7 @@
-"""What a layer cannot do without: the operations and the inputs that no engine can leave out.
+"""The least work of a layer: operations and inputs that no engine can leave out.
 
 Taps of a convolution that fall on its padding need no operation, and inputs that no kept weight reaches need not be
-read: a ceiling that counted them would call fast kernels impossible.
+read. A ceiling that counted them would call fast kernels impossible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sparse_kernels.shapes import Conv2dShape, Shape
 
 
 def compute_inside_share(shape: Shape) -> float:
-    """The share of all (output position, tap) pairs that do not fall on padding; 1 of a linear layer."""
+    """Return the share of all (output position, tap) pairs that do not fall on padding; 1 for a linear layer."""
     if not isinstance(shape, Conv2dShape):
         return 1.0
     inside = [sum(len(hit) for hit in taps) for taps in _inputs_hit(shape)]
@@ -22,7 +22,7 @@ def compute_inside_share(shape: Shape) -> float:
 
 
 def count_inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
-    """How many elements of the activations the kept weights, bool (m, k), reach."""
+    """Return how many elements of the activations the kept weights, bool (m, k), reach."""
     used = kept.any(axis=0)
     if not isinstance(shape, Conv2dShape):
         return int(used.sum()) * shape.n
@@ -36,7 +36,7 @@ def count_inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
 
 
 def _inputs_hit(shape: Conv2dShape) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-    """For every tap along height, and along width: the inputs that it falls on, over all output positions."""
+    """Return the inputs of every tap along height, and along width, over all output positions."""
     along = []
     for axis, (size, taps) in enumerate(((shape.h, shape.kh), (shape.w, shape.kw))):
         stride, padding, dilation = shape.stride[axis], shape.padding[axis], shape.dilation[axis]

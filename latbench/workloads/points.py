@@ -1,7 +1,7 @@
-"""What is to be measured: points, and how long they take.
+"""Points of a CPU sweep, and estimates of how long they take.
 
 A point is the key of a table row: a layer's shape, a pattern at a sparsity, an engine with its settings. Linear
-layers are timed token-major (torch's own order), convolutions NCHW, both with a bias: as a model runs them.
+layers are timed token-major (torch's own order), convolutions NCHW, both with a bias, as a model runs them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, list_standard
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
@@ -31,13 +32,13 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 TUNED_KERNELS: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
 # And in one with bfloat16, by kernel the types that weights and activations are multiplied in: kernels that read two
 # bytes a weight; and those that round both, dense ones beside them.
-_WEIGHTS, _BOTH = ("bfloat16", ""), ("bfloat16", "bfloat16")
+_WEIGHTS, _BOTH = (BFLOAT16, ""), (BFLOAT16, BFLOAT16)
 BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
     ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
-STANDARD_ENGINES = ("torch", "onnxruntime", "openvino", "numba")
+STANDARD_ENGINES = list_standard(CPU_ENGINES)
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
 _COMPRESSED = ("unstructured", "nm", "block")
@@ -105,7 +106,7 @@ class Point:
             object.__setattr__(self, "layout", usual)
 
     def key(self) -> dict[str, Any]:
-        """The key columns of this point's row."""
+        """Return the key columns of this point's row."""
         return {
             "purpose": self.purpose,
             "device": self.device,
@@ -137,7 +138,7 @@ class Point:
 
 
 def convert_shape_to_columns(shape: Shape) -> dict[str, Any]:
-    """The key columns that say the operation and its shape; a linear layer has no convolution columns."""
+    """Return the key columns of a shape and its operation; a linear layer has no convolution columns."""
     columns: dict[str, Any] = {"op": shape.op, "m": shape.m, "k": shape.k, "n": shape.n}
     if isinstance(shape, Conv2dShape):
         columns |= {name: getattr(shape, name) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw")}
@@ -151,7 +152,7 @@ def convert_shape_to_columns(shape: Shape) -> dict[str, Any]:
 
 
 def format_shape(shape: Shape) -> str:
-    """A shape in few characters, for people."""
+    """Return a shape as a short text."""
     if isinstance(shape, Conv2dShape):
         stride = f"/{shape.stride[0]}" if shape.stride != (1, 1) else ""
         return f"conv {shape.c_out}x{shape.c_in}x{shape.kh}x{shape.kw}{stride} on {shape.batch}x{shape.h}x{shape.w}"
@@ -232,9 +233,9 @@ def list_points(
 
 
 def select_default_patterns(shape: Shape) -> list[Pattern]:
-    """The patterns worth measuring for a layer: vectors as long as its rows allow, and short for convolutions.
+    """Return the default patterns of a layer: vectors as long as its rows allow, shorter ones for convolutions.
 
-    A convolution has few output features and its accuracy suffers more from long vectors than a linear layer's does.
+    A convolution has few output features, and its accuracy suffers more from long vectors than a linear layer's.
     """
     if isinstance(shape, Conv2dShape):
         v = 16 if shape.m >= 64 else 8
@@ -245,14 +246,14 @@ def select_default_patterns(shape: Shape) -> list[Pattern]:
 
 
 def select_sparsities(pattern: Pattern, sparsities: Sequence[float]) -> Sequence[float]:
-    """The sparsities at which `pattern` is measured: those asked for, unless it has only one."""
+    """Return the sparsities of `pattern`: the given ones, unless it has only one."""
     if isinstance(pattern, Dense):
         return (0.0,)
     return (pattern.sparsity,) if isinstance(pattern, NM | VectorNM) else sparsities
 
 
 def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
-    """Patterns from their specs, several in one text separated by commas. Raises UsageError for an unknown one."""
+    """Parse specs of patterns, several in one text separated by commas. Raises UsageError for an unknown one."""
     try:
         return [patterns.parse(text.strip()) for given in texts for text in given.split(",")]
     except ValueError as error:
@@ -260,7 +261,7 @@ def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
 
 
 def parse_sparsities(texts: Sequence[str]) -> list[float]:
-    """Sparsities, several in one text separated by commas. Raises UsageError for one outside 0 < sparsity < 1."""
+    """Parse sparsities, several in one text separated by commas. Raises UsageError outside 0 < sparsity < 1."""
     values = []
     for text in (part.strip() for given in texts for part in given.split(",")):
         try:
@@ -274,17 +275,17 @@ def parse_sparsities(texts: Sequence[str]) -> list[float]:
 
 
 def parse_wanted_sparsities(texts: Sequence[str] | None) -> tuple[float, ...] | None:
-    """Sparsities as `parse_sparsities` reads them, or for `fine` all that an adaptive sweep may choose from."""
+    """Parse sparsities as `parse_sparsities`; `fine` means all that an adaptive sweep may choose from."""
     if not texts:
         return None
     return FINE_SPARSITIES if list(texts) == ["fine"] else tuple(parse_sparsities(texts))
 
 
 def group_into_blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
-    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood.
+    """Group points by layer shape, shapes in a random order that depends on `seed`.
 
-    Shapes of few points come together in blocks of `least` points or more, as far as there are any: the more take
-    turns, the longer the time over which each is sampled.
+    Shapes of few points share a block of at least `least` points, as far as there are any. The more points take
+    turns, the longer is the time over which each is sampled.
     """
     by_shape: dict[Shape, list[Point]] = {}
     for point in wanted:
@@ -304,8 +305,9 @@ def group_into_blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> lis
 
 
 def estimate_seconds(wanted: Iterable[Point]) -> float:
-    """About how long measuring takes, within a factor of two or so; longer where others use the machine: noisy
-    points get other chances. See ASSUMED.
+    """Return about how long measuring takes in seconds, within a factor of two; see ESTIMATE_ASSUMPTION.
+
+    It takes longer where others use the machine, because noisy points are measured again.
     """
     every = list(wanted)
     tuned = sum(point.kernel == "tuned" for point in every)
@@ -315,9 +317,7 @@ def estimate_seconds(wanted: Iterable[Point]) -> float:
 
 
 def estimate_bytes(wanted: Iterable[Point], block_points: int = 24, samples: int = _SAMPLES) -> int:
-    """About how much disk the table takes, which has a part for every block of so many points or more, and so many
-    `samples` a row.
-    """
+    """Return about how much disk a table takes, with a part per block and `samples` samples a row."""
     every = list(wanted)
     if not every:
         return 0

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 import pandas as pd
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import VERSION, Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
@@ -29,7 +29,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export, layer_values
-from search.inputs.layer_options import in_network, network_rows
+from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.pipeline.search_job import prunable_layers
 from search.progress import Progress
 from search.task import Task
@@ -89,11 +89,11 @@ def measure(
                 for done, sparsity in enumerate(turns):
                     progress("running the model at imposed sparsities", done, len(turns))
                     if sparsity is None:
-                        with deepsparse.load(path, arrays, threads=threads, environment=environment) as whole:
+                        with deepsparse.load_model(path, arrays, threads=threads, environment=environment) as whole:
                             end_to_end += whole.burst(END_TO_END_SECONDS).samples
                         calls = max(deepsparse.ANALYSED_CALLS, math.ceil(ANALYSED_SECONDS / min(end_to_end)))
                         continue
-                    operations = deepsparse.analyse(
+                    operations = deepsparse.time_operations(
                         path, arrays, threads=threads, environment=environment, sparsity=sparsity or None, calls=calls
                     )
                     analyses.setdefault(sparsity, []).append(operations)
@@ -116,8 +116,8 @@ def of_task(task: Task, folder: Path, settings: Settings) -> pd.DataFrame:
     """
     inputs = task.example()
     shapes = prunable_layers(task, task.model())
-    rows = in_network(folder, threads=settings.threads)
-    return network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
+    rows = read_network_rows(folder, threads=settings.threads)
+    return select_network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
 
 
 def missing_runs(

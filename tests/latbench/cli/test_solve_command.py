@@ -11,7 +11,7 @@ from latbench.cli import main as cli
 from latbench.importers.text_formats import read_spdy_profile
 from search.inputs import problem_from_spdy
 from search.problem.layers import Option
-from search.problem.packed_bytes import weight_bytes
+from search.problem.packed_bytes import count_weight_bytes
 from sparse_kernels.shapes import LinearShape
 
 Run = Callable[..., tuple[int, str, str]]
@@ -40,7 +40,7 @@ def test_a_timing_file_gives_a_profile_in_the_same_project_s_format(run: Run) ->
     # By hand: 0.3 s are left for both; 0.1 + 0.2 costs 1 + 1/4, and with conv at 50% nothing is left for fc.
     assert read_spdy_profile(Path("profile.txt")) == {"conv": 0.9, "fc": 0.5}
     assert (
-        "2.00× over the dense model: 500 ms instead of 1.00 s; total error 1.25, and no profile so fast has less"
+        "2.00× over the dense model: 500 ms instead of 1.00 s; total error 1.25, and no profile as fast has less"
         in out
     )
     assert out.endswith("profile.txt is written\n")
@@ -58,9 +58,7 @@ def test_without_a_target_it_prints_the_frontier(run: Run) -> None:
     assert run("t.txt", "-o", "frontier.parquet")[0] == 0
     pd.testing.assert_frame_equal(pd.read_parquet("frontier.parquet"), every)
     code, _, err = run("t.txt", "-o", "p.txt")
-    assert (
-        code == 2 and "without a --target there is no profile, and a frontier is .csv or .parquet, not p.txt" in err
-    )
+    assert code == 2 and "without a --target the output is a frontier, in a file .csv or .parquet, not p.txt" in err
     assert run("t.txt", "--most-bytes", "9")[0] == 2
 
 
@@ -116,14 +114,14 @@ def test_the_weights_may_have_a_budget_too(run: Run) -> None:
     )
     assert (code, err) == (0, "")
     options = [Option("unstructured" if s else "dense", s) for s in read_spdy_profile(Path("p.txt")).values()]
-    used = sum(weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
+    used = sum(count_weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
     assert used <= dense + 1 and f"weights take {used:,.0f} of {dense + 1:,} bytes" in out
-    assert "no profile of those within both budgets has less" in out
+    assert "no profile within both budgets has less" in out
     code, _, err = run("t.txt", "--target", "1", "--workload", "w.yaml", "--most-bytes", "9")
     assert code == 1 and "no profile that reaches 1x keeps bytes of weights, 9: the least that one takes is" in err
     code, _, err = run("t.txt", "--target", "1", "--most-bytes", "9")
     assert (code, err) == (
-        2, "latbench: bytes of weights: the shape of layer conv is not known: give a workload that has it\n",
+        2, "latbench: bytes of weights: the shape of layer conv is unknown; give a workload that has it\n",
     )  # fmt: skip
 
 
@@ -140,7 +138,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
     assert code == 1 and err.startswith("latbench: slow.txt: target 3x is infeasible: the best is 2.00x")
     Path("other.txt").write_text(TIMINGS.replace("0.1 0.9\n", ""))
     code, _, err = run("t.txt", "--target", "2", "--also", "other.txt", "--also-with", "target=1.5")
-    assert code == 2 and "nothing says what layer conv takes as unstructured at 0.9; leave that option out" in err
+    assert code == 2 and "the cost of layer conv as unstructured at 0.9 is unknown; leave that option out" in err
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
         (["--target", "2", "--also-with", "batch=2"], "more of --also, which is missing"),
         (["--target", "2", "--also", "t.txt", "--also-with", "size=2"], "as in batch=16, not 'size=2'"),
         (["--target", "2", "--also", "t.txt", "--also-with", "batch=many"], "not 'batch=many'"),
-        (["--device", "gpu"], "it does not go with device"),
+        (["--device", "gpu"], "it does not take device"),
     ],
 )
 def test_second_budgets_that_do_not_go_together_are_refused(words: list[str], said: str, run: Run) -> None:
@@ -170,7 +168,7 @@ def test_layers_that_take_no_time_are_shown_and_dense_models_that_take_none_refu
     assert code == 5 and "a SPDY profile cannot hold a layer called 'a layer'" in err and err.count("\n") == 1
     for seconds in ("0", "-1"):
         code, _, err = run("f.csv", "--target", "2", "--dense-seconds", seconds, "--fixed-seconds", "0")
-        assert code == 5 and "a dense model takes a finite time above 0, not" in err
+        assert code == 5 and "the time of the dense model must be finite and above 0, not" in err
     pd.DataFrame([("a", "dense", 0.0, 0.0), ("a", "vector:8", 0.5, 0.0)], columns=columns[:4]).to_csv("f.csv")
     assert run("f.csv", "--target", "2")[0] == 5
 
@@ -181,4 +179,7 @@ def test_a_blank_error_is_named_not_guessed(run: Run) -> None:
     frame.to_csv("f.csv", index=False)
     for words in (["f.csv"], ["t.txt", "--errors", "f.csv"]):
         code, _, err = run(*words, "--target", "2")
-        assert code == 5 and "layer a has no error as vector:8 at 0.9: write inf where it is not to be had" in err
+        assert (
+            code == 5
+            and "layer a has no error as vector:8 at 0.9: write inf for an option that cannot be used" in err
+        )

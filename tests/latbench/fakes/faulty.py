@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import Rotation, Unsupported
+from latbench.backends.cpu.prepare_point import Rotation
+from latbench.backends.installed_engines import Unsupported
 from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines.devices import name_cpu
@@ -116,15 +117,15 @@ HARMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "stopped": (kill(signal.SIGSTOP), "timeout", "no answer"),
     "death with a child": (leave_a_child, "timeout", "no answer"),
     "garbage on the connection": (
-        lambda: write_to_the_connection(struct.pack("!i", 9), b"garbage!!"), "error", "an answer that is none",
+        lambda: write_to_the_connection(struct.pack("!i", 9), b"garbage!!"), "error", "an invalid answer",
     ),
     "half a message": (
-        lambda: write_to_the_connection(struct.pack("!i", 9), b"half"), "error", "broke its connection",
+        lambda: write_to_the_connection(struct.pack("!i", 9), b"half"), "error", "closed its connection",
     ),
     "a message too long": (
-        lambda: write_to_the_connection(struct.pack("!iQ", -1, 2**60)), "error", "broke its connection",
+        lambda: write_to_the_connection(struct.pack("!iQ", -1, 2**60)), "error", "closed its connection",
     ),
-    "connection closed": (hang_up, "error", "broke its connection"),
+    "connection closed": (hang_up, "error", "closed its connection"),
 }  # fmt: skip
 CLOCKS = {"clock goes backwards": -0.5, "clock leaps ahead": 3600.0}
 KERNELS = [*HARMS, *CLOCKS]

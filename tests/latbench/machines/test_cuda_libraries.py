@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines.cuda_libraries import (
     LIBRARIES,
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 LOAD_ALL = """
 import json, sys
 from latbench.machines import cuda_libraries as libraries
-before = libraries.versions()
+before = libraries.find_library_versions()
 untouched = "nvidia" not in open("/proc/self/maps").read()
 
 from cuda import pathfinder
@@ -40,7 +40,7 @@ source = "#include <cupy/carray.cuh>\\n#include <cupy/float16.cuh>\\n"
 source += 'extern "C" __global__ void k(float16* x) { *x = 1.f; }'
 options = (*core.assemble_cupy_compiler_options(()), "-arch=sm_80")
 cubin, _ = compiler._NVRTCProgram(source, "k.cu", (), (), method="cubin").compile(options, None)
-print(json.dumps([untouched, before, libraries.versions(), len(cubin)]))
+print(json.dumps([untouched, before, libraries.find_library_versions(), len(cubin)]))
 """
 
 # A library by cuBLAS's name whose version nobody has; then one that does not answer.
@@ -51,7 +51,7 @@ ASK_FAKE = """
 import ctypes, sys
 from latbench.machines import cuda_libraries as libraries
 ctypes.CDLL(sys.argv[1])
-print(libraries.versions()["cublas"])
+print(libraries.find_library_versions()["cublas"])
 """
 
 
@@ -72,7 +72,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_every_engine_is_in_the_table_of_what_is_opened() -> None:
-    assert OPENED_LIBRARIES.keys() == BACKENDS.keys()
+    assert OPENED_LIBRARIES.keys() == GPU_ENGINES.keys()
     assert {name for names in OPENED_LIBRARIES.values() for name in names} == LIBRARIES.keys()
 
 
@@ -111,7 +111,7 @@ def test_the_extra_for_cuda_13_brings_every_library_but_torchs() -> None:
     opened = {
         name
         for backend, names in OPENED_LIBRARIES.items()
-        if "torch" not in BACKENDS[backend].packages
+        if ("torch",) not in GPU_ENGINES[backend].packages
         for name in names
     }
     missing = {name for name in opened if LIBRARIES[name].wheels[13] not in brought}

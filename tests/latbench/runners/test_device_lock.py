@@ -36,7 +36,7 @@ def test_who_waits_is_told_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     holder += r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: latbench sweep --cpu -o here\)"
     [said] = waits
     assert re.fullmatch(holder, said)
-    assert str(refused.value) == f"{said}; two at a time would time each other: wait for it or end it"
+    assert str(refused.value) == f"{said}; two measurements at a time would disturb each other: wait for it or end it"
 
 
 def test_a_wait_ends_when_the_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +49,8 @@ def test_a_wait_ends_when_the_other_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_lock_of_a_killed_process_is_free() -> None:
     script = (
-        "from latbench.runners.device_lock import device_lock\n"
-        "with device_lock('cpu'):\n    print(flush=True); input()\n"
+        "from latbench.runners.device_lock import lock_device\n"
+        "with lock_device('cpu'):\n    print(flush=True); input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()

@@ -311,7 +311,7 @@ def test_pages_of_reasons_become_a_few_words(said: str, short: str) -> None:
 
 
 def test_an_address_where_nobody_listens_is_said_at_once() -> None:
-    with pytest.raises(EnvironmentUnusable, match=r"no Ray cluster to be reached at 127.0.0.1:1 \(.*\): start one"):
+    with pytest.raises(EnvironmentUnusable, match=r"cannot reach a Ray cluster at 127.0.0.1:1 \(.*\): start one"):
         check_reachable("127.0.0.1:1")
     check_reachable("auto")
 
@@ -326,7 +326,7 @@ def test_no_cluster_is_said_in_one_line(latbench: Any, use: Callable[[FakeRay], 
     use(FakeRay())
     said = latbench("sweep", "--cpu", "--on", "ray").refused(3)
     assert said.startswith(
-        "latbench: no Ray cluster to be reached (Could not find any running Ray instance.): start one"
+        "latbench: cannot reach a Ray cluster (Could not find any running Ray instance.): start one"
     )
 
 

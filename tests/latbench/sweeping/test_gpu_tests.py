@@ -11,7 +11,7 @@ import pytest
 
 from latbench.sweeping import gpu_tests as device_tests
 from latbench.sweeping.gpu_tests import (
-    TestOutcome,
+    GpuTestOutcome,
     build_test_commands,
     combine_outcomes,
     list_failures,
@@ -139,17 +139,17 @@ def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
     ],
 )
 def test_two_runs_are_worth_what_the_worse_one_is(first: str, second: str, worst: str) -> None:
-    outcome = combine_outcomes(TestOutcome(first, "one", "a"), TestOutcome(second, "two", "b"))
-    assert outcome == TestOutcome(worst, "one; two", "a\n\nb")
+    outcome = combine_outcomes(GpuTestOutcome(first, "one", "a"), GpuTestOutcome(second, "two", "b"))
+    assert outcome == GpuTestOutcome(worst, "one; two", "a\n\nb")
 
 
 def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, given = Clock(), []
 
-    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> TestOutcome:
+    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> GpuTestOutcome:
         given.append(seconds)
         clock.now += 50.0
-        return TestOutcome("passed", name, "")
+        return GpuTestOutcome("passed", name, "")
 
     monkeypatch.setattr(device_tests, "run_tests", run_tests)
     run_all_tests(189.0, clock)

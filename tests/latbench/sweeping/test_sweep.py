@@ -130,7 +130,7 @@ def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
     (tmp_path / "file.parquet").write_bytes(b"")
-    with pytest.raises(UsageError, match="is a file, and a table that grows is a folder"):
+    with pytest.raises(UsageError, match="is a file, but a sweep writes into a folder"):
         measure(tmp_path / "file.parquet", point())
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
         measure(tmp_path / "file.parquet" / "folder", point())

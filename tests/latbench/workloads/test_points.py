@@ -2,6 +2,7 @@
 
 import pytest
 
+from latbench.base.engine_registry import CPU_ENGINES
 from latbench.errors import UsageError
 from latbench.workloads.points import (
     KERNELS,
@@ -27,7 +28,7 @@ CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
 
 def some_points(*shapes: LinearShape | Conv2dShape, **options: object) -> list[Point]:
     workload = Workload("w", "s", tuple(Layer(f"l{i}", shape) for i, shape in enumerate(shapes)))
-    return list_points([workload], PointSetup(device="cpu", threads=2), **options)  # type: ignore[arg-type]
+    return list_points([workload], PointSetup("cpu", 2, **options))  # type: ignore[arg-type]
 
 
 def test_equal_shapes_are_measured_once() -> None:
@@ -63,9 +64,8 @@ def test_convolutions_by_onednn_have_their_channels_last_and_say_so() -> None:
 
 
 def test_every_backend_has_a_plan() -> None:
-    from latbench import backends
 
-    assert set(KERNELS) == set(backends.BACKENDS)
+    assert set(KERNELS) == set(CPU_ENGINES)
     assert estimate_seconds(some_points(LINEAR, backends=list(KERNELS))) > 0
 
 

@@ -135,7 +135,7 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("name: two\n", "", "a workload: name missing"),
-        ("source: a test", "source:", "source must be a text that says something, not None"),
+        ("source: a test", "source:", "source must be a text that is not empty, not None"),
         ("source: a test", "sauce: a test", "source missing"),
         ("name: two", "name: two\nauthor: me", "unknown key author"),
         ("m: 3, ", "", "layer 'a': m missing"),
@@ -143,7 +143,7 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("m: 3", "m: .nan", "layer 'a': m must be a whole number of at least 1, not nan"),
         ("m: 3", "m: -3", "layer 'a': m must be"),
         ("m: 3", "m: true", "layer 'a': m must be"),
-        ("m: 3", "m: 3, m: 4", "line 4: no YAML that can be read: 'm' is given twice"),
+        ("m: 3", "m: 3, m: 4", "line 4: not readable YAML: 'm' is given twice"),
         ("n: 7", "n: 0", "layer 'a': n must be"),
         ("count: 2", "count: 0", "layer 'a': count must be"),
         ("count: 2", "counts: 2", "layer 'a': unknown key counts"),
@@ -156,9 +156,9 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("stride: [2, 1]", "stride: [2, 0]", "layer 'b': stride must be two numbers of at least 1"),
         ("stride: [2, 1]", "dilation: [9, 1]", "layer 'b': a 3x1 kernel does not fit"),
         (GOOD, "", "a workload must be a mapping"),
-        (GOOD, "[", "no YAML that can be read"),
-        (GOOD, "2020-13-45", "no YAML that can be read"),
-        (GOOD, "name: x\nsource: y\nlayers: []", "layers must be a list of at least one layer"),
+        (GOOD, "[", "not readable YAML"),
+        (GOOD, "2020-13-45", "not readable YAML"),
+        (GOOD, "name: x\nsource: y\nlayers: []", "layers must be a list of at least one item"),
         (GOOD, "name: x\nsource: y\nlayers: [a]", "layer 1 must be a mapping with a name, not 'a'"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_malformed_file_is_refused_with_its_place(old: str, new: str, said: st
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_bytes(b"name: \xff\xfe")
-    with pytest.raises(BadData, match="no YAML"):
+    with pytest.raises(BadData, match="not readable YAML"):
         read_workload(tmp_path / "w.yaml")
 
 

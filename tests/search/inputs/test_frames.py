@@ -137,8 +137,8 @@ def test_a_profile_is_a_frame_of_layers_and_a_text(rng: np.random.Generator, tmp
     assert p.selection({"fc1": Option("nm:2:4", 0.5)}).choice == (0, 3, 0)
     for profile, said in (
         ({"fc9": 0.5}, "the profile names layer fc9, and the problem has fc0, fc1, fc2"),
-        ({"fc0": 0.5}, "layer fc0 has several options of a sparsity of 0.5: say which pattern"),
-        ({"fc0": 0.7}, "layer fc0 cannot be had with a sparsity of 0.7: it has dense, "),
+        ({"fc0": 0.5}, "layer fc0 has several options with a sparsity of 0.5: name the pattern"),
+        ({"fc0": 0.7}, "layer fc0 has no option with a sparsity of 0.7: it has dense, "),
     ):
         with pytest.raises(UsageError, match=said):
             p.selection(profile)
@@ -148,7 +148,7 @@ def test_tied_layers_need_one_option_in_a_profile(rng: np.random.Generator) -> N
     p = problem_from_frame(frame(rng).assign(tied="all"))
     option = Option("vector:8", 0.9)
     assert p.selection(dict.fromkeys(("fc0", "fc1", "fc2"), option)).choice == (2,)
-    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: they have one option"):
+    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: give them one option"):
         p.selection({"fc0": option})
 
 
@@ -186,7 +186,7 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
 
 def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Path) -> None:
     p = problem_from_frame(frame(rng), fixed_seconds=0.5)
-    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
+    with pytest.raises(UsageError, match="layer fc0 has several options of one sparsity"):
         p.save_spdy(tmp_path / "t.txt")
     p = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers)).with_prior()
     p.save_spdy(tmp_path / "t.txt")
@@ -197,7 +197,7 @@ def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Pa
         replace(layer, options=(layer.options[0], Option("vector:8", 0.66661), Option("vector:8", 0.66664)))
         for layer in p.layers
     ))  # fmt: skip
-    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
+    with pytest.raises(UsageError, match="layer fc0 has several options of one sparsity"):
         near.save_spdy(tmp_path / "near.txt")
     with pytest.raises(UsageError, match="the layers alone take longer than the model"):
         replace(p, fixed=Interval(-0.1, -0.1, -0.1)).save_spdy(tmp_path / "longer.txt")
@@ -253,7 +253,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     with pytest.raises(BadData, match="the frame has a row without a layer"):
         read_problem(str(tmp_path / "blank.csv"))
     assert read_problem(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
-    with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
+    with pytest.raises(UsageError, match="is no table that latbench measured: it does not take threads"):
         read_problem(str(tmp_path / "t.txt"), threads=2)
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(BadData, match=r"broken\.parquet: no CSV or Parquet file that can be read"):
@@ -267,7 +267,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
 def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
     p = problem_from_frame(frame(rng), fixed_seconds=1.0)
     assert repr(p).startswith("<Problem of 3 layers with 12 options: ")
-    assert repr(p.layers[0]) == "<Layer fc0 with 4 options>"
+    assert repr(p.layers[0]) == "<LayerOptions fc0 with 4 options>"
     assert repr(p.solve(1.5)).endswith("proven least>") and repr(p.selection({})) == (
         "<Selection: 1x, total error 0>"
     )

@@ -18,12 +18,12 @@ from search.knapsack.arrays import Choice, Infeasible, sum_in_order
 from search.pipeline import speedup_loop as promise
 from search.pipeline.search_job import Settings, prunable_layers, searcher
 from search.pipeline.speedup_loop import Kept, Measured, keep_promise, measured
-from search.problem.layers import DENSE, Interval, Layer, Option, options_of
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_choice
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
-from search.strategies.evaluation_budget import Found
-from search.strategies.run_strategy import STRATEGIES, find
+from search.strategies.evaluation_budget import SearchResult
+from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
 from search.whole_model.end_to_end import Timings
 from search.whole_model.sessions import Session
@@ -39,7 +39,7 @@ def problem(spread: float = 0.02) -> Problem:
     seconds = np.array([1.5 * (1 - s) + 0.05 for s in SPARSITIES])
     errors = np.array([s**3 for s in SPARSITIES])
     layers = tuple(
-        Layer(f"fc{i}", OPTIONS, seconds, seconds * (1 - spread), seconds * (1 + spread), errors * (1 + i))
+        LayerOptions(f"fc{i}", OPTIONS, seconds, seconds * (1 - spread), seconds * (1 + spread), errors * (1 + i))
         for i in range(LAYERS)
     )
     return Problem(
@@ -194,7 +194,7 @@ class Crooked:
         fixed = 0.1 * sum_in_order(float(t[0]) for t in alone)
         self._dense = sum_in_order(float(t[0]) for t in alone) + fixed
         layers = [
-            Layer(f"fc{i}", OPTIONS, t, 0.97 * t, 1.03 * t, e)
+            LayerOptions(f"fc{i}", OPTIONS, t, 0.97 * t, 1.03 * t, e)
             for i, (t, e) in enumerate(zip(alone, errors, strict=True))
         ]
         whole = Interval(self._dense, self._dense, self._dense)
@@ -221,10 +221,10 @@ class Crooked:
             answers.append(Measured(Interval(value, value / room, value * room), self.problem.dense, "torch"))
         return answers
 
-    def find(self, problem: Problem, number: int, missed: Collection[Choice], target: float) -> Found:
+    def find(self, problem: Problem, number: int, missed: Collection[Choice], target: float) -> SearchResult:
         choice = problem.solver(target)(self._weights if number else problem.errors).choice
         loss = sum_in_order(float(e[j]) for e, j in zip(self._weights, choice, strict=True))
-        return Found(choice, loss, "staged", (), 1.0, False)
+        return SearchResult(choice, loss, "staged", (), 1.0, False)
 
 
 def test_rounds_find_what_is_to_be_had_in_few_sessions_on_any_machine() -> None:
@@ -358,8 +358,8 @@ def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
     exact, target = problem(spread=0.0), 2.0
     solved, better = exact.solve(target).choice, scaled(exact, 0.8).solve(target).choice
 
-    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
-        return Found(solved, 1.0, "staged", (), 1.0, False)
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
+        return SearchResult(solved, 1.0, "staged", (), 1.0, False)
 
     kept = keep_promise(exact, search, machine(0.79, noise=0.0)[0], target, before={better: 0.5})
     assert kept.found.choice == better
@@ -412,16 +412,15 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
 def test_every_strategy_keeps_a_second_budget(strategy: str) -> None:
     # What is in the first layers is heavy: without the budget they are pruned least.
     costs = {f"fc{i}": {it: (LAYERS - i) * (1 - it.sparsity) for it in OPTIONS} for i in range(LAYERS)}
-    free = find(strategy, problem(), 2.0, Judge(), seed=0, evaluations=100)
-    used = sum(costs[name][it] for name, it in options_of(problem().layers, free.choice).items())
+    free = run_strategy(StrategySettings(strategy, 100, 0), problem(), 2.0, Judge())
+    used = sum(costs[name][it] for name, it in expand_choice(problem().layers, free.choice).items())
     asked = replace(problem(), second_budget=SecondBudget(costs, 0.9 * used))
-    found = find(strategy, asked, 2.0, Judge(), seed=0, evaluations=100, known={free.choice: "before"})
+    found = run_strategy(StrategySettings(strategy, 100, 0), asked, 2.0, Judge(), known={free.choice: "before"})
     assert found.trace and all(asked.keeps(one.choice, 2.0) for one in found.trace)
     assert found.loss >= free.loss
+    heavy = replace(problem(), second_budget=SecondBudget(costs, 0.1))
     with pytest.raises(Infeasible, match="that budget alone is too small"):
-        find(
-            strategy, replace(problem(), second_budget=SecondBudget(costs, 0.1)), 2.0, Judge(), seed=0, evaluations=9
-        )
+        run_strategy(StrategySettings(strategy, 9, 0), heavy, 2.0, Judge())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -434,7 +433,7 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
 
 
 def test_a_first_round_that_ruins_the_model_is_not_the_last() -> None:
-    once = find("once", problem(), 2.0, Judge(), seed=0, evaluations=1).choice
+    once = run_strategy(StrategySettings("once", 1, 0), problem(), 2.0, Judge()).choice
     judge = Judge(lambda choice: math.inf if choice == once else loss(choice))
     kept = kept_promise(problem(), judge, machine(1.0)[0], settings(2.0))
     assert kept.found.choice != once and math.isfinite(kept.found.loss)
@@ -515,10 +514,10 @@ def test_what_missed_is_told_to_the_search_and_corrects_the_prediction_when_it_i
     solved, faster = exact.solve(2.0).choice, (4,) * LAYERS  # by its layers, that is; it turns out much slower
     asked: list[tuple[Problem, set[Choice]]] = []
 
-    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
         asked.append((problem, set(missed)))
         choice = faster if number else solved
-        return Found(choice, loss(choice), "staged", (), 1.0, False)
+        return SearchResult(choice, loss(choice), "staged", (), 1.0, False)
 
     def measure(choices: Sequence[Choice]) -> list[Measured]:
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
@@ -564,7 +563,7 @@ def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 1))
     for excluded, left in (((), ["0", "2"]), (("0",), ["2"]), (("4",), ["0", "2"]), (("[0-1]", "4"), ["2"])):
         assert list(prunable_layers(task(*excluded), model.eval())) == left
-    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; there are 0, 2, 4"):
+    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; the model has 0, 2, 4"):
         prunable_layers(task("fc"), model)
     with pytest.raises(UsageError, match="no layer that can be pruned"):
         prunable_layers(task("0", "2"), model)
