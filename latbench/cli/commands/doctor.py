@@ -90,9 +90,8 @@ def _lock_advice(container: bool) -> list[str]:
     """Advise containers of one machine to share the folder of the lock, which is how they see each other."""
     import os
 
-    from sparse_kernels.numba_cuda.fingerprint import FOLDER
-
     from latbench.runners.device_lock import FOLDER_VARIABLE, find_lock_folder
+    from sparse_kernels.numba_cuda.source_fingerprint import FOLDER
 
     if not container or os.environ.get(FOLDER_VARIABLE):
         return []
