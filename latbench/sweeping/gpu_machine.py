@@ -30,7 +30,7 @@ from latbench.sweeping.settings import SecondsLeft, SweepSettings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import fingerprint
+from sparse_kernels.cuda import family_fingerprint as fingerprint
 from sparse_kernels.cuda.machine import architectures_of
 from sparse_kernels.cuda.variants import FAMILIES
 from sparse_kernels.registry import NoDevice
@@ -110,7 +110,7 @@ class GpuMachine:
     def _fingerprint(self) -> None:
         if (architecture := find_architecture(describe_gpu_environment(self.gpu)["compute_capability"])) is not None:
             for family in FAMILIES:
-                fingerprint.of_family(family, architecture)
+                fingerprint.fingerprint_family(family, architecture)
 
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
