@@ -70,10 +70,8 @@ def read_kernel_timings(
 
     Returns
     -------
-    rows : list of dict
-        Table rows.
-    skipped : Counter
-        Skipped lines by reason.
+    (list of dict, Counter)
+        Table rows, and the number of skipped lines by reason.
 
     Raises
     ------
@@ -86,8 +84,8 @@ def read_kernel_timings(
         raise UsageError(f"unknown dtype {dtype}: known are {', '.join(DTYPES)}")
     frame = _read_lines(format, path, only)
     merged: dict[str, Row] = {}
-    # A key does not hold the version, and models are of one device and backend.
-    found: dict[str, set[str]] = {"device": set(), "backend": set(), "backend_version": set()}
+    # A key lacks the version, and models are of one device and backend.
+    found: dict[str, set[str]] = {name: set() for name in ("device", "backend", "backend_version")}
     left_out: Counter[str] = Counter()
     for line, record in zip(frame.index + 2, frame.to_dict("records"), strict=True):
         try:

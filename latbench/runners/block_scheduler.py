@@ -125,16 +125,26 @@ class WholeNodes(ABC):
             if not done and not running:
                 waiting()
             for ref in done:
-                node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
-                try:
-                    answer = self._outcome(ref, node)
-                except EnvironmentUnusable as error:  # of the node, whatever it had to do
-                    self._do_without(node, f"{error}; it is left out")
-                    if attempt_of is not None:
-                        todo.appendleft(attempt_of)
-                    continue
-                if attempt_of is not None:
-                    yield from attempt_of.settle(answer, tries, todo)
+                yield from self._collect(ref, running, todo, tries)
+
+    def _collect(
+        self,
+        ref: Any,
+        running: dict[Any, tuple[Node, _Attempt[Item]]],
+        todo: deque[_Attempt[Item]],
+        tries: int,
+    ) -> Iterator[tuple[Item, Any]]:
+        """Yield the item and the answer that `ref` stands for, if it is an item that is finished."""
+        node, attempt = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
+        try:
+            answer = self._outcome(ref, node)
+        except EnvironmentUnusable as error:  # a fault of the node, whatever its work
+            self._do_without(node, f"{error}; it is left out")
+            if attempt is not None:
+                todo.appendleft(attempt)
+            return
+        if attempt is not None:
+            yield from attempt.settle(answer, tries, todo)
 
     @abstractmethod
     def _take_all(self, prepare: FunctionCall) -> None:
