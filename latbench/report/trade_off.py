@@ -35,7 +35,7 @@ from search.artifacts.profile import Profile
 from search.inputs import layer_errors, problem_from_table
 from search.knapsack.arrays import sum_in_order
 from search.knapsack.pareto import frontier
-from search.problem.layers import DENSE, every_option, uniform_choice
+from search.problem.layers import DENSE, build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     ))  # fmt: skip
     if not any(len(layer.options) > 1 for layer in problem.layers):
         raise BadData(f"{database} holds no pruned layer of the profile: give the --database of its search")
-    return tidy(problem.with_errors(layer_errors.output_errors(problem, pruned)), profile)
+    return tidy(problem.with_errors(layer_errors.read_output_errors(problem, pruned)), profile)
 
 
 def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
@@ -83,8 +83,8 @@ def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
     kept = np.unique(np.searchsorted(every.seconds, np.linspace(every.seconds[0], every.seconds[-1], POINTS)))
     kept = kept.clip(0, len(every.seconds) - 1)
     rows = [(EFFICIENT, "", "", float(every.seconds[i]), float(every.errors[i])) for i in kept]
-    for option in every_option(problem.layers):
-        choice = uniform_choice(problem.layers, option)
+    for option in list_options(problem.layers):
+        choice = build_uniform_choice(problem.layers, option)
         of = zip(seconds, problem.errors, choice, strict=True)
         spent, lost = map(sum_in_order, zip(*((float(t[j]), float(e[j])) for t, e, j in of), strict=True))
         rows.append((UNIFORM, str(option), option.pattern, spent, lost))

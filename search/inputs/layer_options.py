@@ -20,7 +20,7 @@ from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
 from search.backends import OWN, in_table
 from search.knapsack.arrays import Floats
-from search.problem.layers import DENSE, Layer, Option
+from search.problem.layers import DENSE, LayerOptions, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Shape
 
@@ -93,7 +93,7 @@ def predicted_layers(
     patterns: Sequence[str] | None = None,
     sparsities: Sequence[float] | None = None,
     coverage: float = 0.9,
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
     With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape of
@@ -106,7 +106,7 @@ def predicted_layers(
     rows = rows_in_precision(rows, backend)
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
-    known: dict[Shape, Layer] = {}
+    known: dict[Shape, LayerOptions] = {}
     for name, shape in shapes.items():
         if shape not in known:
             wanted = of_shape(rows, shape)
@@ -130,12 +130,12 @@ def rows_in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
     return rows[rows["dtype_w"] == rows["dtype_a"]]
 
 
-def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
+def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
     """Each layer with every pattern and sparsity that these rows hold for its shape, as measured; errors are NaN yet.
 
     The rows are of one backend and so many threads. Raises BadData where they hold nothing of a shape.
     """
-    known: dict[Shape, Layer] = {}
+    known: dict[Shape, LayerOptions] = {}
     for name, shape in shapes.items():
         if shape in known:
             continue
@@ -165,7 +165,7 @@ def network_rows(
 
 def measured_layers(
     table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """`layers_inside` of what `latbench layers` measured on this machine. Raises BadData without a dense time."""
     rows = network_rows(table, network, shapes, threads=threads, batch=batch)
     dense = set(rows.loc[rows["pattern"] == DENSE, "model"])
@@ -181,7 +181,7 @@ def measured_layers(
 
 def layers_inside(
     rows: pd.DataFrame, network: str, shapes: Mapping[str, Shape | None], coverage: float
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """Each layer with every sparsity that the rows hold for it inside the network, dense first; errors are NaN yet.
 
     Its seconds are measured, not predicted: a layer's place counts. Without a shape (None) all of its rows count.
@@ -249,10 +249,12 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
     return one_each(pd.concat([dense, wanted[model.covers(wanted)]]))
 
 
-def _layer(name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None) -> Layer:
+def _layer(
+    name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None
+) -> LayerOptions:
     """The layer whose options are in these rows."""
     options = tuple(
         Option(str(pattern), float(sparsity))
         for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
     )
-    return Layer(name, options, seconds, low, high, np.full(len(options), np.nan), shape=shape)
+    return LayerOptions(name, options, seconds, low, high, np.full(len(options), np.nan), shape=shape)

@@ -24,7 +24,7 @@ from search.loss.cache import Trials
 from search.loss.evaluation_worker import Opening, Panel
 from search.loss.evaluator import Held, Judge
 from search.loss.pools import panel
-from search.problem.layers import Layer, options_of
+from search.problem.layers import LayerOptions, expand_choice
 from search.task import Task
 
 
@@ -36,7 +36,7 @@ class Judges:
     """
 
     def __init__(
-        self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database, trials: Trials,
+        self, task: Task, model: torch.nn.Module, layers: Sequence[LayerOptions], database: Database, trials: Trials,
         *, processes: int = 1, place: str = "cpu",
     ) -> None:  # fmt: skip
         self._layers, self._trials, self._processes, self._place = layers, trials, processes, place
@@ -118,7 +118,7 @@ class Judges:
         return losses
 
     def _held(self, choice: Choice) -> Held:
-        options = options_of(self._layers, choice).values()
+        options = expand_choice(self._layers, choice).values()
         return tuple((option.pattern, option.sparsity) for option in options)
 
 

@@ -47,14 +47,14 @@ from search.loss.pools import panel
 from search.pipeline.speedup_loop import Kept, Measured, Search, corrected, keep_promise, measured
 from search.pipeline.verify import SESSION, Verdict
 from search.pipeline.verify import load as load_verdict
-from search.problem.layers import Layer, Option, options_of
+from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
-from search.problem.second_budget import all_bytes, bytes_of_model
+from search.problem.second_budget import build_model_budget, count_model_bytes
 from search.progress import Progress
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
 from search.strategies import chance_constraint as chance
-from search.strategies.evaluation_budget import Found, Judging
-from search.strategies.run_strategy import find
+from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
+from search.strategies.run_strategy import run_strategy
 from search.task import Task
 from search.whole_model import confidence as risk
 from search.whole_model import overhead, sessions
@@ -77,7 +77,7 @@ class Settings:
     them are judged by all. `risk` is how likely the promise shall be met when it is verified. `sparsities` are looked
     at instead of those in the table, as far as the cost model knows; `errors` of layers are of their outputs, of
     their weights, or in a file (`search.inputs.layer_errors`). `most_bytes` is what the weights of the whole pruned
-    model may take (`search.problem.second_budget.bytes_of_model`), None for whatever they do. `time_budget` is in
+    model may take (`search.problem.second_budget.build_model_budget`), None for whatever they do. `time_budget` is in
     seconds, once layers are pruned and whole models timed: after so long no profile is tried any more, though those
     found are timed. `processes` prune layers and judge profiles; or these are judged elsewhere, `judges` is one of
     `search.loss.parallel.PLACES`. Both change no more than roundings.
@@ -248,7 +248,7 @@ def search(
 
 
 def searcher(
-    settings: Settings, judge: Judging, progress: Progress, *, clock: Callable[[], float] = time.monotonic
+    settings: Settings, judge: ProfileEvaluator, progress: Progress, *, clock: Callable[[], float] = time.monotonic
 ) -> Search:
     """What searches a profile for `keep_promise`, round by round; its time runs from now on.
 
@@ -257,12 +257,12 @@ def searcher(
     deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
     known: dict[Choice, str] = {}
 
-    def one_round(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+    def one_round(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
         def tell(what: str, done: int | None, total: int | None) -> None:
             progress(what if number < 2 else f"{what}, round {number}", done, total)
 
         first = number == 0 and settings.strategy != "uniform"
-        found = find(
+        found = run_strategy(
             "once" if first else settings.strategy, problem, settings.target, judge,
             seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
             known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
@@ -283,7 +283,7 @@ def _choices(problem: Problem, verified: Sequence[Session]) -> list[Choice]:
     return found
 
 
-def additivity(layers: Sequence[Layer], timed: Sequence[Session]) -> tuple[float, float]:
+def additivity(layers: Sequence[LayerOptions], timed: Sequence[Session]) -> tuple[float, float]:
     """`overhead.additivity` over all profiles that were timed whole; `layers` are as predicted, each on its own."""
     whole: dict[str, list[float]] = {}
     alone: dict[str, float] = {}
@@ -303,7 +303,7 @@ class Ready:
 
     problem: Problem
     judge: Judges
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerOptions, ...]
     probes: Session
     whole: overhead.WholeModel
 
@@ -329,16 +329,16 @@ def prepare(
         )
     given = None if settings.errors in layer_errors.KINDS else read_errors(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
-    task.limits.narrow(layers)  # what they contradict is said before anything is timed
+    task.limits.apply(layers)  # what they contradict is said before anything is timed
     database = Database(inputs.database, inputs.model_hash, inputs.made_by)
     probes = _whole_model(inputs, settings, layers, remeasure, progress)
     whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
     verified = inputs.verified(settings)
 
     def as_asked(problem: Problem) -> Problem:
-        problem = replace(problem, layers=task.limits.narrow(problem.layers))
+        problem = replace(problem, layers=task.limits.apply(problem.layers))
         if settings.most_bytes is not None:
-            also = bytes_of_model(inputs.model, problem.layers, shapes, settings.most_bytes)
+            also = build_model_budget(inputs.model, problem.layers, shapes, settings.most_bytes)
             problem = replace(problem, second_budget=also)
         return problem if given is None else problem.with_errors(given)
 
@@ -366,15 +366,15 @@ def prepare(
         if given is not None:
             break
         if settings.errors == "output":
-            errors = layer_errors.output_errors(problem, database)
+            errors = layer_errors.read_output_errors(problem, database)
         else:
-            errors = layer_errors.weight_errors(problem, database, inputs.model)
+            errors = layer_errors.compute_weight_errors(problem, database, inputs.model)
         if all(math.isfinite(error) for own in errors.values() for error in own.values()):
             problem = problem.with_errors(errors)
             break
         possible = possible.without_infinite_errors(errors)  # what those beat is pruned, too
     if not verified:  # which moved all layers together
-        problem = chance.apart(problem, settings.target)
+        problem = chance.assume_independent_times(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
     trials = Trials(names, inputs.database / "trials.jsonl", inputs.judged(settings))
     judge = Judges(
@@ -395,7 +395,7 @@ def _as_verified(problem: Problem, verified: Sequence[Session], probability: flo
     return problem
 
 
-def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
+def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
     """The layers with their options' seconds on the backend. Raises BadData where the table has none for a layer."""
     if inputs.cost_model is None:
         return measured_layers(
@@ -414,7 +414,7 @@ def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
     """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
     traced, skipped = trace_model(model, task.example())
     shapes = {layer.name: layer.shape for layer in traced.layers}
-    shapes = {name: shapes[name] for name in task.limits.without(list(shapes), [name for name, _ in skipped])}
+    shapes = {name: shapes[name] for name in task.limits.select_included(list(shapes), [name for name, _ in skipped])}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
@@ -443,7 +443,7 @@ def time_profiles(
 
 
 def _whole_model(
-    inputs: Inputs, settings: Settings, layers: Sequence[Layer], remeasure: bool, progress: Progress
+    inputs: Inputs, settings: Settings, layers: Sequence[LayerOptions], remeasure: bool, progress: Progress
 ) -> Session:
     key = inputs.key(settings)
     if not remeasure and (known := sessions.read(inputs.probes(settings), key)):
@@ -498,10 +498,10 @@ def _profile(
         strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=settings.seed,
         most_bytes=settings.most_bytes,
-        weight_bytes=problem.second_budget.used(options_of(problem.layers, found.choice))
+        weight_bytes=problem.second_budget.used(expand_choice(problem.layers, found.choice))
         if problem.second_budget
         else None,
-        dense_bytes=float(all_bytes(inputs.model)) if problem.second_budget else None,
+        dense_bytes=float(count_model_bytes(inputs.model)) if problem.second_budget else None,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

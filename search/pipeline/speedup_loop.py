@@ -29,7 +29,7 @@ from search.knapsack.arrays import Choice, Infeasible
 from search.problem.calibration import allow_only_fastest, calibrate, fit_line, ignore_intervals
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
-from search.strategies.evaluation_budget import Found
+from search.strategies.evaluation_budget import SearchResult
 from search.whole_model import confidence as risk
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Session
@@ -39,7 +39,7 @@ TO_SPARE = 0.03
 AIM = 1 + TO_SPARE / 2  # of the rounds that aim at the edge half miss
 ROUNDS = 4
 
-Search = Callable[[Problem, int, Collection[Choice]], Found]
+Search = Callable[[Problem, int, Collection[Choice]], SearchResult]
 """Asked for the profile of a problem in round 0, 1, ..., other than those that missed, if there is another. In round
 0 without a search: the solver's own."""
 
@@ -67,7 +67,7 @@ class Kept:
     """
 
     problem: Problem
-    found: Found
+    found: SearchResult
     bound: float
     measured: Measured
 
@@ -116,7 +116,7 @@ class _Rounds:
         self.hopeful = _fits(problem.check_could_reach, target)
         self.search, self.measure, self.target, self.before = search, measure, target, before
         self.number = 0
-        self.tried: dict[Choice, Found] = {}
+        self.tried: dict[Choice, SearchResult] = {}
         self.times: dict[Choice, Measured] = {}
 
     def held(self) -> list[Choice]:
@@ -145,7 +145,7 @@ class _Rounds:
             return []
         if not self.times:
             for choice, loss in self.before.items():
-                self.tried[choice] = Found(choice, loss, "verified", (), 0.0, False)
+                self.tried[choice] = SearchResult(choice, loss, "verified", (), 0.0, False)
         self.tried[found.choice] = found
         self.times.update(zip(self.tried, self.measure(list(self.tried)), strict=True))
         if number > 0 and self.target <= self.times[found.choice].speedup.low <= self.target * (1 + TO_SPARE):
@@ -153,7 +153,9 @@ class _Rounds:
         return [_closed_in(self.predicted, self.times, self.target, aim) for aim in (AIM, 1.0)]
 
 
-def _first_found(search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice]) -> Found:
+def _first_found(
+    search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice]
+) -> SearchResult:
     """What the search finds in the first problem that has a profile. Raises Infeasible."""
     for problem in problems[:-1]:
         with contextlib.suppress(Infeasible):
@@ -210,7 +212,7 @@ def _missed(problem: Problem, times: Mapping[Choice, Measured], target: float) -
         sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
     fastest = ignore_intervals(problem).fastest()
     if fastest in times:
-        limits = corrected(problem, fastest, times[fastest]).where_time_goes()
+        limits = corrected(problem, fastest, times[fastest]).describe_remaining_time()
         sentence += f"; it is out of reach: the fastest that there is was among them{limits}"
     return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 

@@ -27,7 +27,15 @@ from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
 from search.backends import OWN
 from search.knapsack.arrays import Choice, Floats, sum_in_order
-from search.problem.layers import DENSE, Interval, Layer, Option, every_option, options_of, uniform_choice
+from search.problem.layers import (
+    DENSE,
+    Interval,
+    LayerOptions,
+    Option,
+    build_uniform_choice,
+    expand_choice,
+    list_options,
+)
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
@@ -70,7 +78,7 @@ class WholeModel:
         """The speedup if the searched layers took no time; None if nothing is left then."""
         return self.dense[self.dense_engine].value / self.fixed.value if self.fixed.value > 0 else None
 
-    def problem(self, layers: tuple[Layer, ...]) -> Problem:
+    def problem(self, layers: tuple[LayerOptions, ...]) -> Problem:
         """The problem of these layers: their seconds as in the network, and the seconds around them."""
         engine = self.dense_engine
 
@@ -78,7 +86,7 @@ class WholeModel:
             return np.maximum(self.scale * seconds - self.saved, LEAST * self.scale * seconds)
 
         placed = (
-            layer.changed(
+            layer.change_parts(
                 lambda it: replace(it, seconds=inside(it.seconds), low=inside(it.low), high=inside(it.high))
             )
             for layer in layers
@@ -88,7 +96,7 @@ class WholeModel:
 
 def measure_whole_model(
     task: Task,
-    layers: Sequence[Layer],
+    layers: Sequence[LayerOptions],
     *,
     threads: int,
     backend: str,
@@ -135,12 +143,12 @@ def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[
     }  # fmt: skip
 
 
-def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
+def by_name(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, tuple[str, float]]:
     """Layer name -> (pattern, sparsity); tied layers one by one."""
-    return {name: (it.pattern, it.sparsity) for name, it in options_of(layers, choice).items()}
+    return {name: (it.pattern, it.sparsity) for name, it in expand_choice(layers, choice).items()}
 
 
-def choice_of(layers: Sequence[Layer], chosen: Chosen) -> Choice:
+def choice_of(layers: Sequence[LayerOptions], chosen: Chosen) -> Choice:
     """`by_name` the other way round. Raises BadData for a layer or an option that there is not."""
     if missing := {layer.name for layer in layers} ^ set(chosen):
         raise BadData(f"a profile of other layers than are searched: {', '.join(sorted(missing)[:3])}")
@@ -153,10 +161,11 @@ def choice_of(layers: Sequence[Layer], chosen: Chosen) -> Choice:
     return tuple(places)
 
 
-def probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
+def probe_profiles(layers: Sequence[LayerOptions]) -> dict[str, Choice]:
     """All dense, one uniform profile about half way to the fastest, and the fastest uniform one."""
     choices = {
-        f"{option.pattern} {option.sparsity:g}": uniform_choice(layers, option) for option in every_option(layers)
+        f"{option.pattern} {option.sparsity:g}": build_uniform_choice(layers, option)
+        for option in list_options(layers)
     }
     seconds = {label: seconds_of(layers, choice) for label, choice in choices.items()}
     dense = f"{DENSE} 0"
@@ -165,12 +174,12 @@ def probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
     return {label: choices[label] for label in dict.fromkeys([dense, half, fastest])}
 
 
-def seconds_of(layers: Sequence[Layer], choice: Choice) -> float:
+def seconds_of(layers: Sequence[LayerOptions], choice: Choice) -> float:
     """The layers' predicted seconds, each on its own."""
     return sum_in_order(layer.seconds[j] for layer, j in zip(layers, choice, strict=True))
 
 
-def whole_model(layers: Sequence[Layer], session: Session, coverage: float) -> WholeModel:
+def whole_model(layers: Sequence[LayerOptions], session: Session, coverage: float) -> WholeModel:
     """Fit the timings of the pruned model at the session's profiles. Raises BadData for options `layers` lack."""
     timings = session.timings
     measured = [timings.seconds(name, coverage) for name in session.profiles]

@@ -34,8 +34,8 @@ from search.pipeline import search_job as job
 from search.problem.calibration import ignore_intervals
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
-from search.strategies.evaluation_budget import Found, Judging
-from search.strategies.run_strategy import find, quadratic_priors
+from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
+from search.strategies.run_strategy import build_quadratic_priors, run_strategy
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -65,15 +65,15 @@ def __getattr__(name: str) -> Fewer:
 BATCHES = {"resnet20": 4, "minilm": 4}  # of 128 images, of 32 sentences
 
 
-def reached(found: Found, loss: float) -> float:
+def reached(found: SearchResult, loss: float) -> float:
     """The evaluations spent when the search was first as good as `loss`."""
     return next((one.spent for one in found.trace if one.loss <= loss), math.inf)
 
 
 def compare(
-    every: tuple[Problem, Judging],
+    every: tuple[Problem, ProfileEvaluator],
     problem: Problem,
-    judge: Judging,
+    judge: ProfileEvaluator,
     target: float,
     label: str,
     seeds: int,
@@ -85,14 +85,15 @@ def compare(
     `every` is the problem with every option, and its judge, for uniform profiles; the others leave out what is
     hopeless.
     """
-    uniform = find("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
-    quadratic = solve(problem.safe_seconds, quadratic_priors(problem), problem.budget(target)).choice
+    uniform = run_strategy("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    quadratic = solve(problem.safe_seconds, build_quadratic_priors(problem), problem.budget(target)).choice
     (solved_quadratic,) = judge.losses([quadratic], judge.batches)
-    solved = find("once", problem, target, judge, seed=0, evaluations=1).loss
+    solved = run_strategy("once", problem, target, judge, seed=0, evaluations=1).loss
     found = []
     for seed in range(seeds):
         published, ours = (
-            find(strategy, problem, target, judge, seed=seed, evaluations=allowed) for strategy in ("spdy", "staged")
+            run_strategy(strategy, problem, target, judge, seed=seed, evaluations=allowed)
+            for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss), reached(published, published.loss)
         found.append((*needed, published.spent))

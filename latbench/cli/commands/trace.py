@@ -49,7 +49,7 @@ def trace(
         raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
     names = [layer.name for layer in workload.layers]
     if limits is not None:
-        names = limits.without(names, [name for name, _ in skipped])
+        names = limits.select_included(names, [name for name, _ in skipped])
     skipped += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
     workload = Workload(workload.name, workload.source, tuple(it for it in workload.layers if it.name in names))
 

@@ -22,9 +22,9 @@ from search.loss.evaluator import Held, Judge, on_device
 from search.loss.parallel import Judges, _split
 from search.loss.pools import panel
 from search.loss.process_pool import _said
-from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
-from search.strategies.run_strategy import find
+from search.strategies.run_strategy import run_strategy
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
 
@@ -32,7 +32,7 @@ TASK = tasks.load(str(Path(__file__).parents[1] / "pruning_task.py"))
 OPTIONS = (Option(DENSE, 0.0), *(Option("unstructured", s) for s in (0.5, 0.75, 0.9)))
 SECONDS = np.array([1.0, 0.6, 0.35, 0.2])
 LAYERS = tuple(
-    Layer(name, OPTIONS, SECONDS, SECONDS, SECONDS, np.array([0.0, 0.1, 0.3, 0.7])) for name in ("conv", "fc")
+    LayerOptions(name, OPTIONS, SECONDS, SECONDS, SECONDS, np.array([0.0, 0.1, 0.3, 0.7])) for name in ("conv", "fc")
 )
 PROBLEM = Problem(LAYERS, Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
 HELD = (("unstructured", 0.5), (DENSE, 0.0))
@@ -70,7 +70,7 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
     for processes in (1, 2):
         with judges(database, trials(tmp_path / str(processes)), processes) as judge:
             answers.append(judge.losses(every[:1], 1) + judge.losses(every, 3) + judge.losses(every[3:5], 6))
-            found.append(find("staged", PROBLEM, 2.0, judge, seed=0, evaluations=8))
+            found.append(run_strategy("staged", PROBLEM, 2.0, judge, seed=0, evaluations=8))
     assert answers[0] == answers[1]  # bit for bit
     assert found[0] == found[1]
     files = [(tmp_path / str(processes) / "trials.jsonl").read_text() for processes in (1, 2)]
@@ -223,7 +223,7 @@ def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database: Database, tmp_path: Path) -> None:
     with judges(database, Trials(["conv", "fc"])) as judge:
-        expected = find("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8)
+        expected = run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8)
 
     class Interrupted(Exception):
         pass
@@ -233,19 +233,19 @@ def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database:
             raise Interrupted
 
     with judges(database, trials(tmp_path)) as judge, pytest.raises(Interrupted):
-        find("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8, progress=stop_at_four)
+        run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8, progress=stop_at_four)
     path = tmp_path / "trials.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-20])  # killed in the middle of a line
     whole = len(before.splitlines()) - 1
     with judges(database, trials(tmp_path)) as judge:
-        assert find("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
+        assert run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
     after = path.read_bytes().splitlines()
     assert after[:whole] == before.splitlines()[:whole]
     judged = [tuple(json.loads(line)[part] for part in ("held", "first")) for line in after if line.endswith(b"}")]
     assert len({str(one) for one in judged}) == len(judged)  # nothing was judged twice
     with judges(database, trials(tmp_path)) as judge:  # and a third time nothing is
-        assert find("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
+        assert run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
     assert path.read_bytes().splitlines() == after
 
 

@@ -19,11 +19,11 @@ from search.pipeline import search_job as job
 from search.pipeline.search_job import Inputs, Settings, prunable_layers
 from search.pipeline.speedup_loop import Kept, Measured
 from search.problem.error_table import LayerErrors
-from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import made_by
-from search.strategies.evaluation_budget import Found
+from search.strategies.evaluation_budget import SearchResult
 from search.task import Task
 from search.whole_model import overhead
 from search.whole_model.end_to_end import Timings
@@ -66,9 +66,9 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     (tmp_path / "attention.py").write_text(TASK)
     task = tasks.load(str(tmp_path / "attention.py"))
 
-    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[Layer, ...]:
+    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[LayerOptions, ...]:
         t = np.array([1.0, 0.5, 0.25])
-        return tuple(Layer(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in shapes)
+        return tuple(LayerOptions(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in shapes)
 
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
@@ -108,7 +108,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
     measured = Measured(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
-    kept = Kept(problem, Found(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
+    kept = Kept(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
     found = job._profile(inputs, "digest", SETTINGS, kept, (0.1, 0.0), 5.0)
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])
@@ -149,8 +149,8 @@ def four_options(monkeypatch: pytest.MonkeyPatch) -> tuple[Option, ...]:
     options = (*OPTIONS, Option("vector:4", 0.5))
     t = np.array([1.0, 0.5, 0.25, 0.6])
 
-    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[Layer, ...]:
-        return tuple(Layer(name, options, t, t, t, np.full(4, np.nan)) for name in shapes)
+    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[LayerOptions, ...]:
+        return tuple(LayerOptions(name, options, t, t, t, np.full(4, np.nan)) for name in shapes)
 
     monkeypatch.setattr(job, "timed_layers", timed_layers)
     return options
@@ -169,11 +169,11 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
     given = job.prepare(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
     assert [layer.options for layer in given.problem.layers] == expected
 
-    def output_errors(problem: Problem, database: Database) -> LayerErrors:
+    def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
         parts = [part for layer in problem.layers for part in layer.parts]
         return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
 
-    monkeypatch.setattr(layer_errors, "output_errors", output_errors)
+    monkeypatch.setattr(layer_errors, "read_output_errors", read_output_errors)
     found = job.prepare(inputs, SETTINGS)
     assert [layer.options for layer in found.problem.layers] == expected
     database = Database(inputs.database, inputs.model_hash, inputs.made_by)
@@ -197,7 +197,7 @@ def test_limits_that_contradict_are_said_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(job, "_whole_model", lambda *arguments: pytest.fail("it was measured"))
     wrong = replace(inputs.task, limits=inputs.task.limits + Limits(minimum=(("1.q", 0.75),)))
-    with pytest.raises(UsageError, match=r"layer 1\.q is to have a sparsity of at least 0\.75 and of at most"):
+    with pytest.raises(UsageError, match=r"layer 1\.q must have a sparsity of at least 0\.75 and of at most"):
         job.prepare(replace(inputs, task=wrong), SETTINGS)
 
 
@@ -221,7 +221,7 @@ def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     example = types.SimpleNamespace(example=lambda: (torch.zeros(2, 4),))
     for glob, said in (
-        ("fc", "excluded: no layer is called 'fc'; there are 0, 2"),
+        ("fc", "excluded: no layer is called 'fc'; the model has 0, 2"),
         ("*", "has no layer that can be"),
     ):
         task = Task("t", "t", "s", example, Limits(excluded=(glob,)))

@@ -20,7 +20,7 @@ from search.knapsack.arrays import Infeasible
 from search.pipeline import search_job as job
 from search.pipeline import verify
 from search.pipeline.search_job import Inputs, Settings
-from search.problem.layers import DENSE, Layer, Option
+from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import build_database
 from search.whole_model import overhead, sessions
 from search.whole_model.end_to_end import PROCESSES, Engine, Timings
@@ -74,7 +74,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     (tmp_path / "little.py").write_text(TASK)
     task = tasks.load(str(tmp_path / "little.py"))
     seconds = np.array([4e-3 * (1 - option.sparsity) for option in OPTIONS])
-    layers = tuple(Layer(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
+    layers = tuple(LayerOptions(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
     monkeypatch.setattr(job, "timed_layers", lambda *_: layers)
     monkeypatch.setattr(job, "hash_table", lambda _: "table")
     return job.read_inputs(task, tmp_path / "table", None, tmp_path / "database")

