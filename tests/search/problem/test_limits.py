@@ -135,13 +135,18 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.q, .*,
-        head"), ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"), ({"tied_in_each": [["*.v",
-        "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"), ({"excluded": ["tail"]}, "excluded: no layer is called
-        'tail'"), ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"), ({"fixed":
-        {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"), ({"excluded": ["*"]}, "every
-        layer is excluded"), ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed
-        names it"), (
+        (
+            {"minimum": {"block.7.*": 0.5}},
+            r"minimum: no layer is called 'block.7.\*'; the model has block.0.q, .*, head",
+        ),
+        ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"),
+        ({"tied_in_each": [["*.v", "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"),
+        ({"excluded": ["tail"]}, "excluded: no layer is called 'tail'"),
+        ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"),
+        ({"fixed": {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"),
+        ({"excluded": ["*"]}, "every layer is excluded"),
+        ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed names it"),
+        (
             {"minimum": {"*": 0.75}, "maximum": {"head": 0.5}},
             "layer head must have a sparsity of at least 0.75 and of at most 0.5",
         ),
