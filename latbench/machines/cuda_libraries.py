@@ -69,7 +69,7 @@ LIBRARIES = {
     "nvvm": Library({13: "libnvvm.so.4", 12: "libnvvm.so"}, {13: "nvidia-nvvm", 12: "nvidia-cuda-nvcc-cu12"}),
 }
 
-# CuPy compiles what is not a product. Its products in float64 check the results of all engines but torch's.
+# CuPy compiles all work but products. Its float64 products check the results of all engines but torch's.
 _CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
 
 OPENED_LIBRARIES = {
@@ -80,7 +80,7 @@ OPENED_LIBRARIES = {
     "cupy": _CUPY,
     "numba_cuda": (*_CUPY, "nvjitlink", "nvvm"),
 }
-"""By backend of `latbench.backends.on_gpu`: the libraries that it and the check of its results open."""
+"""The libraries that each backend of `latbench.backends.on_gpu` and the check of its results open."""
 
 _VERSIONED = ("cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "nvvm")
 _TRITON = ("triton", "pytorch-triton")

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
 
 ASK_SECONDS = 120.0  # a node's first process may have to load its libraries from a cold disk
-MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
+MOST_LOSSES = 2  # of one node's process; then the node is no longer used
 
 Item = TypeVar("Item")
 FunctionCall = tuple[Any, ...]
@@ -63,8 +63,8 @@ class WholeNodes(ABC):
     nodes: list[Node]
 
     def __init__(self) -> None:
-        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
-        self._starting: dict[Any, Node] = {}  # what is waited for until a node is held
+        self.lost: dict[str, str] = {}  # the first loss of each node by name, in a sentence
+        self._starting: dict[Any, Node] = {}  # references to nodes that are not held yet
         self._idle: list[Node] = []
 
     def run(
@@ -78,8 +78,8 @@ class WholeNodes(ABC):
     ) -> Iterator[tuple[Item, Any]]:
         """Yield each of `items` with its answer, in the order of completion.
 
-        An item that loses its node goes to another. A node that raises EnvironmentUnusable, or the error of a full
-        disk or a missing library, is no longer used; its item goes to another node.
+        An item that loses its node goes to another. A node that raises EnvironmentUnusable is no longer used, nor is
+        one with a full disk or a missing library. Its item goes to another node.
 
         Parameters
         ----------
