@@ -24,6 +24,7 @@ from scipy.optimize import nnls
 from cost_models import loops
 from cost_models.features import SIZES, Physics, Structure
 from cost_models.rows import Array
+from latbench.base.engine_registry import NUMBA
 
 FORMS = ("plain", "cached", "sized")
 OWN_KERNELS = "kernels"
@@ -57,7 +58,7 @@ def amounts(X: pd.DataFrame, form: str, formats: Sequence[str]) -> Array:
 
 def own_form(X: pd.DataFrame) -> str | None:
     """The form of our CPU kernels where all rows of X are theirs."""
-    return OWN_KERNELS if "backend" in X.columns and X["backend"].eq("numba").all() else None
+    return OWN_KERNELS if "backend" in X.columns and X["backend"].eq(NUMBA).all() else None
 
 
 def fitted_rates(work: Array, seconds: Array) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
-HANDOVER_TASK = "latbench.backends.reference:handed_on"
+HANDOVER_TASK = "latbench.backends.cpu.cpu_reference:build_hand_over"
 CORES_APART = "cores_apart"  # its name in a burst's reasons
 READING_SECONDS = 0.001
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from latbench.base.engine_registry import convert_to_table_name, may_round
 from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
 from latbench.workloads.workload import Workload, read_workload
-from search.backends import in_table
 from search.inputs.layer_options import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
 from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seconds
 from search.problem.layers import CLOSE, DENSE, Interval, LayerOptions, Option, convert_to_interval, format_names
@@ -74,7 +74,7 @@ def problem_from_table(
         rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network")]
         rows = narrowed(rows[rows["dtype_w"] == rows["dtype_a"]], {"device": device, "threads": threads})
         engine = backend or _sparse_backend(rows)
-        own = rows_in_precision(rows[rows["backend"] == in_table(engine)], engine)
+        own = rows_in_precision(rows[rows["backend"] == convert_to_table_name(engine)], engine)
         if own.empty:
             raise BadData(f"the table holds no swept layer on {engine}")
         if model is None:
@@ -88,7 +88,7 @@ def problem_from_table(
             engine = DENSE
         else:
             # What may be multiplied in bfloat16 has rivals of either kind, what may not has those in float32.
-            rivals = rows if engine == "numba-bf16" else rows_in_precision(rows, engine)
+            rivals = rows if may_round(engine) else rows_in_precision(rows, engine)
             dense, engine = _fastest_dense(rivals, shapes)
             fixed_seconds = convert_to_interval(fixed_seconds or 0.0)
             dense_seconds = dense + fixed_seconds

@@ -12,13 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from latbench.base.engine_registry import (
+    DEEPSPARSE,
+    NUMBA,
+    convert_to_table_name,
+    find_precision,
+    may_round,
+    runs_our_kernels,
+)
 from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
-from search.backends import OWN, in_table
 from search.knapsack.arrays import Floats
 from search.problem.layers import DENSE, LayerOptions, Option
 from sparse_kernels.patterns import parse
@@ -57,7 +64,9 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
     seen: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], in_table(backend)), pc.equal(piece["threads"], threads))
+        ours = pc.and_(
+            pc.equal(piece["backend"], convert_to_table_name(backend)), pc.equal(piece["threads"], threads)
+        )
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
@@ -77,7 +86,7 @@ def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
     """The rows of the table at a path or URI that `network_rows` looks at, with their samples. Raises BadData."""
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
+        ours = pc.and_(pc.equal(piece["backend"], DEEPSPARSE), pc.equal(piece["context"], "network"))
         return pc.and_(ours, pc.equal(piece["threads"], threads))
 
     return select_rows(table, SCHEMA.names, wanted)
@@ -89,7 +98,7 @@ def predicted_layers(
     shapes: Mapping[str, Shape],
     *,
     threads: int,
-    backend: str = "numba",
+    backend: str = NUMBA,
     patterns: Sequence[str] | None = None,
     sparsities: Sequence[float] | None = None,
     coverage: float = 0.9,
@@ -102,7 +111,11 @@ def predicted_layers(
     dense time on this backend with so many threads.
     """
     rows = select_timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
+    rows = rows[
+        (rows["purpose"] == "sweep")
+        & (rows["backend"] == convert_to_table_name(backend))
+        & (rows["threads"] == threads)
+    ]
     rows = rows_in_precision(rows, backend)
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
@@ -116,7 +129,7 @@ def predicted_layers(
                 raise BadData(
                     f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {backend} with "
                     f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
-                    f"trace, then latbench sweep --workload{' --bf16' if backend == 'numba-bf16' else ''})"
+                    f"trace, then latbench sweep --workload{' --bf16' if may_round(backend) else ''})"
                 )
             low, high = model.predict_interval(wanted, coverage)
             known[shape] = _layer(name, wanted, np.asarray(model.predict(wanted)), low, high, shape)
@@ -125,8 +138,8 @@ def predicted_layers(
 
 def rows_in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
     """The rows whose numbers are what a backend of a search multiplies; of others than ours, those of one type."""
-    if backend in OWN:
-        return rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]
+    if runs_our_kernels(backend):
+        return rows[rows[["dtype_w", "dtype_a"]].eq(find_precision(backend)).all(axis=1)]
     return rows[rows["dtype_w"] == rows["dtype_a"]]
 
 

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 import pandas as pd
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import VERSION, Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
@@ -89,11 +89,11 @@ def measure(
                 for done, sparsity in enumerate(turns):
                     progress("running the model at imposed sparsities", done, len(turns))
                     if sparsity is None:
-                        with deepsparse.load(path, arrays, threads=threads, environment=environment) as whole:
+                        with deepsparse.load_model(path, arrays, threads=threads, environment=environment) as whole:
                             end_to_end += whole.burst(END_TO_END_SECONDS).samples
                         calls = max(deepsparse.ANALYSED_CALLS, math.ceil(ANALYSED_SECONDS / min(end_to_end)))
                         continue
-                    operations = deepsparse.analyse(
+                    operations = deepsparse.time_operations(
                         path, arrays, threads=threads, environment=environment, sparsity=sparsity or None, calls=calls
                     )
                     analyses.setdefault(sparsity, []).append(operations)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 import cost_models
+from latbench.base.engine_registry import NUMBA
 from latbench.base.files import hash_file
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
@@ -91,7 +92,7 @@ class Settings:
     batches: int | None = None
     risk: float = 0.9
     strategy: str = "staged"
-    backend: str = "numba"
+    backend: str = NUMBA
     sparsities: tuple[float, ...] | None = None
     errors: str = "output"
     time_budget: float | None = None

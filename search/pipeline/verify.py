@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench import backends
-from latbench.backends import deepsparse_environment
+from latbench.backends import installed_engines
+from latbench.backends.cpu import deepsparse_environment
+from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -40,19 +41,6 @@ SESSION = "session.json"
 VERSION = 1
 COVERAGE = 0.95
 BUSY = 1.1
-
-# How a dense engine is called in a table's columns: backend and kernel.
-COLUMNS = {
-    "torch": ("torch", "auto"),
-    "torch-mkldnn": ("torch", "mkldnn"),
-    "onnxruntime": ("onnxruntime", "auto"),
-    "openvino": ("openvino", "auto"),
-    "numba": ("numba", "auto"),
-    "deepsparse": ("deepsparse", "auto"),
-    "torch-bf16": ("torch", "bf16"),
-    "openvino-bf16": ("openvino", "bf16"),
-    "numba-bf16": ("numba", "bf16"),
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        where = {"deepsparse": " on deepsparse", "numba-bf16": " in bfloat16"}.get(self.backend, "")
+        where = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
         found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{where} against {self.dense_engine}"
         sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
         if self.slowdown is not None and self.slowdown > BUSY:
@@ -126,8 +114,8 @@ def verify(
     inputs = manifest_hash(folder)
     profile = _followed(task, folder)
     backend = backend or profile.backend
-    if backend == "deepsparse":
-        deepsparse_environment.find()
+    if is_deepsparse(backend):
+        deepsparse_environment.find_environment()
     newest: dict[str, datetime] = {}
     if has_rows(output):
         earlier = read_table(output, ["point_id", "started_at"])
@@ -238,14 +226,13 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
     """A table row for every engine: op "model", purpose "verify"."""
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
-        backend, kernel = COLUMNS[verdict.backend if name == PRUNED else name]
-        dtype = "bfloat16" if kernel == "bf16" else "float32"
+        engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
-            "backend": backend, "backend_version": _version(backend), "kernel_requested": kernel,
+            "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": engine.kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
-            "batch": verdict.batch, "dtype_w": dtype, "dtype_a": dtype,
-            "dtype_out": dtype if name == "torch-bf16" else "float32",
+            "batch": verdict.batch, "dtype_w": engine.precision, "dtype_a": engine.precision,
+            "dtype_out": engine.output_precision,
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
@@ -255,7 +242,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if backend == "deepsparse" else backends.version(backend)
+    return deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_version(backend)
 
 
 def manifest_hash(folder: Path) -> str:

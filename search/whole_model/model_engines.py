@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.prepare_point import build_synthetic_mask
+from latbench.base.engine_registry import is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export
-from search.backends import OWN
 from search.pruning.storage.model_folder import in_precision, load_pruned
 from search.task import load
 from sparse_kernels.convert import LayerPattern, convert
@@ -53,11 +54,10 @@ DENSE_ENGINES = {
     "openvino-bf16": "search.whole_model.model_engines:dense_openvino_bf16",
     "numba-bf16": "search.whole_model.model_engines:dense_numba_bf16",
 }
-IN_BFLOAT16 = ("torch-bf16", "openvino-bf16", "numba-bf16")
-SHARING = ("onnxruntime", "openvino", "openvino-bf16")
-"""Those that run one exported file; their functions take the folder where they find it, or leave it for others."""
-BACKENDS = (*OWN, "deepsparse")
-"""What runs a pruned model: latbench's own kernels, in float32 or bfloat16, or DeepSparse."""
+"""The builder of each engine of `latbench.base.engine_registry.MODEL_ENGINES`.
+
+Builders of engines that share an exported file also take the folder where they find it, or leave it for others.
+"""
 
 
 def dense_torch(reference: str, threads: int) -> Run:
@@ -86,7 +86,7 @@ def dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     """The model exported to ONNX, on ONNX Runtime's CPU provider; its threads spin between calls, as by default."""
     import onnxruntime
 
-    from latbench.backends.onnxruntime import SPINNING_SECONDS
+    from latbench.backends.cpu.onnxruntime import SPINNING_SECONDS
 
     task = load(reference)
     inputs = task.example()
@@ -131,12 +131,12 @@ def dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
 
 
 def _openvino(reference: str, threads: int, shared: str, precision: str, same: float) -> Run:
-    from latbench.backends import openvino
+    from latbench.backends.cpu import openvino
 
     task = load(reference)
     model, inputs = task.model(), task.example()
     path = exported_once(model, inputs, Path(shared))
-    compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
+    compiled = openvino.compile_on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:
@@ -239,7 +239,7 @@ def _with_random_masks(
         pattern = parse(spec)
         mask = None
         if not isinstance(pattern, Dense):
-            mask = synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+            mask = build_synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
             set_weight_matrix(module, matrix * torch.from_numpy(mask))
         swapped[name] = LayerPattern(pattern, mask)
     return model, swapped, task.example()
@@ -283,7 +283,7 @@ def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[flo
     task = load(reference)
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
-    if backend != "deepsparse":
+    if not is_deepsparse(backend):
         pruned = convert(model, in_precision(choices, backend), task.example())
     with torch.inference_mode():
         return task.score(task.model()), task.score(pruned)
@@ -298,7 +298,7 @@ def _on(
     exported: Path | None = None,
 ) -> Run | deepsparse.Model:
     """The pruned model as `backend` runs it: its layers converted to `choices`, or as it is."""
-    if backend == "deepsparse":
+    if is_deepsparse(backend):
         return _on_deepsparse(model, inputs, threads, exported)
     return _inference(convert(model, in_precision(choices, backend), inputs), inputs, threads)
 
@@ -311,7 +311,9 @@ def _on_deepsparse(
         path = exported or Path(folder) / "model.onnx"
         export(model, inputs, path)
         arrays = [x.numpy() for x in inputs]
-        compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
+        compiled = deepsparse.load_model(
+            path, arrays, threads=threads, environment=deepsparse_environment.find_environment()
+        )
     with torch.inference_mode():
         check_outputs(compiled.outputs(), tensors(model(*inputs)), "DeepSparse")
     return compiled

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from latbench import backends
+from latbench.backends import installed_engines
+from latbench.base.engine_registry import CPU_ENGINES, MODEL_ENGINES, list_rivals, list_standard, runs_our_kernels
 from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
-from search.backends import OWN
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.problem.layers import (
     DENSE,
@@ -40,7 +40,7 @@ from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
 from search.whole_model.end_to_end import Engine, time_engines
-from search.whole_model.model_engines import DENSE_ENGINES, IN_BFLOAT16, SHARING
+from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Chosen, Session, profile_name
 from sparse_kernels.cpu.runtime import kernel_cache as compiled
 
@@ -113,7 +113,7 @@ def measure_whole_model(
         engines[name] = Engine(
             "pruned", "search.whole_model.model_engines:random_pruned", (task.reference, threads, backend, one)
         )
-    if backend in OWN:
+    if runs_our_kernels(backend):
         arguments = (task.reference, threads, backend, chosen[-1])
         engines[FREE] = Engine("pruned", "search.whole_model.model_engines:layers_free", arguments)
     required = ["torch", *profiles, *({FREE} & engines.keys())]
@@ -125,18 +125,15 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
     """The dense engines that a pruned model on `backend` is compared with: DeepSparse where it runs there, and those
     in bfloat16 where it does.
     """
-    others = {"deepsparse": ("deepsparse",), "numba-bf16": IN_BFLOAT16}
-    left_out = {name for other, names in others.items() if other != backend for name in names}
     return {
-        name: Engine(name, function, (task.reference, threads), shares=name in SHARING)
-        for name, function in DENSE_ENGINES.items()
-        if name not in left_out
+        name: Engine(name, DENSE_ENGINES[name], (task.reference, threads), shares=MODEL_ENGINES[name].shares_export)
+        for name in list_rivals(backend)
     }
 
 
 def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
     """What whole-model times depend on, whatever the layers become."""
-    versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    versions = {name: installed_engines.find_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},

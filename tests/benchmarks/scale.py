@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 import cost_models
-from latbench.report import inputs
+from latbench.report import report_inputs
 from latbench.tables.compare import read_compared_rows
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.merge import PART_ROWS, merge_tables
@@ -121,7 +121,7 @@ def fit_input(folder: Path, rows: int, points: int) -> str:
 
 def report_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench report` reads."""
-    read = inputs.read(folder / "table")
+    read = report_inputs.read_inputs(folder / "table")
     assert len(read.table) == points
     return f"{read.table.memory_usage(deep=True).sum() / 2**20:.0f} MiB of them the frame"
 

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from latbench.base.engine_registry import PRUNED_ENGINES, runs_our_kernels
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from search import task as tasks
-from search.backends import OWN
 from search.pipeline.search_job import prunable_layers
 from search.whole_model.end_to_end import MOST_MOVES, Engine, time_engines
 from search.whole_model.model_engines import DENSE_ENGINES, random_pruned
@@ -118,7 +118,12 @@ def main() -> None:
     parser.add_argument("--pattern", default="shflbw:32")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=1, help="how often the task's inputs are repeated")
-    parser.add_argument("--backend", choices=[*OWN], default="numba", help="what runs the pruned model")
+    parser.add_argument(
+        "--backend",
+        choices=[name for name in PRUNED_ENGINES if runs_our_kernels(name)],
+        default="numba",
+        help="what runs the pruned model",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--processes", type=int, default=3, help="how often each engine is built anew")

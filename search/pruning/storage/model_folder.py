@@ -30,11 +30,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from latbench.base.engine_registry import find_precision
 from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts import profile as profiles
 from search.artifacts.profile import LayerChoice
-from search.backends import OWN
 from search.pruning.training.pruner import unwrapped
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
@@ -253,7 +253,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
 
 def in_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
     """The choices as this backend of a search runs them: layers whose rows share columns in its precision."""
-    precision = OWN.get(backend, "float32")
+    precision = find_precision(backend)
     return {
         name: replace(choice, precision=precision) if _share_columns(choice.pattern) else choice
         for name, choice in choices.items()

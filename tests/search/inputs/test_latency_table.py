@@ -11,7 +11,7 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup
-from latbench.backends.deepsparse import Operation
+from latbench.backends.cpu.deepsparse import Operation
 from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
@@ -299,7 +299,7 @@ def test_how_the_first_times_were_taken_is_not_said_of_the_second(
     assert (code, err) == (0, "") and f"\n{phone}: " in out
     code, _, err = run(str(table))
     assert code == 2 and "the table has device one and two: say which" in err
-    assert err.endswith("; of --also that is said by --also-with\n")
+    assert err.endswith("; give it for --also by --also-with\n")
     code, out, err = run(str(table), "--also-with", "device=two")
     assert (code, err) == (0, "") and out.count("over deepsparse") == 2
 

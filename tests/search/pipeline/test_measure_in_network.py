@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.importers.text_formats import convert_rows_to_spdy, convert_spdy_to_rows, read_spdy, write_spdy
 from latbench.tables.table import read_table
@@ -150,8 +150,8 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     found = Fake()
     values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
-    monkeypatch.setattr(deepsparse, "analyse", found.analyse)
-    monkeypatch.setattr(deepsparse, "load", found.load)
+    monkeypatch.setattr(deepsparse, "time_operations", found.analyse)
+    monkeypatch.setattr(deepsparse, "load_model", found.load)
     monkeypatch.setattr(layer_times, "layer_values", lambda *_: values)
     return found
 

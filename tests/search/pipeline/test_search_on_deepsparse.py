@@ -12,9 +12,10 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from latbench.backends import deepsparse, deepsparse_environment
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINES
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
@@ -51,6 +52,8 @@ SHAPES = {"fc1": LinearShape(32, 24, 3), "fc2": LinearShape(5, 32, 3)}
 SETTINGS = Settings(2.0, threads=2, backend="deepsparse")
 CHOICES = {"fc1": ("unstructured", 0.75), "fc2": (DENSE, 0.0)}
 
+IN_BFLOAT16 = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
+
 
 class Compiled:
     """Stands for a model that DeepSparse compiled: what the ONNX file says, run by ONNX Runtime."""
@@ -83,8 +86,10 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepsparse_environment, "find", lambda: Environment(Path("python"), Path("engine")))
-    monkeypatch.setattr(deepsparse, "load", lambda path, inputs, **_: Compiled(path, inputs))
+    monkeypatch.setattr(
+        deepsparse_environment, "find_environment", lambda: Environment(Path("python"), Path("engine"))
+    )
+    monkeypatch.setattr(deepsparse, "load_model", lambda path, inputs, **_: Compiled(path, inputs))
 
 
 def inputs_of(task: Task, table: Path, database: Path) -> Inputs:
@@ -118,10 +123,10 @@ def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(lit
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
-    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *engines.IN_BFLOAT16]
+    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *IN_BFLOAT16]
 
 
-@pytest.mark.parametrize("backend", engines.BACKENDS)
+@pytest.mark.parametrize("backend", PRUNED_ENGINES)
 def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     backend: str, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,8 +152,8 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
     job.time_profiles(inputs, settings, profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse", *engines.IN_BFLOAT16)] == own
-    assert (set(engines.IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
+    assert [name for name in asked if name not in ("pruned", "deepsparse", *IN_BFLOAT16)] == own
+    assert (set(IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
@@ -183,8 +188,8 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
-        (["--model", "m.json", "--time-budget", "soon"], 2, "a time is a number with s, m or h behind it"),
-        ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
+        (["--model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
+        ([], 2, "--model is missing: give the cost model that `latbench fit` makes of the table"),
         (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
         (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
         (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
@@ -204,7 +209,7 @@ def test_options_that_do_not_go_together_are_refused_before_any_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(deepsparse_environment, "refusal", lambda: None)
+    monkeypatch.setattr(deepsparse_environment, "explain_refusal", lambda: None)
     monkeypatch.chdir(tmp_path)
     given = ["--target", "2", "--table", "absent", "--database", "database", "-o", "profile.json", *options]
     monkeypatch.setattr(sys, "argv", ["latbench", "search", "digits", *given])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from latbench.backends import openvino
+from latbench.backends.cpu import openvino
 from search.problem.layers import DENSE
 from search.pruning.storage.model_folder import in_precision
 from search.whole_model.model_engines import (
