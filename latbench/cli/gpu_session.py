@@ -16,7 +16,7 @@ little:
     tests.txt                      the output of pytest
 
 A second call continues the table of the first. Points in the output folder or in `datasets/measured/<device>` are not
-measured again, unless they are of another version of a library, of the driver or of our kernels.
+measured again. Points of another version of a library, of the driver or of our kernels are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
 
-Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols repeat what the colour
-says, and tell apart the patterns of one format with the dashes. A colour that depends on the reader's light or dark
-theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces. Plotly reads a
-little HTML in its texts, so every name from outside goes through `plain`.
+Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers. Symbols repeat the meaning of the
+colour. Together with the dashes they tell apart the patterns of one format. A colour that depends on the reader's
+light or dark theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces.
+Plotly reads a little HTML in its texts, so every name from outside goes through `plain`.
 """
 
 from __future__ import annotations

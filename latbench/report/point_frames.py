@@ -55,10 +55,11 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     """Build a frame with a row for each timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
     Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
-    kernel, seconds, low, high (NaN where too few samples bound the median), noisy (bool); flop (of the kept
-    weights), bytes (the least that must move) and roofline_seconds, NaN where the table lacks them.
-    `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
-    Raises BadData for rows that cannot be of a layer.
+    kernel. Then seconds, low and high (NaN where too few samples bound the median) and noisy (bool). Then flop (of
+    the kept weights), bytes (the least that must move) and roofline_seconds, NaN where the table lacks them.
+
+    `apart` holds the columns that a setting's label names, by default those of SETTING in which rows differ. Raises
+    BadData for rows that cannot be of a layer.
     """
     rows = select_timed_rows(select_layer_rows(table))
     check_layers(rows)
@@ -152,10 +153,10 @@ def build_speedups(points: pd.DataFrame) -> pd.DataFrame:
 def build_break_evens(speedups: pd.DataFrame) -> pd.DataFrame:
     """Build a frame with the sparsity from which each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never, see `find_crossings`), certain and possible
-    (the same for the lower and the upper ends of the speedups' intervals; nothing is certain without one), at_lowest
-    (it pays at the lowest measured sparsity, so the true value is that or less), best (the highest speedup),
-    best_sparsity, sparsities (their number), judged (every speedup has an interval).
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `find_crossings`). Then certain and
+    possible: the same for the lower and the upper ends of the speedups' intervals; nothing is certain without one.
+    Then at_lowest: it pays at the lowest measured sparsity, so the true value is that or less. Then best (the highest
+    speedup), best_sparsity, sparsities (their number) and judged (every speedup has an interval).
     """
     ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
     first = ~ordered.duplicated([*PLACE, "pattern"])

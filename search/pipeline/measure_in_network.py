@@ -29,7 +29,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export, layer_values
-from search.inputs.layer_options import in_network, network_rows
+from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.pipeline.search_job import prunable_layers
 from search.progress import Progress
 from search.task import Task
@@ -116,8 +116,8 @@ def of_task(task: Task, folder: Path, settings: Settings) -> pd.DataFrame:
     """
     inputs = task.example()
     shapes = prunable_layers(task, task.model())
-    rows = in_network(folder, threads=settings.threads)
-    return network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
+    rows = read_network_rows(folder, threads=settings.threads)
+    return select_network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
 
 
 def missing_runs(

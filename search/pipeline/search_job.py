@@ -39,8 +39,9 @@ from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import layer_errors
+from search.inputs.layer_builder import build_network_layers, build_predicted_layers
 from search.inputs.layer_errors import read_errors
-from search.inputs.layer_options import in_network, measured_layers, predicted_layers, swept_rows
+from search.inputs.table_rows import read_network_rows, read_sweep_rows, select_engine_rows
 from search.knapsack.arrays import Choice, sum_in_order
 from search.loss.cache import Trials, key_of
 from search.loss.parallel import Judges
@@ -52,10 +53,10 @@ from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
 from search.problem.second_budget import build_model_budget, count_model_bytes
 from search.progress import Progress
-from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, fill_database, hash_pruning_inputs
 from search.strategies import chance_constraint as chance
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
-from search.strategies.run_strategy import run_strategy
+from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task
 from search.whole_model import confidence as risk
 from search.whole_model import overhead, sessions
@@ -195,7 +196,7 @@ def read_inputs(
 ) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    hashes = model_hash(model), hash_table(table), made_by(task, method)
+    hashes = model_hash(model), hash_table(table), hash_pruning_inputs(task, method)
     return Inputs(task, model, table, cost_model, database, *hashes, method)
 
 
@@ -263,11 +264,11 @@ def searcher(
             progress(what if number < 2 else f"{what}, round {number}", done, total)
 
         first = number == 0 and settings.strategy != "uniform"
-        found = run_strategy(
-            "once" if first else settings.strategy, problem, settings.target, judge,
-            seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
-            known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
+        strategy = StrategySettings(
+            "once" if first else settings.strategy, settings.evaluations, settings.seed,
+            batches=None if first else settings.batches, deadline=deadline, clock=clock,
         )  # fmt: skip
+        found = run_strategy(strategy, problem, settings.target, judge, known=known, missed=missed, progress=tell)
         known.update({one.choice: one.found_by for one in found.trace})
         return found
 
@@ -359,7 +360,7 @@ def prepare(
             for layer in problem.layers
             for part in layer.parts
         }
-        build_database(
+        fill_database(
             task, inputs.model, options, database,
             lambda done, total: progress("pruning layers into the database", done, total),
             method=inputs.method, processes=settings.processes,
@@ -399,14 +400,14 @@ def _as_verified(problem: Problem, verified: Sequence[Session], probability: flo
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
     """The layers with their options' seconds on the backend. Raises BadData where the table has none for a layer."""
     if inputs.cost_model is None:
-        return measured_layers(
-            in_network(inputs.table, threads=settings.threads), inputs.task.name, shapes,
+        return build_network_layers(
+            read_network_rows(inputs.table, threads=settings.threads), inputs.task.name, shapes,
             threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=risk.coverage(settings.risk),
         )  # fmt: skip
-    rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
-    return predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns,
+    rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
+    engine = select_engine_rows(rows, backend=settings.backend, threads=settings.threads)
+    return build_predicted_layers(
+        cost_models.load(inputs.cost_model, inputs.table), engine.with_patterns(settings.patterns), shapes,
         sparsities=settings.sparsities, coverage=risk.coverage(settings.risk),
     )  # fmt: skip
 

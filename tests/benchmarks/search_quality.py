@@ -35,7 +35,7 @@ from search.problem.calibration import ignore_intervals
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
-from search.strategies.run_strategy import build_quadratic_priors, run_strategy
+from search.strategies.run_strategy import StrategySettings, build_quadratic_priors, run_strategy
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -85,14 +85,14 @@ def compare(
     `every` is the problem with every option, and its judge, for uniform profiles; the others leave out what is
     hopeless.
     """
-    uniform = run_strategy("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    uniform = run_strategy(StrategySettings("uniform", allowed, 0), every[0], target, every[1]).loss
     quadratic = solve(problem.safe_seconds, build_quadratic_priors(problem), problem.budget(target)).choice
     (solved_quadratic,) = judge.losses([quadratic], judge.batches)
-    solved = run_strategy("once", problem, target, judge, seed=0, evaluations=1).loss
+    solved = run_strategy(StrategySettings("once", 1, 0), problem, target, judge).loss
     found = []
     for seed in range(seeds):
         published, ours = (
-            run_strategy(strategy, problem, target, judge, seed=seed, evaluations=allowed)
+            run_strategy(StrategySettings(strategy, allowed, seed), problem, target, judge)
             for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss), reached(published, published.loss)

@@ -109,8 +109,7 @@ def count_copies(each_bytes: int, most: int = MOST_COPIES) -> int:
 def count_cold_bytes() -> int:
     """Return how many bytes of weight copies take turns: those that pass this machine's caches.
 
-    It is limited to a share of the memory, because a virtual machine may show a cache of its host that is as large as
-    all its memory.
+    It is limited to a share of the memory: a virtual machine may show a cache of its host that is as large as that.
     """
     granted = read_available_bytes()
     memory = read_memory_bytes() if granted is None else min(read_memory_bytes(), granted)

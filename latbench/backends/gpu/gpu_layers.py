@@ -1,13 +1,15 @@
-"""Synthetic layers for a GPU, and what float16 or bfloat16 arithmetic may make of them.
+"""Synthetic layers for a GPU, and the error bounds of float16 and bfloat16 arithmetic.
 
 Weights and activations are rounded to the element type once, so that every kernel multiplies the same numbers. The
-product of two of them is exact in float32 (11 + 11 or 8 + 8 significant bits). Tensor cores add in float32 but chop
-instead of rounding, after aligning the terms of a step to the largest (Fasi, Higham, Mikaitis and Pranesh, Numerical
-behavior of NVIDIA tensor cores, PeerJ Computer Science 2021): each addition is off by at most 2**-23 of the sum of
-magnitudes. So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23 (2**-24 where sums are
-rounded, see `sparse_kernels.oracle`), and the result is rounded to the element type on top. Whoever sums in half
-precision fails this, as it should: the times of such a kernel are those of another arithmetic. Only cuBLAS may, by
-default, split a sum into `parts` and round each to the element type before it adds them.
+product of two of them is exact in float32 (11 + 11 or 8 + 8 significant bits). Tensor cores add in float32. They
+align the terms of a step to the largest, and then chop instead of rounding: each addition is off by at most 2**-23 of
+the sum of magnitudes. (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer
+Science 2021.)
+
+So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23. Where sums are rounded, u is 2**-24;
+see `sparse_kernels.oracle`. The result is rounded to the element type on top. A kernel that sums in half precision
+fails this check, as it should: its times are those of another arithmetic. Only cuBLAS may, by default, split a sum
+into `parts` and round each to the element type before it adds them.
 """
 
 from __future__ import annotations

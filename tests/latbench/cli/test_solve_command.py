@@ -149,7 +149,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
         (["--target", "2", "--also-with", "batch=2"], "more of --also, which is missing"),
         (["--target", "2", "--also", "t.txt", "--also-with", "size=2"], "as in batch=16, not 'size=2'"),
         (["--target", "2", "--also", "t.txt", "--also-with", "batch=many"], "not 'batch=many'"),
-        (["--device", "gpu"], "it does not go with device"),
+        (["--device", "gpu"], "it does not take device"),
     ],
 )
 def test_second_budgets_that_do_not_go_together_are_refused(words: list[str], said: str, run: Run) -> None:
@@ -168,7 +168,7 @@ def test_layers_that_take_no_time_are_shown_and_dense_models_that_take_none_refu
     assert code == 5 and "a SPDY profile cannot hold a layer called 'a layer'" in err and err.count("\n") == 1
     for seconds in ("0", "-1"):
         code, _, err = run("f.csv", "--target", "2", "--dense-seconds", seconds, "--fixed-seconds", "0")
-        assert code == 5 and "a dense model takes a finite time above 0, not" in err
+        assert code == 5 and "the time of the dense model must be finite and above 0, not" in err
     pd.DataFrame([("a", "dense", 0.0, 0.0), ("a", "vector:8", 0.5, 0.0)], columns=columns[:4]).to_csv("f.csv")
     assert run("f.csv", "--target", "2")[0] == 5
 

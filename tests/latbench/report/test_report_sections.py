@@ -14,7 +14,7 @@ import report_rows as rows_of
 import scipy.stats
 
 from cost_models import AnchoredLookup, Boosted, Transfer
-from cost_models.storage import ModelFile
+from cost_models.model_file import ModelFile
 from latbench.errors import BadData
 from latbench.report import figures, point_frames, report_data, report_inputs
 from latbench.report.pages import common_sections as sections

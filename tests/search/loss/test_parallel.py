@@ -24,7 +24,7 @@ from search.loss.pools import panel
 from search.loss.process_pool import _said
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
-from search.strategies.run_strategy import run_strategy
+from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
 
@@ -70,7 +70,7 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
     for processes in (1, 2):
         with judges(database, trials(tmp_path / str(processes)), processes) as judge:
             answers.append(judge.losses(every[:1], 1) + judge.losses(every, 3) + judge.losses(every[3:5], 6))
-            found.append(run_strategy("staged", PROBLEM, 2.0, judge, seed=0, evaluations=8))
+            found.append(run_strategy(StrategySettings("staged", 8, 0), PROBLEM, 2.0, judge))
     assert answers[0] == answers[1]  # bit for bit
     assert found[0] == found[1]
     files = [(tmp_path / str(processes) / "trials.jsonl").read_text() for processes in (1, 2)]
@@ -223,7 +223,7 @@ def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database: Database, tmp_path: Path) -> None:
     with judges(database, Trials(["conv", "fc"])) as judge:
-        expected = run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8)
+        expected = run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge)
 
     class Interrupted(Exception):
         pass
@@ -233,19 +233,19 @@ def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database:
             raise Interrupted
 
     with judges(database, trials(tmp_path)) as judge, pytest.raises(Interrupted):
-        run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8, progress=stop_at_four)
+        run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge, progress=stop_at_four)
     path = tmp_path / "trials.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-20])  # killed in the middle of a line
     whole = len(before.splitlines()) - 1
     with judges(database, trials(tmp_path)) as judge:
-        assert run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge) == expected
     after = path.read_bytes().splitlines()
     assert after[:whole] == before.splitlines()[:whole]
     judged = [tuple(json.loads(line)[part] for part in ("held", "first")) for line in after if line.endswith(b"}")]
     assert len({str(one) for one in judged}) == len(judged)  # nothing was judged twice
     with judges(database, trials(tmp_path)) as judge:  # and a third time nothing is
-        assert run_strategy("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8) == expected
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge) == expected
     assert path.read_bytes().splitlines() == after
 
 
