@@ -27,7 +27,7 @@ from latbench.timing.sampling import NOISY_ERROR, Burst, Sampler, Timing, sample
 from latbench.workloads.minimum_work import compute_inside_share
 from latbench.workloads.points import Point, format_shape
 
-MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
+MOST_DEATHS = 2  # of workers per kernel and format; another would cost as much time again
 
 _FAILURES = {
     "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
@@ -49,12 +49,12 @@ class Bench:
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
             self.environment = {**environment, "env_id": hash_environment(environment)}
-        self.deaths: dict[str, list[str]] = {}  # of workers, with their reasons, by the kernel that they died of
+        self.deaths: dict[str, list[str]] = {}  # reasons of worker deaths, by kernel
         self.block = 0
         self.chance = 0
         self._tell: Callable[[str, int], None] = lambda activity, finished: None
-        self._turn = threading.Lock()  # of the processes, on the device
-        self._stop = threading.Event()  # set when nothing more is to be prepared
+        self._turn = threading.Lock()  # one process at a time on the device
+        self._stop = threading.Event()  # stops the preparation
 
     def __enter__(self) -> Self:
         return self
@@ -117,8 +117,8 @@ class Bench:
                 yield points[number], failure
         ready = {str(number): point for number, point in enumerate(points) if number not in failed}
         done = len(failed)
-        # What the death of a worker took along is prepared again here, or at the end of the burst that the death was
-        # in: never in a burst of its own, where the time would count.
+        # Points that died with a worker are prepared again here, or at the end of the burst of the death. They are
+        # never prepared in a burst of their own, where the time would count.
         failures = self._restore(ready)
 
         def sampler(name: str) -> Sampler:
@@ -203,7 +203,7 @@ class Bench:
                 yield number, outcome
         except BaseException:
             self._stop.set()
-            self.engines.kill()  # so that no thread waits for an answer any longer
+            self.engines.kill()  # ends the waits of all threads
             wait(running)
             self.engines.restart()
             raise
@@ -308,14 +308,14 @@ class Bench:
         reference = pace.reference([burst.began for burst in timing.counted], flop, size)
         if reference is None:
             return columns, False
-        # Each burst beside the pace around it: by what factor their median was longer than at the usual pace.
+        # Each burst is corrected by the pace around it; the ratio of the medians is the slowdown.
         at_usual_pace = [
             reference.usual_seconds / seconds * sample
             for burst, seconds in zip(timing.counted, reference.seconds, strict=True)
             for sample in burst.samples
         ]
         corrected, ratio = float(np.median(at_usual_pace)), 1.0
-        if corrected > 0:  # what took no time at all is impossible at any pace
+        if corrected > 0:  # a zero time is impossible at any pace
             ratio = float(np.median(timing.samples)) / corrected
         columns |= {
             "reference_seconds": ratio * reference.usual_seconds,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Block = list[Point]
 MeasuredRows = tuple[Mapping[str, Any], Sequence[Row]]
-"""An environment, and the rows that were measured in it."""
+"""An environment and the rows measured in it."""
 
 
 class NodePool(Protocol):
@@ -264,7 +264,7 @@ class ClusterSite:
             return block, chance, sweep.seconds_left()
 
         def waiting() -> None:
-            sweep.check_time(even_first=True)  # nothing is measured that could end by itself
+            sweep.check_time(even_first=True)  # no block is running that could use the time
             sweep.tell("waiting: others use the nodes")
 
         for block, answer in self._nodes.run(self._bench, in_time(), arguments, tries=tries, waiting=waiting):

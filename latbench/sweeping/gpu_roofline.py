@@ -15,14 +15,14 @@ from latbench.timing.gpu_ceilings import ORDINARY, GpuCeilings
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
 
-# What changes the ceilings of one and the same GPU. Nobody tells whether its clocks are locked: where they were when
-# the ceilings were measured, what is too fast for them has them measured again (`Roofline.doubt`).
+# Settings that change the ceilings of a GPU. Locked clocks cannot be detected. If they were locked when the ceilings
+# were measured, a time that beats the ceilings has them measured again (`SweepRoofline.doubt`).
 CEILING_SETTINGS = (
     "gpu_max_clock_hertz", "gpu_max_memory_clock_hertz", "gpu_application_clock_hertz",
     "gpu_application_memory_clock_hertz", "gpu_power_limit_milliwatts", "gpu_ecc",
 )  # fmt: skip
 
-_METHOD = 2  # counts changes of how ceilings are found
+_METHOD = 2  # version of the method; change it to invalidate cached ceilings
 
 
 class GpuPace(ReferencePace[GpuCeilings]):

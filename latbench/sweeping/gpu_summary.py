@@ -19,7 +19,7 @@ from latbench.tables.table import select_timed
 
 OUR_ENGINES = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
-LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
+LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # the peers of our kernels
 
 SHAPE_COLUMNS = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",

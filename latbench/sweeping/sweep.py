@@ -56,9 +56,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
-"""What to measure next, given the table so far without its samples (None while there is none); called until it names
-nothing new.
-"""
+"""Names the points to measure next, given the table so far without its samples (None while there is none). It is
+called until it names nothing new."""
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
@@ -161,7 +160,7 @@ def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
 
 def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
     """Measure until `choose` names nothing new; measure disturbed points again after each choice or at the end."""
-    if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
+    if isinstance(sweep.folder, Path):  # a store never holds partial objects
         remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, but a sweep writes into a folder: give one with -o")
@@ -183,7 +182,7 @@ def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
         stopped.summary = SweepSummary(sweep.statuses, len(sweep.skipped))
         stopped.interrupted = isinstance(end, KeyboardInterrupt)
         raise stopped from None
-    if sweep.growing.damage is not None:  # it came after the start, and has stopped nothing
+    if sweep.growing.damage is not None:  # damage that came during the sweep
         raise sweep.growing.damage
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
@@ -225,11 +224,11 @@ class Sweep:
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if options.time_budget is None else monotonic() + options.time_budget
         self.growing = GrowingTable(folder, _CHOSEN_BY)
-        self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
+        self.newest: dict[str, datetime] = {}  # start of each point's newest row, by point_id
         self.total = 0
-        self._named: set[str] = set()  # every point that was ever wanted, by its id
+        self._named: set[str] = set()  # all points named so far, by point_id
         self.block = 0
-        self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
+        self.spikes: dict[str, float] = {}  # medians of points with the status spike, by point_id
         self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # medians by sparsity
 
     @property
@@ -354,7 +353,7 @@ class Sweep:
         wanted = {_curve(point.key()) for point in points} - self.curves.keys()
         alike = [(place, {key[place] for key in wanted}) for place in range(len(_CURVE))]
         rows = table[table["status"].isin((*TIMED, "spike")) & table["median_seconds"].notna()]
-        for place, values in alike:  # few are left to look at one by one
+        for place, values in alike:  # filter column by column, so that few rows are left
             if None not in values:
                 rows = rows[rows[_CURVE[place].name].isin(values)]
         for row in rows.sort_values("started_at", kind="stable").to_dict("records"):

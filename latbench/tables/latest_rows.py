@@ -34,8 +34,8 @@ def accept_every_row(piece: pa.Table) -> pa.Array:
     return pa.repeat(True, piece.num_rows)
 
 
-_PENDING_ROWS = 1 << 20  # are looked through for the latest at once, or as many as there are points
-_EXACT_FLOAT32 = 2**24  # whole numbers up to it
+_PENDING_ROWS = 1 << 20  # rows between two reductions, unless there are more points
+_EXACT_FLOAT32 = 2**24  # float32 holds all integers up to this
 
 
 def read_latest(
@@ -62,7 +62,7 @@ def read_latest(
     import pandas as pd
 
     files, chosen = _found(path, per, useful, looked_at)
-    pa.default_memory_pool().release_unused()  # of the first pass, where the columns go now
+    pa.default_memory_pool().release_unused()  # memory of the first pass, which the columns need now
     filled = [_column(SCHEMA.field(name), len(chosen)) for name in columns]
     done = 0
     for piece in _chosen(files, chosen, columns):
@@ -123,7 +123,7 @@ class _Latest:
 
     def _reduce(self) -> None:
         columns, self._seen = list(zip(*self._seen, strict=True)), []
-        # One after the other, so that only one is there twice.
+        # One column at a time, so that only one exists twice.
         key, settled, moment, number = (np.concatenate(columns.pop(0)) for _ in range(4))
         order = np.lexsort((number, moment, settled, key))
         ordered = key[order]
@@ -260,7 +260,7 @@ class _Codes:
         texts = sorted(self._levels)
         place = {text: code for code, text in enumerate(texts)}
         moved = np.array([*(place[text] for text in self._levels), -1], self._codes.dtype)
-        for start in range(0, len(self._codes), BATCH_ROWS):  # in place: all at once would be there twice
+        for start in range(0, len(self._codes), BATCH_ROWS):  # in pieces: all at once would need a copy
             some = slice(start, start + BATCH_ROWS)
             self._codes[some] = moved[self._codes[some]]
         return pd.Categorical.from_codes(self._codes, categories=pd.Index(texts, dtype=object))

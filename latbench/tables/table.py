@@ -27,10 +27,10 @@ from latbench.tables.storage import PART_NAME, UNFINISHED, Place, open_input, pa
 if TYPE_CHECKING:
     import pandas as pd
 
-# Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
+# Limits of a piece: rows, and bytes in memory, because a row may have a hundred thousand samples.
 BATCH_ROWS, BATCH_BYTES = 1 << 15, 64 * 2**20
-_MOST_SAMPLES = 10_000_000  # of a row; a number beyond is damage
-_TEXT_BYTES = 24  # of a text in memory, with its offset; typical of the columns here
+_MOST_SAMPLES = 10_000_000  # per row; a greater number is damage
+_TEXT_BYTES = 24  # typical memory of a text in these columns, with its offset
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
 

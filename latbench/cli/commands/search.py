@@ -72,8 +72,7 @@ def search(
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench.machines.devices import count_cores
-    from latbench.workloads import points as plan
-    from latbench.workloads.points import parse_wanted_sparsities
+    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.pipeline import search_job as job
     from search.problem.limits import Limits, read_limits
 
@@ -81,7 +80,7 @@ def search(
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
     threads = threads or count_cores()
     settings = job.Settings(
-        target, threads, tuple(map(str, plan.parse_patterns(patterns))) if patterns else None, seed, evaluations,
+        target, threads, tuple(map(str, parse_patterns(patterns))) if patterns else None, seed, evaluations,
         batches, risk, strategy, backend,
         sparsities=parse_wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),

@@ -11,8 +11,6 @@ import pytest
 
 from latbench.backends.cpu import cpu_reference
 from latbench.base.engine_registry import CPU_ENGINES
-from latbench.machines import devices
-from latbench.machines import gpu_discovery as discovery
 from latbench.machines.ceilings import Ceilings
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
@@ -148,7 +146,7 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = dataclasses.replace(CPU_ENGINES["onnxruntime"], packages=(("no-such-package",),))
     monkeypatch.setitem(CPU_ENGINES, "onnxruntime", lacking)
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         "latbench.machines.noise_sources.read_host",
         lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1),
@@ -175,7 +173,7 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
     assert "others may have the name intel-xeon-family-6-model-167: keep their tables apart" in out
-    monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
+    monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "amd-epyc-9b14")
     assert "the hypervisor hides" not in latbench("doctor").out
 
 

@@ -56,7 +56,7 @@ def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) 
         ("point_id", "0123456789abcdef", "corrupt", "its key hashes to"),
         ("status", "splendid", "corrupt", "unknown status 'splendid'"),
         ("status", "", "corrupt", "unknown status ''"),
-        ("status", "error", "corrupt", "a time with status error, which has none"),
+        ("status", "error", "corrupt", "status error with a time: such a row has none"),
         ("m", 2**60 + 1, "corrupt", "its key hashes to"),
         ("pattern", "vector:99999999999999999999999", "corrupt", "at most 2147483647"),
         ("pattern", "checkers", "corrupt", "unknown pattern"),

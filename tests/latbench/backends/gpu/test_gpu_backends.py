@@ -24,6 +24,7 @@ from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
+from latbench.timing.gpu_events import NotCaptured
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
@@ -47,7 +48,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     settings = SimpleNamespace(
         copies=3, corrupt=lambda y, copy: y, device=device, capture_fails=False, fresh=False, ran=[], bytes=100
     )
-    monkeypatch.setattr(prepare_gpu_point.drivers, "STARTED", [device])
+    monkeypatch.setattr(prepare_gpu_point, "OPEN_DRIVERS", [device])
 
     def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         shape = point.shape
@@ -175,7 +176,7 @@ def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monke
 def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine: SimpleNamespace) -> None:
     engine.capture_fails = True
     said = "fake cannot be captured into a CUDA graph: operation failed due to a prev"
-    with pytest.raises(timing.NotCaptured, match=said) as caught:
+    with pytest.raises(NotCaptured, match=said) as caught:
         prepare_gpu_point.prepare_gpu_point(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
     outcome = bench._failed(failure)
@@ -244,7 +245,7 @@ def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
         raise Unsupported("an internal error")
 
     engine.corrupt = refuses
-    monkeypatch.setattr(prepare_gpu_point.drivers, "STARTED", [])
+    monkeypatch.setattr(prepare_gpu_point, "OPEN_DRIVERS", [])
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     with pytest.raises(Ended):
