@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from latbench.cli.options import Json
+from latbench.cli.options.common_options import Json
 
 if TYPE_CHECKING:
     from latbench.machines.gpu_names import Gpu

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.option_texts import parse_column_values
+from latbench.cli.options.table_options import (
     ImportDevice,
     ImportDtype,
     ImportFile,
@@ -19,7 +20,6 @@ from latbench.cli.options import (
     ImportPattern,
     ImportThreads,
     ImportWorkload,
-    parse_column_values,
 )
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.model_options import (
     AllowExtrapolation,
     Coverage,
     Dilation,
@@ -24,10 +24,8 @@ from latbench.cli.options import (
     PredictWhere,
     ShapeText,
     Stride,
-    check_share,
-    parse_column_values,
-    parse_sizes,
 )
+from latbench.cli.options.option_texts import check_share, parse_column_values, parse_sizes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from latbench.base.engine_registry import NUMBA
-from latbench.cli.options import (
+from latbench.cli.options.common_options import LimitsFile, TaskArgument, Threads
+from latbench.cli.options.option_texts import parse_duration
+from latbench.cli.options.search_options import (
     CalibrationBatches,
     Evaluations,
     Evaluators,
     LayerErrors,
-    LimitsFile,
     ModelBytes,
     Processes,
     ProfileOutput,
@@ -31,9 +32,6 @@ from latbench.cli.options import (
     SearchTable,
     SearchTarget,
     Strategy,
-    TaskArgument,
-    Threads,
-    parse_duration,
 )
 
 if TYPE_CHECKING:
