@@ -101,6 +101,23 @@ def convert(
         converted. The message names the layer if one is at fault.
     """
     model = copy.deepcopy(model).eval()
+    chosen = _apply_choices(model, choices, backend)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {module: name for name, module in modules.items() if module in chosen}
+    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
+    converted = conversion.of(model, "")
+    for module in chosen:
+        if module not in conversion.done:
+            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
+    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        _prove(converted, example_inputs, conversion.calls[""].result)
+    return converted
+
+
+def _apply_choices(
+    model: nn.Module, choices: Mapping[str, LayerPattern], backend: str
+) -> dict[nn.Module, LayerPattern]:
+    """Mask and round the weights of the chosen layers, in place, and return the layers with their patterns."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     chosen: dict[nn.Module, LayerPattern] = {}
@@ -120,15 +137,7 @@ def convert(
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
         chosen[module] = choice
-    names = {module: name for name, module in modules.items() if module in chosen}
-    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
-    converted = conversion.of(model, "")
-    for module in chosen:
-        if module not in conversion.done:
-            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        _prove(converted, example_inputs, conversion.calls[""].result)
-    return converted
+    return chosen
 
 
 def _alike(a: LayerPattern, b: LayerPattern) -> bool:

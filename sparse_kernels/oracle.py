@@ -1,16 +1,16 @@
 """The right result of a kernel, and how far from it float32 arithmetic may lead.
 
-The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms, added in any order, with
-or without fused multiply-add, is off by at most gamma_k * |w| @ |x|. Here gamma_k = k*u / (1 - k*u) and u = 2**-24
-(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so
-k is the largest number of weights that a row keeps, plus 1 for a bias. Products too small for a normal number may be
-flushed to zero.
+The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms is off by at most gamma_k
+* |w| @ |x|, in any order, with or without fused multiply-add. Here gamma_k = k*u / (1 - k*u) and u = 2**-24 (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so k is the
+largest number of weights that a row keeps, plus 1 for a bias. Products too small for a normal number may be flushed
+to zero.
 
 A unit may form products of float32 from products of bfloat16 (`cpu.codegen.bf16_split`). It leaves out up to 2 u of
-each. It rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others, which is at most k + 2.
-It takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
+each. It rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others. That is at most k + 2
+times. It takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
 
-Where x and the result may be rounded to another type, with unit roundoff u, that is up to 2 u * |w| @ |x| more. ReLU
+Where x and the result may be rounded to another type, of unit roundoff u, that adds up to 2 u * |w| @ |x|. ReLU
 adds nothing. GELU changes by at most 1.13 times what its argument does. Its own evaluation may be off by 4 * eps32 of
 the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
 """

@@ -163,7 +163,7 @@ def test_no_vector_reads_or_writes_outside_of_its_array(blocks, shape):
     for x_margin in (None, 0, 1, 4):
         for y_margin in (None, 0, 1, 4):
             x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
-            placed = plan._place(shape, x, y)
+            placed = plan._build_placement(shape, x, y)
             at, cut = placed.grid, placed.blocks
             # Of each block's x: nothing before the array, and each run of 32 begins inside of it.
             assert (at.x_starts + cut.before).min() >= 0

@@ -365,8 +365,8 @@ from sparse_kernels.cpu.plans.linear import Choice
 
 path, key, choices = Path(sys.argv[1]), {"device": "one"}, [Choice("rows", (4, v, 16)) for v in (1, 2, 4)]
 for turn in range(300):
-    tuner._write(path, key, choices[turn % 3])
-    if tuner._read(path, key, choices) is None:
+    tuner._write_choice(path, key, choices[turn % 3])
+    if tuner._read_choice(path, key, choices) is None:
         sys.exit("half a file was read")
 """
 

@@ -93,7 +93,7 @@ def test_no_vector_reads_or_writes_outside_of_its_array(lanes):
             packed = pack(np.ones((shape.m, shape.k), np.float32), np.ones((shape.m, shape.k), bool), VectorWise(8))
             plan = replace(prepare_conv2d(packed, shape, "numba"), target=target)
             x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
-            placed = plan._place(shape, x, y)
+            placed = plan._build_placement(shape, x, y)
             at, where = placed.grid, placed.phase_layout
             first = at.x_starts[:, None] + placed.offsets
             assert first.min() >= 0
