@@ -147,7 +147,7 @@ def test_convolutions_are_told_apart_by_every_column() -> None:
 
 def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
     row = {
-        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
+        "purpose": "sweep", "device": devices.name_cpu(), "backend": "deepsparse", "model": f"net:{name}",
         "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
         "threads": 2, "status": "ok", "samples_seconds": list(samples),
     }  # fmt: skip
