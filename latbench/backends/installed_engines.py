@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES, LayerEngine
+from latbench.machines import devices
 
 
 class Unsupported(Exception):
@@ -15,7 +16,7 @@ def find_version(name: str) -> str | None:
     """Return the installed version of a layer engine; None if it lacks a package."""
     engine = CPU_ENGINES.get(name) or GPU_ENGINES[name]
     packages = [find_package(group) for group in engine.packages]
-    return find_version(packages[0]) if packages[0] is not None and all(packages) else None
+    return devices.find_version(packages[0]) if packages[0] is not None and all(packages) else None
 
 
 def list_cpu_versions() -> dict[str, str | None]:
@@ -30,7 +31,7 @@ def list_gpu_versions() -> dict[str, str | None]:
 
 def find_package(alternatives: Sequence[str]) -> str | None:
     """Return the first of these packages that is installed; None if none is."""
-    return next((name for name in alternatives if find_version(name)), None)
+    return next((name for name in alternatives if devices.find_version(name)), None)
 
 
 def list_used_packages(engine: LayerEngine) -> tuple[str, ...]:

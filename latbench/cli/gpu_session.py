@@ -16,7 +16,7 @@ little:
     tests.txt                      the output of pytest
 
 A second call continues the table of the first. Points in the output folder or in `datasets/measured/<device>` are not
-measured again, unless they are of another version of a library, of the driver or of our kernels.
+measured again. Points of another version of a library, of the driver or of our kernels are.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class SmokeFirst:
         return self._in_order(table)
 
 
-def measure(visit: Visit) -> Swept:
+def measure_visit(visit: Visit) -> Swept:
     """Sweep the smoke points, and then the blocks, until all is measured or the budget ends.
 
     Raises whatever a sweep raises, but for Incomplete.
@@ -365,7 +365,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def pay_visit(given: Sequence[str] | None = None) -> None:
     """Pay one visit to this machine's GPU. Raises a LatbenchError for the user."""
     asked = parse_arguments(given)
     budget = Budget(asked.seconds, tests=asked.tests == "all")
@@ -394,7 +394,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if tests.status == "failed":
             for line in list_failures(tests.output)[:MOST_FAILURES]:
                 log(f"  {line[:200]}")
-    verdict = judge([each for each in (swept.smoke, tests) if each is not None], swept)
+    verdict = judge_visit([each for each in (swept.smoke, tests) if each is not None], swept)
     if verdict is not None:
         raise verdict
 
@@ -415,7 +415,7 @@ def _measure_gpu(gpu: Gpu, out: Path, budget: Budget, asked: argparse.Namespace,
         for name in list_standard(GPU_ENGINES):
             if name in refusals:
                 raise EnvironmentUnusable(f"nothing to measure without {name}: {refusals[name]}")
-        return measure(
+        return measure_visit(
             Visit(
                 machine,
                 list_standard_blocks(machine.device, usable),
@@ -432,7 +432,7 @@ def _measure_gpu(gpu: Gpu, out: Path, budget: Budget, asked: argparse.Namespace,
         machine.close()
 
 
-def judge(outcomes: Sequence[GpuTestOutcome], swept: Swept) -> LatbenchError | None:
+def judge_visit(outcomes: Sequence[GpuTestOutcome], swept: Swept) -> LatbenchError | None:
     """Return the error that a visit ends with; a wrong result or a failed test comes before unfinished work."""
     wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
     said = "; ".join(outcome.verdict for outcome in outcomes)
@@ -473,10 +473,10 @@ def _print(line: str) -> None:
     sys.stderr.flush()
 
 
-def run(given: Sequence[str] | None = None) -> int:
+def run_visit(given: Sequence[str] | None = None) -> int:
     """Pay a visit and return its exit code; an expected failure is one line on stderr."""
     try:
-        main(given)
+        pay_visit(given)
     except LatbenchError as error:
         _print(f"latbench: {' '.join(str(error).split())}")
         return error.exit_code
@@ -484,4 +484,4 @@ def run(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_visit())

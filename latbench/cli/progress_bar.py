@@ -1,4 +1,4 @@
-"""Progress on stderr, for the verbs that take a while: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr for long commands: a live bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def live(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
-    """What it yields shows progress while the context is open; nothing of a bar is left behind."""
+    """Yield a function that shows progress while the context is open; no bar is left behind."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _lines(console, clock)

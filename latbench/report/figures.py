@@ -1,9 +1,9 @@
 """The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
 
-Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols repeat what the colour
-says, and tell apart the patterns of one format with the dashes. A colour that depends on the reader's light or dark
-theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces. Plotly reads a
-little HTML in its texts, so every name from outside goes through `plain`.
+Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers. Symbols repeat the meaning of the
+colour. Together with the dashes they tell apart the patterns of one format. A colour that depends on the reader's
+light or dark theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces.
+Plotly reads a little HTML in its texts, so every name from outside goes through `plain`.
 """
 
 from __future__ import annotations
@@ -312,18 +312,18 @@ def build_time_axis(title: str, low: float, high: float) -> Figure:
 
 
 def find_format(pattern: object) -> str:
-    """The format of a pattern, by its name."""
+    """Find the format of a pattern by its name."""
     name = str(pattern).split(":")[0]
     return VectorNM.format if name == "vectornm" else name
 
 
 def find_colour(pattern_format: str) -> str:
-    """The colour of a format, one for all that have none of their own."""
+    """Return the colour of a format; other formats share one."""
     return COLOURS.get(pattern_format, OTHER_COLOURS[0])
 
 
 def find_symbol(pattern_format: str) -> str:
-    """The symbol of a format, one for all that have none of their own."""
+    """Return the symbol of a format; other formats share one."""
     return SYMBOLS.get(pattern_format, "star")
 
 
@@ -336,7 +336,7 @@ def build_line_and_marker(look: Look, size: int) -> Figure:
 
 
 def select_sample(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:
-    """At most `most` rows of `frame`, drawn at random and left in their order."""
+    """Select at most `most` random rows of `frame`, in their order."""
     return frame if len(frame) <= most else frame.sample(most, random_state=seed).sort_index()
 
 
@@ -346,10 +346,10 @@ def round_values(values: Iterable[float]) -> list[float]:
 
 
 def round_error_bars(values: Iterable[float]) -> list[float]:
-    """How far error bars reach, as `short`: not at all where there is no interval."""
+    """Return the lengths of error bars as `round_values` does; zero without an interval."""
     return [0.0 if math.isnan(value) else float(f"{value:.4g}") for value in values]
 
 
 def escape_name(name: object) -> str:
-    """A name as plotly shows it, which reads some HTML in its texts."""
+    """Escape a name for plotly, which reads some HTML in its texts."""
     return html.escape(str(name), quote=False)

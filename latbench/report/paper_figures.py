@@ -58,7 +58,7 @@ Draw = Callable[[Any, pd.DataFrame], None]
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: its rows, what draws them into a matplotlib figure, its height and width in inches."""
+    """A figure: its rows, the function that draws them with matplotlib, its height and width in inches."""
 
     rows: pd.DataFrame
     draw: Draw
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> list[Path]:
-    """Write NAME.pdf, NAME.svg and NAME.csv of every figure that the content has; returns the paths.
+    """Write NAME.pdf, NAME.svg and NAME.csv of every figure of the report, and return the paths.
 
     Raises EnvironmentUnusable where matplotlib is not installed or the disk refuses.
     """
@@ -93,7 +93,7 @@ def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> li
 
 
 def list_drawings(content: ReportData, inputs: ReportInputs) -> dict[str, Drawing]:
-    """The figures by name, in the order of the page."""
+    """List the figures by name, in the order of the page."""
     found: dict[str, Drawing] = {}
     if content.times is not None and inputs.verdict is not None:
         budget = inputs.verdict.dense_seconds / inputs.verdict.target
@@ -194,14 +194,14 @@ def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
 
 
 def _style(look: Look) -> dict[str, Any]:
-    """How matplotlib draws what the page draws so."""
+    """Return matplotlib's arguments for the look of a pattern on the page."""
     shape = look.symbol.removesuffix("-dot").removesuffix("-open")
     fill = FILLS[look.symbol.removeprefix(shape)]
     return {"color": look.colour, "linestyle": LINES[look.dash], "marker": MARKERS[shape], "fillstyle": fill}
 
 
 def _plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10 on a logarithmic axis, 1 and 10 alone on a long one, and not powers of ten."""
+    """Label 1, 2, 5, 10 on a logarithmic axis, only 1 and 10 on a long one, without powers of ten."""
 
     def between(value: float, _: Any) -> str:
         low, high = axis.get_view_interval()
@@ -212,7 +212,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _legend_above(figure: Any, panels: Iterable[Any], columns: int) -> None:
-    """One legend for all panels, where it covers nothing."""
+    """Draw one legend for all panels above them."""
     handles: dict[str, Any] = {}
     for axes in panels:
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

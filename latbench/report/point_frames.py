@@ -55,10 +55,11 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     """Build a frame with a row for each timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
     Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
-    kernel, seconds, low, high (NaN where too few samples bound the median), noisy (bool); flop (of the kept
-    weights), bytes (the least that must move) and roofline_seconds, NaN where the table lacks them.
-    `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
-    Raises BadData for rows that cannot be of a layer.
+    kernel. Then seconds, low and high (NaN where too few samples bound the median) and noisy (bool). Then flop (of
+    the kept weights), bytes (the least that must move) and roofline_seconds, NaN where the table lacks them.
+
+    `apart` holds the columns that a setting's label names, by default those of SETTING in which rows differ. Raises
+    BadData for rows that cannot be of a layer.
     """
     rows = select_timed_rows(select_layer_rows(table))
     check_layers(rows)
@@ -97,13 +98,13 @@ def add_float32_rivals(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def find_impossible(points: pd.DataFrame) -> pd.Series:
-    """Whether each point has a time, an end of an interval or a roofline that is none: (points,) bool."""
+    """Return whether each point has an invalid time, interval or roofline: bool (points,)."""
     known = points[["seconds", "low", "high", "roofline_seconds"]]
     return ~(known.isna() | ((known > 0) & (known < np.inf))).all(axis=1)
 
 
 def list_differing_columns(*tables: pd.DataFrame) -> list[str]:
-    """The columns of SETTING in which rows of these tables differ."""
+    """List the columns of SETTING in which rows of these tables differ."""
     found = {name: pd.concat([pd.Series(table[name].unique(), dtype=object) for table in tables]) for name in SETTING}
     return [name for name, values in found.items() if values.nunique(dropna=False) > 1]
 
@@ -114,7 +115,7 @@ def format_engine(backend: str, kernel_requested: str) -> str:
 
 
 def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
-    """How every layer row was measured: column -> its value, or its values joined by commas."""
+    """Return the settings of layer rows: column -> its value, or its values joined by commas."""
     rows = select_layer_rows(table)
     return {
         name: ", ".join(sorted(_plainly(value) for value in rows[name].dropna().unique()))
@@ -123,9 +124,9 @@ def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
 
 
 def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
-    """The fastest dense engine of each setting and shape.
+    """Select the fastest dense engine of each setting and shape.
 
-    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (how many were timed).
+    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (their number).
     """
     dense = points[points["pattern"] == "dense"]
     names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
@@ -135,11 +136,11 @@ def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def build_speedups(points: pd.DataFrame) -> pd.DataFrame:
-    """The fastest kernel of each setting, shape, pattern and sparsity against the fastest dense engine there.
+    """Build a frame of the fastest kernels by setting, shape, pattern and sparsity, and their speedups over dense.
 
-    Columns: those of `points` and `fastest_dense`, speedup (above 1 is a gain), speedup_low, speedup_high (both
-    intervals at their worst and at their best; NaN where one time has none). Points of a shape that has no dense time
-    are left out.
+    Columns: those of `build_points` and `select_fastest_dense`, speedup (above 1 is a gain), speedup_low,
+    speedup_high. The last two have both intervals at their worst and at their best, NaN without an interval. Points
+    of a shape without a dense time are left out.
     """
     sparse = select_fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
     joined = sparse.merge(select_fastest_dense(points), on=PLACE, how="inner")
@@ -152,10 +153,10 @@ def build_speedups(points: pd.DataFrame) -> pd.DataFrame:
 def build_break_evens(speedups: pd.DataFrame) -> pd.DataFrame:
     """Build a frame with the sparsity from which each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never, see `find_crossings`), certain and possible
-    (the same for the lower and the upper ends of the speedups' intervals; nothing is certain without one), at_lowest
-    (it pays at the lowest measured sparsity, so the true value is that or less), best (the highest speedup),
-    best_sparsity, sparsities (their number), judged (every speedup has an interval).
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `find_crossings`). Then certain and
+    possible: the same for the lower and the upper ends of the speedups' intervals; nothing is certain without one.
+    Then at_lowest: it pays at the lowest measured sparsity, so the true value is that or less. Then best (the highest
+    speedup), best_sparsity, sparsities (their number) and judged (every speedup has an interval).
     """
     ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
     first = ~ordered.duplicated([*PLACE, "pattern"])

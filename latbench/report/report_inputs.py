@@ -24,7 +24,7 @@ from search.artifacts import profile as profiles
 from search.artifacts.profile import Profile
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
     from search.pipeline.verify import Verdict
 
 # The columns that a report shows.
@@ -179,9 +179,9 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
 
 
 def _read_model(path: Path) -> ModelFile:
-    from cost_models import storage
+    import cost_models
 
-    return storage.read(path)
+    return cost_models.read(path)
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:

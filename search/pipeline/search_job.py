@@ -53,7 +53,7 @@ from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
 from search.problem.second_budget import build_model_budget, count_model_bytes
 from search.progress import Progress
-from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, fill_database, hash_pruning_inputs
 from search.strategies import chance_constraint as chance
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
@@ -196,7 +196,7 @@ def read_inputs(
 ) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    hashes = model_hash(model), hash_table(table), made_by(task, method)
+    hashes = model_hash(model), hash_table(table), hash_pruning_inputs(task, method)
     return Inputs(task, model, table, cost_model, database, *hashes, method)
 
 
@@ -360,7 +360,7 @@ def prepare(
             for layer in problem.layers
             for part in layer.parts
         }
-        build_database(
+        fill_database(
             task, inputs.model, options, database,
             lambda done, total: progress("pruning layers into the database", done, total),
             method=inputs.method, processes=settings.processes,

@@ -28,7 +28,7 @@ from latbench.base.engine_registry import is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export
-from search.pruning.storage.model_folder import in_precision, load_pruned
+from search.pruning.storage.model_folder import load_pruned, set_precision
 from search.task import load
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
@@ -173,7 +173,7 @@ def _dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load(reference)
     model, inputs = task.model(), task.example()
     traced, _ = trace_model(model, inputs)
-    choices = in_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
+    choices = set_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
     return _inference(convert(model, choices, inputs), inputs, threads)
 
 
@@ -201,7 +201,7 @@ def layers_free(reference: str, threads: int, backend: str, choices: Choices) ->
     Each returns what it computed when it was first asked for such an output.
     """
     model, swapped, inputs = _with_random_masks(reference, choices)
-    converted = convert(model, in_precision(swapped, backend), inputs)
+    converted = convert(model, set_precision(swapped, backend), inputs)
     for layer in converted.modules():
         if isinstance(layer, SparseLinear | SparseConv2d):
             layer._multiply = _once(layer._multiply, tuple)  # type: ignore[method-assign]
@@ -284,7 +284,7 @@ def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[flo
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
     if not is_deepsparse(backend):
-        pruned = convert(model, in_precision(choices, backend), task.example())
+        pruned = convert(model, set_precision(choices, backend), task.example())
     with torch.inference_mode():
         return task.score(task.model()), task.score(pruned)
 
@@ -300,7 +300,7 @@ def _on(
     """The pruned model as `backend` runs it: its layers converted to `choices`, or as it is."""
     if is_deepsparse(backend):
         return _on_deepsparse(model, inputs, threads, exported)
-    return _inference(convert(model, in_precision(choices, backend), inputs), inputs, threads)
+    return _inference(convert(model, set_precision(choices, backend), inputs), inputs, threads)
 
 
 def _on_deepsparse(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import cost_models
-from cost_models.rows import count_shapes, shape_groups
+from cost_models.rows.shape_groups import count_shapes, group_by_shape
 from latbench.cli import main as cli
 from latbench.runners.worker import load_function
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
@@ -125,7 +125,7 @@ def _conv_seconds(point: Point) -> float:
 
 def test_fit_counts_shapes_as_its_hold_outs_do(latbench: Run, convolved: Path, tmp_path: Path) -> None:
     X, _ = cost_models.read_training_rows(convolved)
-    assert X[["op", "m", "k", "n"]].drop_duplicates().shape[0] < count_shapes(X) == 33 == len(set(shape_groups(X)))
+    assert X[["op", "m", "k", "n"]].drop_duplicates().shape[0] < count_shapes(X) == 33 == len(set(group_by_shape(X)))
     assert latbench("fit", convolved, "-o", tmp_path / "m.json")[1].endswith("99 points of 33 shapes\n")
 
 
@@ -393,7 +393,7 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
     )
     assert "this column is not part of a point's key" in _refused(latbench(*predict, "--where", "colour=red"), 2)
     assert "no valid time of a layer with dtype_w int8" in _refused(latbench(*fit, "--where", "dtype_w=int8"), 5)
-    assert "not told apart by colour, only by" in _refused(latbench(*fit, "--where", "colour=red"), 2)
+    assert "colour does not identify rows; filter by one of" in _refused(latbench(*fit, "--where", "colour=red"), 2)
     assert "--where takes COLUMN=VALUE, not 'numba'" in _refused(latbench(*fit, "--where", "numba"), 2)
     twice = ("--where", "k=48", "--where", "k=320")
     assert "--where k is given twice: 48 and 320" in _refused(latbench(*fit, *twice), 2)

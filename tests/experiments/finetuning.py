@@ -50,9 +50,9 @@ from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
 from search.pipeline import search_job as job
 from search.pruning.one_shot.batchnorm import tune_batchnorm
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database
-from search.pruning.one_shot.global_adaprune import global_adaprune
-from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database
+from search.pruning.one_shot.global_adaprune import run_global_adaprune
+from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import train
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -110,7 +110,7 @@ def build(inputs: job.Inputs, threads: int) -> None:
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} options", end="", flush=True)
 
-    build_database(inputs.task, inputs.model, options, database, progress, method=inputs.method)
+    fill_database(inputs.task, inputs.model, options, database, progress, method=inputs.method)
     print()
 
 
@@ -203,7 +203,7 @@ def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
     modules = dict(model.named_modules())
     sparse = {name: choice for name, choice in chosen.layers.items() if not isinstance(parse(choice.pattern), Dense)}
     pruned = {}
-    for name, hessian in input_hessians(task, model, list(sparse), task.calibration()):
+    for name, hessian in compute_input_hessians(task, model, list(sparse), task.calibration()):
         problem = ONE_SHOT_METHODS["obs" if method == JOINT else method](
             weight_matrix(modules[name]).contiguous(), hessian
         )
@@ -212,7 +212,7 @@ def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
         set_weight_matrix(modules[name], layer.weight)
     if method == JOINT:
         masks = {name: layer.mask for name, layer in pruned.items()}
-        global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
+        run_global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
     tune_batchnorm(task, model, task.calibration())
     return model
 
@@ -229,7 +229,7 @@ def train_all(results: Path, hours: float, steps: int) -> None:
         else:
             # The order in which convolutions sum, alone: steps of 0.42 s for 0.56 s on one core.
             model = task.model().to(memory_format=torch.channels_last)
-            facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).facts()
+            facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).to_dict()
         low, high = chosen.speedup[1:]
         row = {
             **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": low,

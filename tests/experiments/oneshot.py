@@ -25,10 +25,10 @@ from search import task as tasks
 from search.artifacts.layer_database import model_hash
 from search.pipeline.search_job import prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.base import OneShot, Pruned
 from search.pruning.one_shot.batchnorm import tune_batchnorm
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, made_by
-from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning_inputs
+from search.pruning.one_shot.hessian import compute_input_hessians
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Pattern, parse
@@ -43,11 +43,14 @@ OPTIONS = (
 class RefittedSparseGPT(SparseGPT):
     """SparseGPT's mask with the least squares of all its weights."""
 
-    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
+    def prune(self, pattern: Pattern, sparsity: float) -> PrunedWeight:
         return AdaPrune(self.weight, self.hessian, iterations=math.inf).fit(super().prune(pattern, sparsity).mask)
 
 
-ALL: dict[str, Callable[[Tensor, Tensor], OneShot]] = {**ONE_SHOT_METHODS, "sparsegpt, refitted": RefittedSparseGPT}
+ALL: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
+    **ONE_SHOT_METHODS,
+    "sparsegpt, refitted": RefittedSparseGPT,
+}
 
 
 def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
@@ -99,11 +102,11 @@ def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
 
 def seen(task: tasks.Task, model: torch.nn.Module, layers: list[str], path: Path) -> tuple[dict[str, Tensor], float]:
     """Each layer's H and the seconds they took, kept for the next time."""
-    of = [model_hash(model), made_by(task)]
+    of = [model_hash(model), hash_pruning_inputs(task)]
     if path.exists() and (known := torch.load(path))["of"] == of:
         return known["hessians"], known["seconds"]
     started = time.perf_counter()
-    hessians = dict(input_hessians(task, model, layers, task.calibration()))
+    hessians = dict(compute_input_hessians(task, model, layers, task.calibration()))
     seconds = time.perf_counter() - started
     torch.save({"of": of, "hessians": hessians, "seconds": seconds}, path)
     return hessians, seconds

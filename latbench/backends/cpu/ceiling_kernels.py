@@ -1,4 +1,4 @@
-"""Loops that do nothing but keep what multiplies, or the loads, of every thread as busy as they can be (Numba)."""
+"""Numba loops that keep the arithmetic units, or the loads, of every thread as busy as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRODUCTS_PER_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of 
 
 @with_literals
 def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: Any, factor: Any) -> Any:
-    """The sum of SUMS chains of `steps` multiply-adds, s = s * factor + factor, or of those of pairs of bfloat16."""
+    """Return the sum of SUMS chains of `steps` multiply-adds s = s * factor + factor, of floats or bfloat16 pairs."""
     signature = types.float32(lanes, fused, numbers, types.intp, types.float32)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -42,7 +42,7 @@ def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: An
 
 @with_literals
 def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any) -> Any:
-    """The sum of `steps` times SUMS vectors at an address."""
+    """Return the sum of `steps` times SUMS vectors at an address."""
     signature = types.float32(lanes, fused, types.intp, types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -61,7 +61,7 @@ def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any
 
 @with_literals
 def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
-    """`steps` times four products of tiles, of zeros; saved: as `amx.begin` takes it."""
+    """Multiply `steps` times four tiles of zeros; `saved` is as `amx.begin` takes it."""
     signature = types.void(types.intp, types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -84,7 +84,7 @@ def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
 
 
 def _together(emit: Emitter, sums: list[ir.Value]) -> ir.Value:
-    """One lane of the sum of vectors: enough for none to be left out."""
+    """Return one lane of the sum of vectors, which is enough to keep all of them in the code."""
     whole = sums[0]
     for total in sums[1:]:
         whole = emit.builder.fadd(whole, total)
@@ -121,30 +121,31 @@ def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
 
 
 def run_matrix_products(threads: int) -> int:
-    """Keep the matrix units of `threads` threads busy; the operations done, of bfloat16.
+    """Keep the matrix units of `threads` threads busy, and return the number of bfloat16 operations.
 
-    Of zeros, which may leave the processor a higher clock than numbers do.
+    The factors are zeros, which may allow a higher clock than numbers do.
     """
     _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
     return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads
 
 
 def run_multiply_adds(threads: int) -> int:
-    """Keep the vector units of `threads` threads busy with chains in registers; the operations done, a multiplication
-    and an addition for every lane.
+    """Keep the vector units of `threads` threads busy with chains in registers, and return the number of operations.
+
+    Each lane does a multiplication and an addition.
     """
     _multiply_adds(np.zeros(threads, np.float32), STEPS, 0.5)
     return 2 * SUMS * _LANES * STEPS * threads
 
 
 def run_multiply_pairs(threads: int) -> int:
-    """The same with pairs of bfloat16, on a processor that multiplies them: twice as many operations."""
+    """Do the same with pairs of bfloat16, which are twice as many operations, on a processor that has them."""
     _multiply_pairs(np.zeros(threads, np.float32), STEPS, 0.5)
     return 2 * 2 * SUMS * _LANES * STEPS * threads
 
 
 def run_reads(x: NDArray[np.float32], threads: int) -> int:
-    """Read float32 `x`, each of `threads` threads its own part, LEAST_READ or more of it; returns the bytes read."""
+    """Read float32 `x`, each of `threads` threads its own part, at least LEAST_READ floats; return the bytes read."""
     results = np.zeros(threads, np.float32)
     unit = SUMS * _LANES
     each = len(x) // threads // unit * unit

@@ -1,4 +1,4 @@
-"""What libraries of sparse matrices multiply: weights in compressed sparse rows (CSR), or blocks of them (BSR)."""
+"""Weights as libraries of sparse matrices take them: compressed sparse rows (CSR), or blocks of them (BSR)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 def compress_weight(point: Point, layer: SyntheticLayer) -> CSRWeight | BlockWeight:
-    """The weight of a linear layer: unstructured and N:M ones by elements, block-wise ones in whole blocks.
+    """Return the weight of a linear layer by elements (unstructured, N:M) or in whole blocks (block-wise).
 
     Raises Unsupported for convolutions, for other patterns, and where blocks reach past the weight.
     """

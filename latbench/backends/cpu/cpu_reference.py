@@ -1,8 +1,8 @@
-"""Fixed work of a CPU's reference worker: what shows its pace during a sweep, and what finds its ceilings.
+"""Fixed work of a CPU's reference worker: its pace during a sweep, and the ceilings of the CPU.
 
-Runs in a process of its own. The pace is taken with NumPy, which starts fast. The ceilings are found with Numba:
-chains of multiply-adds in registers, of vectors, and of pairs and tiles where there are any, and a sum by vectors,
-all emitted so that nothing is optimised away.
+It runs in a process of its own. NumPy takes the pace, because it starts fast. Numba measures the ceilings by chains
+of multiply-adds in registers, of vectors, pairs and tiles, and by a sum of vectors. The code is emitted, so that
+nothing is optimised away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 4"
 
 
 def build_product() -> Callable[[], Any]:
-    """A dense product of float32 (640, 640) matrices, some milliseconds."""
+    """Build a dense product of float32 (640, 640) matrices, which takes some milliseconds."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
     y = np.empty_like(a)
@@ -40,16 +40,15 @@ def build_product() -> Callable[[], Any]:
 
 
 def build_sum() -> Callable[[], Any]:
-    """A dot product over 64 MiB of float32."""
+    """Build a dot product over 64 MiB of float32."""
     x = np.ones(SUM_BYTES // 4, np.float32)
     return lambda: np.dot(x, x)
 
 
 class CacheHandOver:
-    """Changes 256 KiB of float32 on one core after the other: each finds them in the cache of the one before.
+    """Changes 256 KiB of float32 on one core after the other: each core finds them in the cache of the one before.
 
-    A sample is the seconds that a core takes for it, the mean over all of them in turn:
-    `latbench.sweeping.core_placement`.
+    A sample is the mean seconds of one core, over all cores in turn: see `latbench.sweeping.core_placement`.
     """
 
     inner_loops = 1
@@ -61,7 +60,7 @@ class CacheHandOver:
         self._x = np.ones(HANDED_BYTES // 4, np.float32)
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one."""
+        """Take samples for about `seconds`, at least one."""
         samples: list[float] = []
         end = perf_counter() + seconds
         try:
@@ -79,8 +78,9 @@ class CacheHandOver:
 
 
 def build_hand_over(threads: int) -> CacheHandOver:
-    """What shows how far apart cores are: the first of those allowed, as many as there are threads, which may run on
-    others. Raises NotImplementedError for one thread, and where a thread cannot choose its core.
+    """Build the work that shows the distance of cores: the first allowed ones, as many as threads.
+
+    Raises NotImplementedError for one thread, and where a thread cannot choose its core.
     """
     cores = min(threads, MOST_CORES)
     if cores < 2 or not hasattr(os, "sched_setaffinity") or len(list_allowed_processors()) < cores:
@@ -89,7 +89,7 @@ def build_hand_over(threads: int) -> CacheHandOver:
 
 
 def measure_ceilings(threads: int) -> Ceilings:
-    """Measure the ceilings of this process's CPU with `threads` threads; takes some seconds."""
+    """Measure the ceilings of this process's CPU with `threads` threads; it takes some seconds."""
     from latbench.backends.cpu import ceiling_kernels
     from sparse_kernels.cpu.codegen.cpu_target import host
 
@@ -107,7 +107,7 @@ def measure_ceilings(threads: int) -> Ceilings:
 
 
 def _most(run: Callable[[], int]) -> float:
-    """The highest rate at which `run` does what it counts, a second."""
+    """Return the highest rate of the work that `run` counts, per second."""
     run()  # compiles, and fills the caches
     rates = []
     for _ in range(_TRIALS):

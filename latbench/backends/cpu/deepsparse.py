@@ -1,8 +1,8 @@
-"""DeepSparse: whole ONNX models on the CPU, sparse weights multiplied as such; each model in a process of its own.
+"""DeepSparse: whole ONNX models on a CPU with sparse weights, each model in a process of its own.
 
-The process runs `deepsparse_worker.py` in the environment that `latbench setup deepsparse` made; requests and answers
-are JSON over a socket, arrays go through files. It does its own timing, so that what is between the processes does
-not count.
+The process runs `deepsparse_worker.py` in the environment that `latbench setup deepsparse` makes. Requests and
+answers are JSON over a socket, and arrays go through files. The process does its own timing, so that communication
+does not count.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ _UNFUSED = {"WAND_OPT_FLAGS": "default,~pyramids"}
 
 @dataclass(frozen=True)
 class Operation:
-    """What DeepSparse ran as one: its kernel, the ONNX values it computed, the sparsity of its weight, and seconds a
-    call (a mean).
-    """
+    """An operation of DeepSparse: its kernel, ONNX outputs, the sparsity of its weight, and its mean seconds."""
 
     kernel: str
     outputs: tuple[str, ...]
@@ -58,9 +56,9 @@ class Operation:
 
 
 class Process:
-    """A DeepSparse process; `variables` are added to its environment. Ends with its parent, or by `close`.
+    """A DeepSparse process with `variables` added to its environment; it ends with its parent, or by `close`.
 
-    Raises EnvironmentUnusable if it dies or DeepSparse refuses what it is asked; the sentence has DeepSparse's words.
+    Raises EnvironmentUnusable if it dies or DeepSparse refuses a request; the message holds DeepSparse's words.
     """
 
     def __init__(self, environment: Environment, variables: dict[str, str] | None = None) -> None:
@@ -89,7 +87,7 @@ class Process:
         self.close()
 
     def ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request; see deepsparse_worker for the verbs."""
+        """Return the answer to one request; `deepsparse_worker` lists the verbs."""
         if self._connection.closed:
             raise EnvironmentUnusable("the DeepSparse process has ended before this")
         try:
@@ -105,7 +103,7 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """End the process; it is killed, nothing in it is worth a farewell."""
+        """Kill the process: it holds nothing to save."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
@@ -123,7 +121,7 @@ class Process:
 
 
 class Model:
-    """A model that a DeepSparse process has compiled, ready to be timed: a `measure.Timer`. Owns the process."""
+    """A model that a DeepSparse process has compiled, ready to be timed; it owns the process."""
 
     def __init__(self, process: Process, inner_loops: int) -> None:
         self.inner_loops = inner_loops
@@ -137,7 +135,7 @@ class Model:
         self._process.close()
 
     def outputs(self) -> list[NDArray[Any]]:
-        """What the model computes from its inputs."""
+        """Return the outputs of the model for its inputs."""
         with tempfile.TemporaryDirectory(prefix="latbench-deepsparse-") as folder:
             path = Path(folder) / "outputs.npz"
             self._process.ask("run", outputs=str(path))
@@ -145,12 +143,12 @@ class Model:
                 return [stored[name] for name in stored.files]
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one; judged preempted as `sample_burst` does."""
+        """Take samples for about `seconds`, at least one; judged preempted as `sampling.burst` does."""
         return _burst(self._process, seconds, self.inner_loops)
 
 
 def load_model(model: Path, inputs: Sequence[NDArray[Any]], *, threads: int, environment: Environment) -> Model:
-    """Compile the ONNX file `model` for these inputs, the first of which gives the batch, and time it briefly.
+    """Compile the ONNX file `model` for these inputs, whose first length is the batch, and time it briefly.
 
     Raises EnvironmentUnusable where DeepSparse cannot run it.
     """
@@ -176,11 +174,10 @@ def time_operations(
     sparsity: float | None = None,
     calls: int = ANALYSED_CALLS,
 ) -> list[Operation]:
-    """What each operation takes inside the running model, by DeepSparse's own clock: the means of `calls` calls.
+    """Return the mean seconds of each operation inside the running model, by DeepSparse's own clock.
 
-    A quarter as many calls come before, untimed.
-    With `sparsity` every weight is treated as if it had that share of zeros, whatever it holds.
-    Raises EnvironmentUnusable where DeepSparse cannot run the model.
+    The means are over `calls` calls, after a quarter as many untimed ones. With `sparsity` every weight is treated as
+    if it had that share of zeros. Raises EnvironmentUnusable where DeepSparse cannot run the model.
     """
     with Process(environment, _UNFUSED) as process, _stored(inputs) as path:
         found = process.ask(
@@ -199,7 +196,7 @@ def time_operations(
 
 
 def check_environment(environment: Environment) -> None:
-    """Run one small sparse layer. Raises EnvironmentUnusable where that fails or computes something else."""
+    """Run one small sparse layer. Raises EnvironmentUnusable where that fails or returns a wrong result."""
     try:
         from latbench.backends.cpu.onnxruntime import build_one_node_model
     except ImportError as error:
@@ -219,7 +216,7 @@ def check_environment(environment: Environment) -> None:
 
 @contextlib.contextmanager
 def _stored(arrays: Sequence[NDArray[Any]]) -> Iterator[str]:
-    """The path of a file that holds `arrays` while the context is open."""
+    """Yield the path of a file that holds `arrays` while the context is open."""
     with tempfile.TemporaryDirectory(prefix="latbench-deepsparse-") as folder:
         path = Path(folder) / "arrays.npz"
         np.savez(path, *arrays)

@@ -1,8 +1,8 @@
 """DeepSparse's own Python environment: made by `latbench setup deepsparse`, in latbench's cache.
 
-DeepSparse was given up in 2025: its newest package is an empty stub, and the last real one, 1.8.0, wants an older
-Python, NumPy and onnx than latbench. So it gets an environment with nothing but its native library and the NumPy that
-goes with it, and runs there in processes of its own (`latbench.backends.cpu.deepsparse`).
+DeepSparse was given up in 2025: its newest package is an empty stub, and the last real one, 1.8.0, needs an older
+Python, NumPy and onnx than latbench. So it gets an environment with only its native library and a fitting NumPy, and
+runs there in processes of its own (`latbench.backends.cpu.deepsparse`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Environment:
 
 
 def find_folder() -> Path:
-    """Where the environment lies."""
+    """Return the folder of the environment."""
     return find_cache_folder() / "engines" / "deepsparse"
 
 
 def explain_refusal(
     system: str | None = None, machine: str | None = None, flags: set[str] | None = None
 ) -> str | None:
-    """Why DeepSparse cannot run on this machine (or on one with these properties); None if it can."""
+    """Return why DeepSparse cannot run on this machine, or one with these properties; None if it can."""
     system, machine = system or platform.system(), machine or platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         return f"DeepSparse {VERSION} runs on Linux on x86-64 and ARM, and this is {system} on {machine}"
@@ -63,12 +63,12 @@ def explain_refusal(
 
 
 def find_version() -> str | None:
-    """DeepSparse's version if it is set up here, else None."""
+    """Return DeepSparse's version if it is set up here, else None."""
     return VERSION if _is_whole(find_folder()) else None
 
 
 def find_environment() -> Environment:
-    """The environment. Raises EnvironmentUnusable where there is none, or one that does not work."""
+    """Return the environment. Raises EnvironmentUnusable if there is none, or if it does not work."""
     if reason := explain_refusal():
         raise EnvironmentUnusable(reason)
     if not _is_whole(find_folder()):
@@ -81,11 +81,11 @@ def install_environment(
     python: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> bool:
-    """Make the environment, unless it is there and `check` passes; returns whether it had to be made.
+    """Make the environment unless it is there and `check` passes; return whether it had to be made.
 
-    `python` is the interpreter to make it with, by default latbench's own or else a python3.11 to python3.9 on the
-    PATH. `check` runs DeepSparse and raises EnvironmentUnusable if that fails. Raises UsageError for a `python` that
-    does not do, EnvironmentUnusable where DeepSparse cannot be had.
+    `python` is the interpreter to make it with, by default latbench's own or a python3.11 to python3.9 on the PATH.
+    `check` runs DeepSparse and raises EnvironmentUnusable if that fails. Raises UsageError for an unfit `python`,
+    EnvironmentUnusable where DeepSparse cannot be installed.
     """
     if reason := explain_refusal():
         raise EnvironmentUnusable(reason)
@@ -115,7 +115,7 @@ def install_environment(
 
 
 def remove_environment() -> bool:
-    """Delete the environment; returns whether there was one."""
+    """Delete the environment; return whether there was one."""
     place = find_folder()
     if not place.exists():
         return False
@@ -128,7 +128,7 @@ def remove_environment() -> bool:
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether an environment with these very pins was finished in `place`."""
+    """Return whether an environment with these very pins was finished in `place`."""
     try:
         return bool(json.loads((place / _READY).read_text(encoding="utf-8"))["pins"] == list(PINS))
     except (OSError, ValueError, KeyError, TypeError):
@@ -136,7 +136,7 @@ def _is_whole(place: Path) -> bool:
 
 
 def _locate(place: Path) -> Environment:
-    """The parts of the environment in `place`; DeepSparse's own program tells which of its builds is for this CPU."""
+    """Return the parts of the environment in `place`; DeepSparse's own program names its build for this CPU."""
     python = place / "bin" / "python"
     broken = f"the environment in {place} does not work; `latbench setup deepsparse` makes it again"
     package = Path(_run([str(python), "-I", "-c", _FIND_PACKAGE], broken).strip()).parent
@@ -151,7 +151,7 @@ def _locate(place: Path) -> Environment:
 
 
 def _interpreter(wanted: str | None) -> tuple[str, str]:
-    """A Python that DeepSparse runs in, and its version. Raises UsageError for a wanted one that is not."""
+    """Return a Python that DeepSparse runs in, and its version. Raises UsageError if the wanted one is none."""
     oldest, newest = (".".join(map(str, numbers)) for numbers in PYTHONS)
     needed = f"DeepSparse {VERSION} runs in CPython {oldest} to {newest}"
     newest_first = range(PYTHONS[1][1], PYTHONS[0][1] - 1, -1)
@@ -172,7 +172,7 @@ def _interpreter(wanted: str | None) -> tuple[str, str]:
 
 
 def _kind_of(python: str) -> tuple[str, tuple[int, ...]]:
-    """The name and the version of an interpreter. Raises EnvironmentUnusable if it is none."""
+    """Return the name and the version of an interpreter. Raises EnvironmentUnusable if it is none."""
     words = _run([python, "-I", "-c", _FIND_VERSION], f"{python} does not run").split()
     if len(words) != 4:
         raise EnvironmentUnusable(f"{python} is no Python")
@@ -180,7 +180,7 @@ def _kind_of(python: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _run(command: Sequence[str], otherwise: str) -> str:
-    """What `command` prints. Raises EnvironmentUnusable, `otherwise` and the reason, if it fails."""
+    """Return the output of `command`. Raises EnvironmentUnusable with `otherwise` and the reason if it fails."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""What runs in DeepSparse's own environment: one process, one model. `latbench.backends.cpu.deepsparse` starts it.
+"""The process inside DeepSparse's own environment: one model. `latbench.backends.cpu.deepsparse` starts it.
 
     python -I deepsparse_worker.py DESCRIPTOR PARENT_PID ENGINE
 
-ENGINE is DeepSparse's native module (deepsparse_engine.so), loaded by itself: its Python package wants an old onnx
-and reports its use. Nothing here but the standard library and NumPy, in the words of Python 3.9.
+ENGINE is DeepSparse's native module (deepsparse_engine.so), loaded by itself: its Python package needs an old onnx
+and reports its use. This file uses only the standard library and NumPy, in the syntax of Python 3.9.
 
-A request is a JSON object with a verb and its arguments, an answer one with what was asked for, or with "error".
-Arrays go through .npz files. What the engine prints goes to stdout, which is a log; the socket is ours alone.
+A request is a JSON object with a verb and its arguments. An answer holds what was asked for, or "error". Arrays go
+through .npz files. The output of the engine goes to stdout, which is a log; the socket is for answers only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Server:
         self.inputs: list[Any] = []
 
     def serve(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request."""
+        """Return the answer to one request."""
         if verb not in _VERBS:
             raise ValueError(f"a DeepSparse worker knows {', '.join(_VERBS)}, not {verb!r}")
         answer: dict[str, Any] = getattr(self, verb)(**arguments)
@@ -53,15 +53,15 @@ class Server:
         return {}
 
     def run(self, outputs: str) -> dict[str, Any]:
-        """Run once and write what comes out to the file `outputs`."""
+        """Run once and write the outputs to the file `outputs`."""
         np.savez(outputs, *self.network.execute_list_out(self.inputs))
         return {}
 
     def burst(self, seconds: float, loops: int) -> dict[str, Any]:
-        """Samples taken for about `seconds`, at least one, each the mean seconds of `loops` calls.
+        """Take samples for about `seconds`, at least one, each the mean seconds of `loops` calls.
 
-        As latbench.timing.sampling.sample_burst does it: an untimed sample first, no garbage collected meanwhile;
-        with the involuntary context switches and the CPU seconds that this process had.
+        As in latbench.timing.sampling.burst, an untimed sample comes first, and no garbage is collected. The answer
+        also holds the involuntary context switches and the CPU seconds of this process.
         """
         gc.disable()
         try:
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def _native(path: str) -> Any:
-    """The module in the file `path`, under the name that its entry point has."""
+    """Load the module in the file `path` under the name of its entry point."""
     spec = importlib.util.spec_from_file_location("deepsparse_engine", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no module")
@@ -129,7 +129,7 @@ def _native(path: str) -> Any:
 
 
 def _arrays(path: str) -> list[Any]:
-    """The arrays of an .npz file, in the order in which they were stored."""
+    """Read the arrays of an .npz file in the order in which they were stored."""
     with np.load(path) as stored:
         return [stored[name] for name in stored.files]
 

@@ -1,4 +1,4 @@
-"""Numba: the project's own kernels, every pattern, through the plans of `sparse_kernels`."""
+"""Numba: the project's own kernels for every pattern, through the plans of `sparse_kernels`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRECISIONS = {
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying."""
+    """Prepare the layer as a Numba plan of any pattern; the kernel `tuned` is found by measurement."""
     plan: Any
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
     if precision == "bfloat16" and not (host().pairs or host().matrix):

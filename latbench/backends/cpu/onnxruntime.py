@@ -1,7 +1,7 @@
 """ONNX Runtime: a model of one node, Gemm or Conv, on its CPU provider.
 
-Its threads spin while they wait for the next call, as they do by default: without, a layer of 40 us takes 18 us more.
-They go on for 35 ms after the last one, and would slow whatever is timed meanwhile: so they are given time to rest.
+Its threads spin while they wait for the next call, which is its default: without that a layer of 40 us takes 18 us
+more. They spin for 35 ms after the last call, and would slow down what is timed meanwhile: so they get time to rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPSET, _IR_VERSION = 17, 8  # old enough for every ONNX Runtime since 2022
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The dense layer in ONNX Runtime; Unsupported for any other pattern."""
+    """Prepare the dense layer in ONNX Runtime. Raises Unsupported for any other pattern."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
     model = build_one_node_model(point.shape, layer)
@@ -40,7 +40,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
 
 
 def build_one_node_model(shape: Shape, layer: SyntheticLayer) -> bytes:
-    """The layer as a serialised ONNX model: input x, output y, weight and bias inside."""
+    """Return the layer as a serialised ONNX model: input x, output y, weight and bias inside."""
     if isinstance(shape, Conv2dShape):
         weight = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
         pads = [*shape.padding, *shape.padding]
@@ -71,7 +71,7 @@ def build_one_node_model(shape: Shape, layer: SyntheticLayer) -> bytes:
 
 @cache
 def _share_threads(threads: int) -> None:
-    """Make one pool for all sessions of this process: pools of their own would spin against each other.
+    """Make one thread pool for all sessions of this process: separate pools would spin against each other.
 
     ONNX Runtime allows it once, and then no session of the process may have threads of its own.
     """

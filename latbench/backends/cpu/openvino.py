@@ -1,10 +1,10 @@
-"""OpenVINO: a model of one matrix product or convolution and its bias, on its CPU plugin, dense.
+"""OpenVINO: a model of one matrix product or convolution with its bias, on its CPU plugin, dense.
 
-Left to itself it computes float32 models in bfloat16 where the processor can: here it is told which, and what it then
-runs is looked up. What it has for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works for int8 ones on
-processors with AMX alone: zeros of float32 ones are multiplied like any number. The request reads x where it lies
-and y is read where the request keeps it, as in a pipeline that copies nothing. Convolutions are planned with channels
-last: in any other order each layer would be turned to that and back.
+By default it computes float32 models in bfloat16 where the processor can. Here the point sets the precision, and the
+precision that it then runs is checked. Its feature for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works
+only for int8 weights on processors with AMX: zeros of float32 weights are multiplied like any number. The request
+reads x where it lies, and y is read where the request keeps it, as in a pipeline without copies. Convolutions are
+planned with channels last: any other order would be converted before and after each layer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The dense layer in OpenVINO; Unsupported for any other pattern, and where it would compute in another type than
-    the point says.
+    """Prepare the dense layer in OpenVINO.
+
+    Raises Unsupported for any other pattern, and where it would compute in another type than the point's.
     """
     if str(point.pattern) != "dense":
         raise Unsupported(
@@ -53,9 +54,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
 
 
 def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> openvino.CompiledModel:
-    """The layer as a model ready to run on the point's threads, with weights of its own; in the point's precision
-    unless another is given.
-    """
+    """Compile the layer as a model with weights of its own, for the point's threads and precision or a given one."""
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         x, y = _convolution(shape, layer, last=point.layout == "nhwc")
@@ -66,7 +65,7 @@ def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> o
 
 
 def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:
-    """A model ready to run on so many threads, for one call at a time."""
+    """Compile a model for a number of threads, and one call at a time."""
     settings = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": threads,
@@ -78,7 +77,7 @@ def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") 
 
 
 def _convolution(shape: Conv2dShape, layer: SyntheticLayer, last: bool) -> tuple[openvino.Node, openvino.Node]:
-    """The model's x and y; with channels last in both it has two transpositions, which cost nothing once compiled."""
+    """Build the model's x and y; with channels last both are transposed, which costs nothing once compiled."""
     size = tuple(layer.x.shape[axis] for axis in _TO_LAST) if last else layer.x.shape
     x = operators.parameter(size, np.float32)
     filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
@@ -91,7 +90,7 @@ def _convolution(shape: Conv2dShape, layer: SyntheticLayer, last: bool) -> tuple
 
 
 def find_executed(model: openvino.CompiledModel) -> tuple[str, str]:
-    """What a compiled model runs for its layer: OpenVINO's name of the kernel, and the type it computes in."""
+    """Return what a compiled model runs for its layer: OpenVINO's name of the kernel, and its type."""
     nodes = [node.rt_info for node in model.get_runtime_model().get_ordered_ops()]
     layers = [node for node in nodes if node["layerType"].astype(str) in _LAYERS]
 
@@ -108,5 +107,5 @@ def _call(model: openvino.CompiledModel, x: np.ndarray) -> Callable[[], Any]:
 
 
 def _infer(request: openvino.InferRequest, _: np.ndarray) -> Any:
-    """Run it; the array is what it reads, which it does not keep alive itself."""
+    """Run the request; `_` is the array that it reads, which the request itself does not keep alive."""
     return request.infer(share_outputs=True)

@@ -1,9 +1,9 @@
-"""How a point is prepared and run: one module an engine, each imported only in the process that runs it.
+"""Preparation of a point on a CPU: an engine's layer, checked, with copies that take turns.
 
-An engine's module has one function, `prepare(point, layer) -> Engine`: the weights are built into whatever the engine
-runs, and `Engine.calls` holds one call a copy of them. Here is what all engines share: the synthetic layer, the check
-against the oracle, and taking the copies in turn so that weights come from where they come from in a real network,
-not from the cache that the last call filled.
+Each engine has a module with one function, `prepare(point, layer) -> Engine`, and is imported only in the process
+that runs it. The function builds the weights into whatever the engine runs; `Engine.calls` holds one call for each
+copy. This module holds what all engines share: the synthetic layer, the check against the oracle, and the rotation of
+copies. With it weights come from memory, as in a real network, and not from the cache that the last call filled.
 """
 
 from __future__ import annotations
@@ -41,10 +41,18 @@ _CHECKED_IMAGES = 2
 
 @dataclass(frozen=True)
 class SyntheticLayer:
-    """A layer with synthetic weights: what every engine is given.
+    """A layer with synthetic weights, which every engine gets.
 
-    weight float32 (m, k) with zeros where mask bool (m, k) drops, packed in the point's pattern; bias float32 (m,);
-    x float32, (n, k) for a linear layer and (batch, c_in, h, w) for a convolution, placed as a framework places it.
+    Attributes
+    ----------
+    weight : ndarray
+        float32 (m, k), with zeros where the mask drops.
+    packed : Packed
+        The same weight packed in the point's pattern.
+    bias : ndarray
+        float32 (m,)
+    x : ndarray
+        float32 (n, k) for a linear layer, (batch, c_in, h, w) for a convolution, aligned as a framework aligns it.
     """
 
     weight: NDArray[np.float32]
@@ -55,9 +63,22 @@ class SyntheticLayer:
 
 @dataclass(frozen=True)
 class Engine:
-    """A layer built into an engine: `calls` do the same work with weights of their own, `output` makes a NumPy array
-    of what they return. room_bytes: what each call has for itself besides, and writes and reads. rest_seconds: how
-    long threads go on spinning after a call, see `measure.WallClock`.
+    """A layer built into an engine.
+
+    Attributes
+    ----------
+    kernel : str
+        The kernel that runs.
+    weight_bytes : int
+        Bytes of the weight as the engine holds it.
+    calls : sequence of callable
+        Calls that do the same work with weights of their own.
+    output : callable
+        Makes a NumPy array of what a call returns.
+    rest_seconds : float
+        How long threads go on spinning after a call, see `sampling.WallClock`.
+    room_bytes : int
+        Scratch memory that each call writes and reads besides.
     """
 
     kernel: str
@@ -69,25 +90,26 @@ class Engine:
 
 
 class Rotation:
-    """Calls taken in turn, one each time it is called; `facts` are columns of the point's row."""
+    """Calls in turn, one for each call of this object; `facts` are columns of the point's row."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]], facts: dict[str, Any], rest_seconds: float = 0.0) -> None:
         self.facts, self.rest_seconds = facts, rest_seconds
         self._next = itertools.cycle(calls).__next__
 
     def __call__(self) -> Any:
-        """The result of the next call."""
+        """Return the result of the next call."""
         return self._next()()
 
 
 def count_copies(each_bytes: int, most: int = MOST_COPIES) -> int:
-    """How many copies of a weight, with what each has for itself, pass this machine's caches, at most `most`."""
+    """Return how many copies of `each_bytes` bytes pass this machine's caches, at most `most`."""
     return max(1, min(most, -(-count_cold_bytes() // max(1, each_bytes))))
 
 
 def count_cold_bytes() -> int:
-    """How many bytes of copies of a weight take turns: what passes this machine's caches, and no more than a share of
-    its memory, because a virtual machine may show a cache of its host's that is as large as all it has.
+    """Return how many bytes of weight copies take turns: those that pass this machine's caches.
+
+    It is limited to a share of the memory: a virtual machine may show a cache of its host that is as large as that.
     """
     granted = read_available_bytes()
     memory = read_memory_bytes() if granted is None else min(read_memory_bytes(), granted)
@@ -95,11 +117,11 @@ def count_cold_bytes() -> int:
 
 
 def prepare_point(point: Point) -> Rotation:
-    """Build `point` in this process and check what it computes.
+    """Build `point` in this process and check its results.
 
-    Raises Unsupported where the pattern or the engine does not do it, and oracle.WrongResult where any copy's result
-    is further from the float64 product than float32 arithmetic explains; of the rounded weights, where the point says
-    that they are, and than rounded activations explain, where it says so of them.
+    Raises Unsupported where the pattern or the engine does not run it. Raises oracle.WrongResult where a copy's
+    result is further from the float64 product than float32 arithmetic explains. Rounded weights and activations are
+    allowed where the point has them.
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
@@ -132,7 +154,7 @@ def prepare_point(point: Point) -> Rotation:
 
 
 def build_synthetic_layer(point: Point) -> SyntheticLayer:
-    """Random weights, bias and activations for `point`; the same point always gets the same."""
+    """Build random weights, bias and activations for `point`; the same point always gets the same."""
     shape = point.shape
     rng = np.random.default_rng([point.seed, zlib.crc32(f"{shape} {point.pattern} {point.sparsity}".encode())])
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
@@ -150,9 +172,9 @@ def build_synthetic_layer(point: Point) -> SyntheticLayer:
 def build_synthetic_mask(
     rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float
 ) -> NDArray[np.bool_]:
-    """A random mask bool (m, k) of `pattern`.
+    """Build a random mask bool (m, k) of `pattern`.
 
-    Shfl-BW needs no search for row groups here: random rows make a group, which is what a kernel has to cope with.
+    Shfl-BW needs no search for row groups here: random rows make a group, which is the hard case for a kernel.
     """
     scores = rng.random(size)
     if not isinstance(pattern, ShflBW):
@@ -163,7 +185,7 @@ def build_synthetic_mask(
 
 
 def _check(shape: Shape, layer: SyntheticLayer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
-    """The largest relative error of `y` with these weights; a large batch is checked by its first and last image."""
+    """Return the largest relative error of `y`; a large batch is checked by its first and last image."""
     if not isinstance(shape, Conv2dShape):
         return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
     images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]

@@ -1,6 +1,6 @@
-"""SciPy: CSR for unstructured and N:M weights, BSR for block-wise ones, multiplied by one thread, as it always does.
+"""SciPy: CSR for unstructured and N:M weights, BSR for block-wise ones, multiplied by its only thread.
 
-It takes x feature-major: turning x and the result is in the time.
+It takes x feature-major: the transposition of x and of the result counts as time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from sparse_kernels.formats import BlockWeight, CSRWeight
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The sparse linear layer in SciPy; Unsupported for more than one thread, and where `compressed` says so."""
+    """Prepare the sparse linear layer in SciPy.
+
+    Raises Unsupported for several threads, and as `compress_weight` does.
+    """
     packed = compress_weight(point, layer)
     if point.threads != 1:
         raise Unsupported(f"scipy multiplies with one thread, not {point.threads}: measure it with --threads 1")

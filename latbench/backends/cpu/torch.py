@@ -1,10 +1,10 @@
-"""torch, dense: `linear` and `conv2d` are torch.nn.functional's, `mkldnn` the modules of torch.utils.mkldnn, and
-`prepacked` the operators of oneDNN that torch.compile calls in a frozen model.
+"""torch, dense: `linear` and `conv2d` of torch.nn.functional, `mkldnn` modules, and `prepacked` oneDNN operators.
 
-The last two hold their weights in oneDNN's blocked order. Plain tensors go into the mkldnn modules and come out, so
-their time has the conversion of the activations in it, as it has in a model where only some layers run this way. The
-prepacked ones take plain activations: a convolution is fastest with channels last, so that is how it is planned.
-`bf16` are the prepacked ones in bfloat16, which float32 activations are rounded to before and made from after.
+The kernels `mkldnn` (torch.utils.mkldnn) and `prepacked` (what torch.compile calls in a frozen model) hold weights in
+oneDNN's blocked order. The mkldnn modules take and return plain tensors. So their time includes the conversion of
+activations, as in a model where only some layers run this way. The prepacked ones take plain activations; a
+convolution is planned with channels last, where it is fastest. `bf16` are the prepacked ones in bfloat16, to which
+float32 activations are rounded before and from which they are made after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The dense layer in torch; Unsupported for any other pattern, and for what this build of torch lacks."""
+    """Prepare the dense layer in torch.
+
+    Raises Unsupported for any other pattern, and for what this build of torch lacks.
+    """
     if str(point.pattern) != "dense":
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
     kind = point.shape.op
@@ -54,7 +57,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
 
 
 def wrap_inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A call of `run` on x in inference mode."""
+    """Return a call of `run` on x in inference mode."""
 
     def call() -> torch.Tensor:
         with torch.inference_mode():
@@ -95,7 +98,7 @@ def _functional(module: torch.nn.Linear | torch.nn.Conv2d, _: torch.Tensor) -> R
 
 
 def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor) -> Run:
-    """The layer with its weight in the order that oneDNN likes best for activations like `example`."""
+    """Return the layer with its weight in the order that oneDNN prefers for activations like `example`."""
     onednn = torch.ops.mkldnn
     weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
     if isinstance(module, torch.nn.Linear):
@@ -107,10 +110,10 @@ def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor)
 
 
 def _rounding(run: Run) -> Run:
-    """`run` of bfloat16 for float32 activations."""
+    """Return `run` of bfloat16 for float32 activations."""
     return lambda x: run(x.bfloat16()).float()
 
 
 def _ending_in(memory: torch.memory_format, run: Run) -> Run:
-    """`run`, its result in this order of memory, whichever it comes in."""
+    """Return `run` with its result in this order of memory."""
     return lambda x: run(x).contiguous(memory_format=memory)

@@ -1,7 +1,7 @@
 """torch on a CPU, sparse: CSR for unstructured and N:M weights, BSR for square blocks, multiplied by MKL.
 
-F.linear with a sparse weight has MKL multiply columns that lie one after the other, which takes several times as long
-as weight @ x^T does: so this is the product here. Turning the result to token-major order is in the time.
+F.linear with a sparse weight makes MKL multiply columns one after the other, which takes several times as long as
+weight @ x^T. So this module uses that product. The transposition of the result to token-major order counts as time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from sparse_kernels.formats import BlockWeight, CSRWeight
 
 
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
-    """The sparse linear layer in torch; Unsupported without MKL, and where MKL or `compressed` says so."""
+    """Prepare the sparse linear layer in torch.
+
+    Raises Unsupported without MKL, and as MKL or `compress_weight` do.
+    """
     packed = compress_weight(point, layer)
     if not torch.backends.mkl.is_available():
         raise Unsupported("torch multiplies sparse matrices by MKL, and this build of torch has none")
@@ -47,5 +50,5 @@ def _matrix(packed: CSRWeight | BlockWeight) -> torch.Tensor:
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor) -> Run:
-    """From x (n, k) to y (n, m), row by row, by weight (m, k) and bias (m, 1)."""
+    """Return the product that maps x (n, k) to y (n, m), row by row, with weight (m, k) and bias (m, 1)."""
     return lambda x: torch.addmm(bias, weight, x.t()).t().contiguous()

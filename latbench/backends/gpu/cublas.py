@@ -1,4 +1,4 @@
-"""Dense products by cuBLAS as CuPy calls it: a second witness for the baseline, in both orders of the operands.
+"""Dense products by cuBLAS through CuPy: a second baseline, in both orders of the operands.
 
 `feature_major` is y (m, n) = w @ x (k, n), `token_major` y (n, m) = x (n, k) @ w^T. CuPy sums float16 in float32,
 except that cuBLAS may split those sums.
@@ -18,7 +18,7 @@ from latbench.workloads.points import Point
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The dense linear layer in CuPy; Unsupported for any other pattern or element type."""
+    """Prepare the dense linear layer in CuPy. Raises Unsupported for any other pattern or element type."""
     check_format(point, format="dense", layouts=("token_major", "feature_major"))
     if point.dtype != "float16":
         raise Unsupported(f"CuPy's products are taken in float16 here, not {point.dtype}")
@@ -38,17 +38,17 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
 
 
 def convert_to_float64(array: np.ndarray | cupy.ndarray) -> cupy.ndarray:
-    """An array on the device, as float64."""
+    """Return an array on the device as float64."""
     return cupy.asarray(array).astype(cupy.float64)
 
 
 def copy_to_device(array: np.ndarray, dtype: str) -> cupy.ndarray:
-    """A float32 host array on the device as float16, or as the bits of bfloat16."""
+    """Return a float32 host array on the device as float16, or as the bits of bfloat16."""
     return cupy.asarray(np.ascontiguousarray(convert_to_bits(array, dtype)))
 
 
 def widen(array: cupy.ndarray, dtype: str) -> cupy.ndarray:
-    """What `on_device` made, as float64."""
+    """Return an array of `copy_to_device` as float64."""
     if dtype == "bfloat16":
         array = (array.astype(cupy.uint32) << 16).view(cupy.float32)
     return array.astype(cupy.float64)

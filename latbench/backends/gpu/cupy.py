@@ -17,7 +17,10 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The layer as a CUDA plan; Unsupported where no kernel runs it on this GPU, with the kernels' reasons."""
+    """Prepare the layer as a CUDA plan.
+
+    Raises Unsupported, with the reasons of the kernels, where none of them runs it on this GPU.
+    """
     if point.kernel != "auto":
         raise Unsupported(f"the CUDA kernels choose among themselves: the kernel is auto, not {point.kernel}")
     driver = open_cupy_driver()

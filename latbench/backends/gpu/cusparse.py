@@ -1,7 +1,7 @@
 """cuSPARSE in float16 or bfloat16 with float32 sums: SpMM on CSR and on BSR, through the library's own interface.
 
-CuPy's sparse matrices are float32 and wider only, but its bindings take any type. BSR is not among them: that
-descriptor is made through ctypes. x (k, n) and y (m, n) are row-major; the algorithm is the one made for that.
+CuPy's sparse matrices are float32 and wider only, but its bindings take any type. BSR is not among them, so ctypes
+makes that descriptor. x (k, n) and y (m, n) are row-major; the algorithm is the one for that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SONAMES = ("libcusparse.so.12", "libcusparse.so.11")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The sparse linear layer in cuSPARSE; Unsupported where it has no format for the pattern."""
+    """Prepare the sparse linear layer in cuSPARSE. Raises Unsupported where it has no format for the pattern."""
     if isinstance(point.shape, Conv2dShape):
         raise Unsupported("cuSPARSE has no convolutions")
     formats = {"csr": "unstructured", "bsr": "block"}
@@ -58,7 +58,7 @@ Arrays = tuple[cupy.ndarray, ...]
 
 
 def _arrays(packed: Any, dtype: str) -> Arrays:
-    """The row offsets, column indices and values of a weight."""
+    """Return the row offsets, column indices and values of a weight."""
     return (
         cupy.asarray(packed.indptr.astype(np.int32)),
         cupy.asarray(packed.indices),
@@ -96,7 +96,7 @@ def _call(point: Point, packed: Any, arrays: Arrays, x: cupy.ndarray) -> Call:
 
 
 def _descriptor(packed: Any, arrays: Arrays, dtype: str) -> int:
-    """cuSPARSE's description of a weight that lies in `arrays`."""
+    """Make cuSPARSE's description of a weight that lies in `arrays`."""
     from cupy_backends.cuda.libs import cusparse
 
     pointers = [array.data.ptr for array in arrays]
@@ -123,7 +123,7 @@ def _descriptor(packed: Any, arrays: Arrays, dtype: str) -> int:
 
 @functools.cache
 def _library() -> Any:
-    """The cuSPARSE that CuPy has loaded; Unsupported where it is too old for BSR."""
+    """Return the cuSPARSE that CuPy has loaded. Raises Unsupported where it is too old for BSR."""
     for name in _SONAMES:
         try:
             library = ctypes.CDLL(name)

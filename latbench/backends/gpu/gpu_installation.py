@@ -1,4 +1,4 @@
-"""Which engines of a GPU are installed here, and what to install where one is missing or made for a newer driver."""
+"""The engines of a GPU that are installed here, and what to install where one is missing or needs a newer driver."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def explain_missing(gpu: Gpu) -> dict[str, str]:
 
 
 def explain_driver_refusals(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
-    """Return why backends cannot run with this GPU's driver, by backend: their packages are made for a newer CUDA, or
-    would load the libraries of another one.
+    """Return why backends cannot run with this GPU's driver, by backend.
+
+    Their packages need a newer CUDA, or would load the libraries of another one.
     """
     facts, mixed = _facts(gpu), explain_mixed_cuda()
     cuda = facts["cuda_driver"]

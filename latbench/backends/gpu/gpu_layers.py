@@ -1,13 +1,15 @@
-"""Synthetic layers for a GPU, and what float16 or bfloat16 arithmetic may make of them.
+"""Synthetic layers for a GPU, and the error bounds of float16 and bfloat16 arithmetic.
 
 Weights and activations are rounded to the element type once, so that every kernel multiplies the same numbers. The
-product of two of them is exact in float32 (11 + 11 or 8 + 8 significant bits). Tensor cores add in float32 but chop
-instead of rounding, after aligning the terms of a step to the largest (Fasi, Higham, Mikaitis and Pranesh, Numerical
-behavior of NVIDIA tensor cores, PeerJ Computer Science 2021): each addition is off by at most 2**-23 of the sum of
-magnitudes. So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23 (2**-24 where sums are
-rounded, see `sparse_kernels.oracle`), and the result is rounded to the element type on top. Whoever sums in half
-precision fails this, as it should: the times of such a kernel are those of another arithmetic. Only cuBLAS may, by
-default, split a sum into `parts` and round each to the element type before it adds them.
+product of two of them is exact in float32 (11 + 11 or 8 + 8 significant bits). Tensor cores add in float32. They
+align the terms of a step to the largest, and then chop instead of rounding: each addition is off by at most 2**-23 of
+the sum of magnitudes. (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer
+Science 2021.)
+
+So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23. Where sums are rounded, u is 2**-24;
+see `sparse_kernels.oracle`. The result is rounded to the element type on top. A kernel that sums in half precision
+fails this check, as it should: its times are those of another arithmetic. Only cuBLAS may, by default, split a sum
+into `parts` and round each to the element type before it adds them.
 """
 
 from __future__ import annotations
@@ -38,10 +40,20 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class GpuLayer:
-    """What every engine is given: values that its element type holds exactly.
+    """The layer that every engine gets, with values that its element type holds exactly.
 
-    weight float32 (m, k), zero where mask bool (m, k) drops; x float32, (k, n) for a linear layer and
-    (batch, c_in, h, w) for a convolution. Engines share these arrays and must not write to them.
+    Engines share these arrays and must not write to them.
+
+    Attributes
+    ----------
+    weight : ndarray
+        float32 (m, k), zero where the mask drops.
+    mask : ndarray
+        bool (m, k)
+    pattern : Pattern
+        The pattern of the mask.
+    x : ndarray
+        float32 (k, n) for a linear layer, (batch, c_in, h, w) for a convolution.
     """
 
     weight: NDArray[np.float32]
@@ -51,12 +63,12 @@ class GpuLayer:
 
     @functools.cached_property
     def packed(self) -> Packed:
-        """The weight in its pattern's format. Not every engine reads it, and it takes a while."""
+        """The weight in its pattern's format, made late because it takes a while and not every engine reads it."""
         return pack(self.weight, self.mask, self.pattern)
 
     @functools.cached_property
     def nnz(self) -> int:
-        """Kept elements."""
+        """The number of kept elements."""
         return int(np.count_nonzero(self.mask))
 
     @functools.cached_property
@@ -66,16 +78,16 @@ class GpuLayer:
 
 
 def build_gpu_layer(point: Point) -> GpuLayer:
-    """Random weights and activations for `point`; the same point always gets the same.
+    """Build random weights and activations for `point`; the same point always gets the same.
 
-    Every pattern of a shape has the same activations, and of the same weights what its mask keeps.
+    Every pattern of a shape has the same activations, and keeps values of the same weights.
     """
     return _layer(point.shape, point.pattern, point.sparsity, point.dtype, point.seed)
 
 
 @functools.lru_cache(maxsize=2)
 def _layer(shape: Shape, pattern: Pattern, sparsity: float, dtype: str, seed: int) -> GpuLayer:
-    """Cached: kernels for the same weights are prepared one after the other."""
+    """Build a layer; cached, because kernels for the same weights are prepared one after the other."""
     weight, x = _dense_layer(shape, dtype, seed)
     rng = np.random.default_rng([seed, zlib.crc32(f"{shape} {pattern} {sparsity}".encode())])
     mask = build_random_mask(rng, pattern, (shape.m, shape.k), sparsity)
@@ -84,7 +96,7 @@ def _layer(shape: Shape, pattern: Pattern, sparsity: float, dtype: str, seed: in
 
 @functools.lru_cache(maxsize=1)
 def _dense_layer(shape: Shape, dtype: str, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Weight and x before anything is dropped. Cached: all points of a block are of one shape."""
+    """Build weight and x before anything is dropped; cached, because all points of a block have one shape."""
     rng = np.random.default_rng([seed, zlib.crc32(str(shape).encode())])
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
     conv = isinstance(shape, Conv2dShape)
@@ -93,10 +105,10 @@ def _dense_layer(shape: Shape, dtype: str, seed: int) -> tuple[NDArray[np.float3
 
 
 def build_random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float) -> Mask:
-    """A random mask bool (m, k) of `pattern`, as many units kept as its sparsity asks for.
+    """Build a random mask bool (m, k) of `pattern` with the number of units that the sparsity asks for.
 
-    Drawn unit by unit instead of from scores: the same masks as of random scores, in a fraction of the time. Shfl-BW
-    needs no search for row groups: random rows make a group, which is what a kernel has to cope with.
+    Units are drawn directly instead of from scores, which takes a fraction of the time. Shfl-BW needs no search for
+    row groups: random rows make a group, which is the hard case for a kernel.
     """
     m, k = size
     match pattern:
@@ -153,7 +165,7 @@ def _groups(rng: np.random.Generator, rows: int, groups: int, of: int, keep: int
 
 
 def convert_to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
-    """`array` float32 as float16, or as the bits of bfloat16 in uint16; rounded to nearest, ties to even."""
+    """Return `array` float32 as float16, or as the bits of bfloat16 in uint16; rounded to nearest, ties to even."""
     if dtype == "float16":
         return array.astype(np.float16)
     if dtype != "bfloat16":
@@ -162,7 +174,7 @@ def convert_to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def round_to(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """`array` with every element rounded to `dtype`, as float32."""
+    """Return `array` with every element rounded to `dtype`, as float32."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     return bfloat16.widened(convert_to_bits(array, dtype))
@@ -198,10 +210,10 @@ def check_product(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts:
 
 
 def _gamma(terms: int, roundoff: float) -> float:
-    """How far a sum of rounded terms may be off, relative to the sum of magnitudes (Higham 2002, lemma 3.1)."""
+    """Return the bound on the error of a sum of rounded terms over the sum of magnitudes (Higham 2002, lemma 3.1)."""
     return terms * roundoff / (1 - terms * roundoff)
 
 
 def _where(flags: Any) -> Any:
-    """Row and column indices; torch calls `nonzero` differently from the others."""
+    """Return row and column indices; torch calls `nonzero` differently from the other libraries."""
     return flags.nonzero(as_tuple=True) if hasattr(flags, "is_cuda") else flags.nonzero()

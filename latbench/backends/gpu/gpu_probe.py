@@ -1,9 +1,8 @@
-"""Before the first point: does each engine really work on the GPU? Runs in the process that will time the engine.
+"""A test of each engine on the GPU before the first point, in the process that will time the engine.
 
-An engine that is installed may still be of no use: built without CUDA, for a newer driver, without a library that it
-opens late, or without a kernel for this GPU. So each prepares one small point here, as a sweep does: it builds the
-layer, runs it, and its result is checked. What it says then is one sentence for the user, instead of an error in
-every row.
+An installed engine may still be useless: built without CUDA, for a newer driver, without a library that it opens
+late, or without a kernel for this GPU. So each engine prepares one small point, as a sweep does: it builds the layer,
+runs it, and its result is checked. A failure is then one sentence for the user instead of an error in every row.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from latbench.workloads.points import Point
 
 @dataclass(frozen=True)
 class Probed:
-    """What a process found.
+    """The findings of a process.
 
     Attributes
     ----------
     refusals
-        Why an engine cannot be used, by backend; without those that can.
+        Why an engine cannot be used, by backend; without the usable ones.
     libraries
         The versions of the libraries that the process has loaded.
     architecture
@@ -67,7 +66,7 @@ def load_modules(modules: Sequence[str]) -> None:
 
 
 def format_error(error: BaseException) -> str:
-    """Return what an exception says, in one line: which library is missing, or its first paragraph."""
+    """Return an exception in one line: the library that is missing, or the first paragraph of its message."""
     if (missing := explain_load_error(str(error))) is not None:
         return missing
     paragraph = str(error).strip().split("\n\n")[0]
@@ -76,11 +75,11 @@ def format_error(error: BaseException) -> str:
 
 
 class Refused(Exception):
-    """An engine that is installed and of no use here; the message is for the user."""
+    """An engine that is installed but useless here; the message is for the user."""
 
 
 def _refuse_cpu_build(backend: str) -> None:
-    """Raise Refused for a torch without CUDA, whose own words do not say what to do."""
+    """Raise Refused for a torch without CUDA, whose own message does not say what to do."""
     if ("torch",) not in GPU_ENGINES[backend].packages:
         return
     torch: Any = importlib.import_module("torch")

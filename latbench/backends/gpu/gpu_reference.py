@@ -1,6 +1,6 @@
-"""Fixed work of a GPU's reference worker: what finds its ceilings, and what shows its pace during a sweep.
+"""Fixed work of a GPU's reference worker: its ceilings, and its pace during a sweep.
 
-Products are by torch, the rest by our kernels.
+torch does the products, our kernels the rest.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply i
 
 
 def measure_ceilings() -> GpuCeilings:
-    """Measure the ceilings of this process's GPU; raises where it or a library refuses."""
+    """Measure the ceilings of this process's GPU. Raises where it or a library refuses."""
     return measure_gpu_ceilings(GpuWorks(max(ceilings.WORKING_SETS)))
 
 
 def build_product() -> EventTimer:
-    """A dense product, which is bound by the tensor cores."""
+    """Build a dense product, which is bound by the tensor cores."""
     return build_call_timer(GpuWorks(0).pace_product())
 
 
 def build_sum() -> EventTimer:
-    """Reads of more than the L2 holds."""
+    """Build reads of more than the L2 cache holds."""
     return build_call_timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
 
 
@@ -47,7 +47,7 @@ class GpuWorks:
         self._words = cupy.ones(size // 4, cupy.uint32)
 
     def products(self, dtype: str) -> Iterator[CeilingWork]:
-        """In both orders of the right operand: libraries have other kernels for each."""
+        """Yield products in both orders of the right operand, for which libraries have different kernels."""
         if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
             return
         driver = open_torch_driver()
@@ -72,7 +72,7 @@ class GpuWorks:
         return self._work(build_reads(size, self._machine.multiprocessors))
 
     def _work(self, fixed: FixedWork) -> CeilingWork:
-        """A launch that has shown that it does all it should. Raises RuntimeError where it does not."""
+        """Return a launch whose result is right. Raises RuntimeError where it is wrong."""
         driver, results = open_cupy_driver(), cupy.empty(fixed.threads, fixed.dtype)
         kernel = self._machine.kernel(fixed.launch.variant, fixed.launch.shared_bytes)
         arrays = {Operand.X: self._words, Operand.OUT: results}

@@ -111,7 +111,7 @@ class Versions:
         return {name: version for name, version in known.items() if version is not None}
 
     def _fingerprints(self, families: Sequence[str]) -> dict[str, str]:
-        """By family; without those that are not here (any more)."""
+        """Return the fingerprint by family, without families that do not exist (any more)."""
         from sparse_kernels.cuda import fingerprint as cuda
         from sparse_kernels.cuda.variants import FAMILIES
         from sparse_kernels.numba_cuda import fingerprint as numba

@@ -19,7 +19,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The layer as a numba.cuda plan, whatever its pattern; Unsupported for bfloat16."""
+    """Prepare the layer as a numba.cuda plan of any pattern. Raises Unsupported for bfloat16."""
     if point.dtype not in plans.DTYPES:
         raise Unsupported(f"numba_cuda has no {point.dtype} kernels: known are {', '.join(plans.DTYPES)}")
     driver = open_cupy_driver(capturable=False)

@@ -1,9 +1,9 @@
-"""How a point is prepared and run on a GPU: one module an engine, each imported only in the process that runs it.
+"""Preparation of a point on a GPU: an engine's layer, checked, with a timer.
 
-An engine's module has one function, `prepare(point, layer) -> GpuEngine`. Here is what all engines share: which there
-are, the timer, and the check against the oracle on the device. What is checked are the results of the very work that
-is timed, a graph's replay where there is one, written over NaNs. A kernel that breaks its process's CUDA context ends
-the process: nothing that it would compute or time afterwards could be trusted.
+Each engine has a module with one function, `prepare(point, layer) -> GpuEngine`, and is imported only in the process
+that runs it. This module holds what all engines share: the timer, and the check against the oracle on the device. The
+checked results are those of the very work that is timed, a graph's replay where there is one, written over NaNs. A
+kernel that breaks its process's CUDA context ends the process, because later results and times would be unreliable.
 """
 
 from __future__ import annotations
@@ -53,12 +53,27 @@ UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
 
 @dataclass(frozen=True)
 class GpuEngine:
-    """A layer built into an engine. `calls` do the same work on weights, activations and results of their own.
+    """A layer built into an engine.
 
-    `float64` turns a host array into a float64 array of the engine's library on the device, and `result` what a call
-    returns: (m, n) for a linear layer, (batch, c_out, out_h, out_w) for a convolution, in any memory order.
-    `parts`: into how many sums of the element type it may split a row's terms. `families`: our kernel families that
-    were tried until one ran it.
+    Attributes
+    ----------
+    kernel : str
+        The kernel that runs.
+    weight_bytes : int
+        Bytes of the weight as the engine holds it.
+    calls : sequence of callable
+        Calls that do the same work on weights, activations and results of their own.
+    driver : Driver
+        The library's stream, events and graphs.
+    float64 : callable
+        Turns a host array into a float64 array of the engine's library on the device.
+    result : callable
+        Turns what a call returns into (m, n) for a linear layer, (batch, c_out, out_h, out_w) for a convolution, in
+        any memory order.
+    parts : int
+        The number of sums of the element type into which it may split the terms of a row.
+    families : tuple of str or None
+        Our kernel families that were tried until one ran it.
     """
 
     kernel: str
@@ -72,8 +87,9 @@ class GpuEngine:
 
 
 class LastResult:
-    """A call that holds on to its last result, so that no other copy writes there. Of a captured call that is what
-    every replay of the graph writes to.
+    """A call that keeps its last result, so that no other copy writes there.
+
+    For a captured call this is the array that every replay of the graph writes to.
     """
 
     def __init__(self, call: Call) -> None:
@@ -81,12 +97,12 @@ class LastResult:
         self.last: Any = None
 
     def __call__(self) -> None:
-        """Run it."""
+        """Run the call."""
         self.last = self._call()
 
 
 def pack_gpu_point(point: Point) -> None:
-    """Draw and pack the weight of `point`, which leaves the GPU alone; `prepare` finds it done."""
+    """Draw and pack the weight of `point` without the GPU; `prepare_gpu_point` then finds it done."""
     if point.pattern.refuses(point.shape) is None:
         layer = gpu_layers.build_gpu_layer(point)
         if point.kernel in GPU_ENGINES[point.backend].packed_kernels:
@@ -94,11 +110,11 @@ def pack_gpu_point(point: Point) -> None:
 
 
 def prepare_gpu_point(point: Point) -> TimedPoint:
-    """Build `point` in this process, check what it computes, and get it ready to be timed.
+    """Build `point` in this process, check its results, and make it ready to be timed.
 
-    Raises Unsupported where pattern or engine do not do it, timing.NotCaptured where a library will not become a CUDA
-    graph (which may be a fault of this moment, and is tried again), and oracle.WrongResult where a copy's result is
-    further from the float64 product than the element type explains.
+    Raises Unsupported where the pattern or the engine does not run it. Raises timing.NotCaptured where a library
+    cannot be captured into a CUDA graph, which may be temporary and is tried again. Raises oracle.WrongResult where a
+    copy's result is further from the float64 product than the element type explains.
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
@@ -115,21 +131,21 @@ def prepare_gpu_point(point: Point) -> TimedPoint:
 
 
 class TimedPoint:
-    """An EventTimer that ends its process where the device fails under it; `facts` are columns of the point's row."""
+    """An EventTimer that ends its process where the device fails; `facts` are columns of the point's row."""
 
     def __init__(self, timer: EventTimer, facts: dict[str, Any]) -> None:
         self.inner_loops, self.facts = timer.inner_loops, {**timer.facts, **facts}
         self._timer = timer
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`."""
+        """Take samples for about `seconds`."""
         with _alive():
             return self._timer.burst(seconds)
 
 
 @contextlib.contextmanager
 def _alive() -> Iterator[None]:
-    """Lets every exception pass, unless the CUDA context did not survive it: then the process ends."""
+    """Pass every exception on, unless it broke the CUDA context: then end the process."""
     try:
         yield
     except Exception as error:
@@ -143,7 +159,7 @@ def _alive() -> Iterator[None]:
 
 
 def _wait() -> None:
-    """Return when the device has done all that this process asked of it; RuntimeError where CUDA is broken."""
+    """Wait for all work of this process on the device. Raises RuntimeError where CUDA is broken."""
     for driver in OPEN_DRIVERS:
         driver.wait()
     if not OPEN_DRIVERS and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
@@ -151,9 +167,10 @@ def _wait() -> None:
 
 
 def check_results(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[Any]) -> float:
-    """The largest relative error of what the engine's calls returned; of a convolution by the first and last image.
+    """Return the largest relative error of the results of the engine's calls.
 
-    Copies whose result equals the first one's, which was checked, need no product of their own.
+    Of a convolution the first and the last image are checked. Copies whose result equals the first one's, which was
+    checked, need no product of their own.
     """
     weight = engine.float64(layer.weight)
     x, columns_of = _columns(point, layer)
@@ -174,7 +191,7 @@ def check_results(point: Point, layer: GpuLayer, engine: GpuEngine, results: Seq
 
 
 def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """The columns of the implicit product that are checked, and what takes the same ones out of a result."""
+    """Return the checked columns of the implicit product, and a function that takes the same ones out of a result."""
     shape = point.shape
     if not isinstance(shape, Conv2dShape):
         return layer.x, lambda y: y
@@ -213,12 +230,12 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
 
 
 def _bytes_each(point: Point, layer: GpuLayer, weight_bytes: int) -> int:
-    """What one copy reads and writes, everything once."""
+    """Return the bytes that one copy reads and writes, each once."""
     return weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
 
 
 def count_gpu_copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:
-    """How many copies of a layer the engine should make for the point's cache mode."""
+    """Return the number of copies of a layer for the point's cache mode."""
     if point.cache_mode != "rotated":
         return 1
     each = _bytes_each(point, layer, weight_bytes)

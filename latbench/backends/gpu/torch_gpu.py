@@ -1,6 +1,6 @@
 """torch on a GPU, dense: the baseline. Linear layers by cuBLAS or cuBLASLt, convolutions by cuDNN.
 
-Every kernel has to be asked in both orders of the operands, because the libraries' speed differs by which is which:
+Every kernel is measured in both orders of the operands, because the speed of the libraries depends on it:
 `token_major` is y (n, m) = x (n, k) @ w^T, `feature_major` y (m, n) = w @ x (k, n); convolutions: `nchw` or `nhwc`.
 Sums are float32, except that torch lets cuBLAS split them by default (see SPLIT_SUMS), as every user gets it.
 """
@@ -27,7 +27,7 @@ LIBRARIES = ("cublas", "cublaslt")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The dense layer in torch; Unsupported for any other pattern."""
+    """Prepare the dense layer in torch. Raises Unsupported for any other pattern."""
     torch.backends.cudnn.benchmark = True
     convolution = isinstance(point.shape, Conv2dShape)
     check_format(point, format="dense", layouts=("nchw", "nhwc") if convolution else ("token_major", "feature_major"))
@@ -43,18 +43,18 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
 
 
 def convert_to_float64(array: np.ndarray) -> torch.Tensor:
-    """A host array on the device, as float64."""
+    """Return a host array on the device as float64."""
     return torch.from_numpy(array).cuda().double()
 
 
 def copy_to_device(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A float32 host array on the device, in the element type. The driver's stream is the current one now."""
+    """Return a float32 host array on the device in the element type. It makes the driver's stream the current one."""
     open_torch_driver()
     return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(getattr(torch, dtype))
 
 
 def build_activations(point: Point, layer: GpuLayer) -> torch.Tensor:
-    """x of a linear layer as the point's layout has it: (k, n), or (n, k) for token_major."""
+    """Return x of a linear layer in the point's layout: (k, n), or (n, k) for token_major."""
     return copy_to_device(layer.x.T if point.layout == "token_major" else layer.x, point.dtype)
 
 
@@ -64,7 +64,7 @@ def _result(point: Point) -> Callable[[Any], torch.Tensor]:
 
 
 def _operands(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and x, in the order of memory that the layout asks for; a clone keeps it."""
+    """Return weight and x in the order of memory that the layout asks for; a clone keeps it."""
     shape = point.shape
     if not isinstance(shape, Conv2dShape):
         return copy_to_device(layer.weight, point.dtype), build_activations(point, layer)
@@ -87,7 +87,7 @@ def _linear(point: Point, weight: torch.Tensor, x: torch.Tensor) -> Call:
 
 @contextlib.contextmanager
 def _library(name: str) -> Iterator[None]:
-    """torch asks this library for matrix products while the context is open: other points may want another."""
+    """Ask torch for this library of matrix products while the context is open: other points may need another."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(name)
     try:

@@ -37,7 +37,7 @@ Candidate = TypeVar("Candidate")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
-    """The sparse linear layer in torch; Unsupported where torch has no kernel for it."""
+    """Prepare the sparse linear layer in torch. Raises Unsupported where torch has no kernel for it."""
     if isinstance(point.shape, Conv2dShape):
         raise Unsupported("torch has no sparse convolutions")
     if point.kernel not in _KERNELS:
@@ -62,7 +62,7 @@ Kernel = tuple[Callable[[], Call], int]
 
 
 def _semi_structured(point: Point, layer: GpuLayer) -> Kernel:
-    """As torch's modules multiply: y lies in whatever order of memory torch returns it, which it may copy it into."""
+    """Multiply as torch's modules do: y lies in the order of memory that torch returns, perhaps after a copy."""
     weight, x, weight_bytes = _two_of_four(point, layer)
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
@@ -82,7 +82,7 @@ def _semi_structured(point: Point, layer: GpuLayer) -> Kernel:
 
 
 def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
-    """cuSPARSELt called directly: y (m, n) lies row by row, with no copy after it.
+    """Call cuSPARSELt directly: y (m, n) lies row by row, with no copy after it.
 
     Feature-major only: for token-major products its search ends in an internal error that breaks the CUDA context (an
     H200, torch 2.11, every shape).
@@ -106,7 +106,7 @@ def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
 
 
 def _two_of_four(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The dense weight and x on the device, and the bytes of the compressed weight."""
+    """Return the dense weight and x on the device, and the bytes of the compressed weight."""
     check_format(point, format="nm", layouts=("token_major", "feature_major"))
     if point.pattern != NM(2, 4):
         raise Unsupported(f"{point.kernel} multiplies 2:4 weights, not {point.pattern}")
@@ -118,7 +118,7 @@ Result = TypeVar("Result")
 
 
 def _try(point: Point, run: Callable[[], Result]) -> Result:
-    """What `run` returns; Unsupported with torch's words where it refuses.
+    """Return what `run` returns. Raises Unsupported with torch's words where it refuses.
 
     Some libraries refuse a GPU only when they multiply, not when they compress.
     """
@@ -178,7 +178,7 @@ def _bsr_tuned(point: Point, layer: GpuLayer) -> Kernel:
 
 
 def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: Meta | None) -> Call:
-    """The Triton kernel, with the parameters that torch chooses itself if `meta` is None."""
+    """Return a call of the Triton kernel, with torch's own choice of parameters if `meta` is None."""
     try:
         from torch.sparse._triton_ops import bsr_dense_addmm
     except ImportError as error:
@@ -188,7 +188,7 @@ def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: Meta | None) -> Call:
 
 
 def list_parameters(rows: int, n: int) -> list[Meta | None]:
-    """Parameters worth trying for blocks of so many rows and n tokens; first None, what torch chooses untuned.
+    """List parameters worth trying for blocks of `rows` rows and n tokens; first None, torch's own choice.
 
     A program multiplies a row of blocks by n // SPLIT_N tokens, which must be a power of two.
     """
@@ -207,9 +207,9 @@ def find_fastest(
     limit: float = TUNE_SECONDS,
     clock: Clock = time.monotonic,
 ) -> Candidate:
-    """The candidate of the shortest time, of those that were begun before the limit; the first always is.
+    """Find the candidate with the shortest time among those begun before the limit; the first one always is.
 
-    A candidate that raises is out; if all do, so does this, with what the first one raised.
+    A candidate that raises is out. If all raise, so does this function, with the first error.
     """
     end = clock() + limit
     best: list[Candidate] = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cost_models import CostModel
-    from cost_models.validation import Figures
+    from cost_models.evaluation.held_out_errors import Figures
 
 
 def fit(
@@ -43,7 +43,7 @@ def fit(
     from rich.console import Console
 
     import cost_models
-    from cost_models.rows import count_shapes
+    from cost_models.rows.shape_groups import count_shapes
     from latbench.errors import UsageError
     from latbench.tables.table import hash_table
 
@@ -76,14 +76,16 @@ def _known_validation(
 ) -> Mapping[str, Figures] | None:
     """Return the validation in the model file if that holds this very model of this table; else None."""
     import cost_models
-    from cost_models.storage import libraries
+    from cost_models.model_file import find_library_versions
 
     try:
         saved = cost_models.read(path)
     except cost_models.BadModel:
         return None
     settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.where)
-    same = settings == (type(model), model.get_params(), table_hash, rows) and saved.libraries == libraries()
+    same = (
+        settings == (type(model), model.get_params(), table_hash, rows) and saved.libraries == find_library_versions()
+    )
     return saved.validation if same and saved.validation else None
 
 
@@ -128,24 +130,24 @@ def _validate(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, Fig
 
     sparsities = "held-out sparsities of measured shapes"
     if isinstance(model, AnchoredLookup):
-        return {sparsities: cost_models.validate(model, X, y)}
+        return {sparsities: cost_models.evaluate(model, X, y)}
     every, times = X, y
     # A transfer holds out anchors of its new device only; the rows of other devices stay.
     ours = X["device"].eq(model.device).to_numpy() if isinstance(model, Transfer) else np.ones(len(X), bool)
     X, y = X[ours].reset_index(drop=True), y[ours]
-    found = {"held-out shapes": cost_models.validate(model, X, y)}
+    found = {"held-out shapes": cost_models.evaluate(model, X, y)}
     learned = model.learned_ if isinstance(model, Hybrid) else model
     within = {
         name: [np.isin(np.arange(len(ours)), np.flatnonzero(ours)[mask]) for mask in masks]
-        for name, masks in cost_models.hold_outs(X).items()
+        for name, masks in cost_models.build_hold_outs(X).items()
         if name != "shapes"
     }
     # Trees take seconds a fit, and use one core; to start processes takes as long as all fits of a roofline.
     jobs = None if isinstance(learned, Roofline) else -1
-    found |= cost_models.validate_held_out(learned, every, times, within, n_jobs=jobs)
+    found |= cost_models.evaluate_held_out(learned, every, times, within, n_jobs=jobs)
     if not isinstance(model, Roofline):
-        found[f"{OTHERS[0]}held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
-    found[f"{OTHERS[1]}{sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)
+        found[f"{OTHERS[0]}held-out shapes"] = cost_models.evaluate(Roofline().fit(X, y), X, y)
+    found[f"{OTHERS[1]}{sparsities}"] = cost_models.evaluate(AnchoredLookup().fit(X, y), X, y)
     return found
 
 

@@ -97,10 +97,10 @@ def _read_kernel_timings(
 def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:
     """Return the rows that the table lacks.
 
-    Raises UsageError for rows that contradict the table: of another device, of another version or with other shapes
-    for the same layers, which a key does not tell apart, or with other times of the same point.
+    Raises UsageError for rows that contradict the table. They are of another device or version, or have other shapes
+    for the same layers, which a key does not tell apart. Or they have other times of the same point.
     """
-    from cost_models.rows import describe
+    from cost_models.rows.row_keys import describe_point
     from latbench.errors import UsageError
     from latbench.tables.point_ids import hash_key
 
@@ -133,8 +133,8 @@ def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> l
             fresh.append(row)
         elif list(row["samples_seconds"]) not in known:
             raise UsageError(
-                f"{output} holds other times of {describe(row)} than this file: the same points timed again, or a "
-                "corrected file; give another folder"
+                f"{output} holds other times of {describe_point(row)} than this file: the same points timed again, "
+                "or a corrected file; give another folder"
             )
     return fresh
 

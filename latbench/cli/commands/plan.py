@@ -102,9 +102,9 @@ class _PlannedDevice(NamedTuple):
 
 def _anchors(points: list[Point], adaptive: bool) -> list[Point]:
     """Return the points whose number is known beforehand: of an adaptive sweep its anchors, else all."""
-    from cost_models import Adaptive
+    from cost_models import AdaptivePlanner
 
-    return Adaptive(points).anchors if adaptive else points
+    return AdaptivePlanner(points).anchors if adaptive else points
 
 
 def _plan_cpu(options: PointOptions, threads: int | None) -> _PlannedDevice:

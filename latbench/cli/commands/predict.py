@@ -145,7 +145,8 @@ def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage
 
 def _warn_of_extrapolation(model: CostModel, query: pd.DataFrame) -> None:
     """Warn where a prediction is an extrapolation, and in which feature."""
-    from cost_models import AnchoredLookup, Hybrid, frontier
+    from cost_models import AnchoredLookup, Hybrid
+    from cost_models.features.measured_ranges import find_furthest
 
     if isinstance(model, AnchoredLookup):
         outside = "" if model.covers(query)[0] else "this sparsity lies outside the measured range"
@@ -153,7 +154,7 @@ def _warn_of_extrapolation(model: CostModel, query: pd.DataFrame) -> None:
         outside = ""
     else:
         learned = model.learned_ if isinstance(model, Hybrid) else model
-        [(name, octaves)] = frontier.furthest(query, learned.ranges_)
+        [(name, octaves)] = find_furthest(query, learned.ranges_)
         outside = f"{name} is {octaves:.1f} octaves outside the measured range" if octaves > 0 else ""
     if outside:
         typer.echo(f"latbench: extrapolated: {outside}; measure it", err=True)
@@ -194,7 +195,7 @@ def _pair(name: str, text: str) -> tuple[int, int]:
 
 def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """Return the columns of `where` with the measured values of these texts. Raises UsageError for an unknown one."""
-    from cost_models.rows import plain
+    from cost_models.rows.row_keys import normalize_key_value
     from latbench.errors import UsageError
     from latbench.tables.schema import KEY_COLUMNS
 
@@ -202,7 +203,7 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     for name, text in where.items():
         if name not in (known := [field.name for field in KEY_COLUMNS]):
             raise UsageError(f"--where {name}: this column is not part of a point's key: {', '.join(known)}")
-        values = {str(plain(value)): value for value in measured[name].dropna().unique()}
+        values = {str(normalize_key_value(value)): value for value in measured[name].dropna().unique()}
         if text not in values:
             raise UsageError(f"--where {name}={text}: no measured row has it; known are {', '.join(sorted(values))}")
         found[name] = values[text]
@@ -214,7 +215,7 @@ def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
 
     A table of one device, for example, predicts for that device.
     """
-    from cost_models.rows import SHAPE
+    from cost_models.rows.row_keys import SHAPE
     from latbench.tables.schema import KEY_COLUMNS
 
     rows = measured

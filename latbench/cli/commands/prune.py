@@ -20,7 +20,7 @@ from latbench.cli.options import (
 if TYPE_CHECKING:
     from search.artifacts.layer_database import Database
     from search.artifacts.profile import Profile
-    from search.pruning.pipeline import Result
+    from search.pruning.prune_model import PruneResult
     from search.pruning.training.recipe import Recipe
     from search.task import Task
 
@@ -44,14 +44,14 @@ def prune(
     from search import task as tasks
     from search.artifacts import profile as profiles
     from search.artifacts.layer_database import Database
-    from search.pruning import pipeline
+    from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
-    from search.pruning.storage.packed_file import write_packed
+    from search.pruning.storage.packed_file import save_packed
     from search.pruning.training import recipe as recipes
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
-    training = None if recipe is None else recipes.load(recipe)
+    training = None if recipe is None else recipes.read_recipe(recipe)
     layers = Database(database, searched.model_hash)
     settings = {
         "task_reference": loaded.reference,
@@ -60,14 +60,14 @@ def prune(
         "model_hash": searched.model_hash,
         "one_shot": layers.made_by,
         "global": joint,
-        "recipe": None if training is None else training.facts(),
+        "recipe": None if training is None else training.to_dict(),
         "seed": seed,
         "pipeline_version": pipeline.VERSION,
     }
     fresh = _prune_unless_same(loaded, searched, layers, training, settings, output)
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
-        last_line += f", and {write_packed(output)}"
+        last_line += f", and {save_packed(output)}"
     if onnx is not None:
         _export(loaded, output, onnx)
         last_line += f", and {onnx}"
@@ -85,39 +85,39 @@ def _prune_unless_same(
     from rich.progress import Progress
 
     from latbench.base.files import is_left_behind
-    from search.pruning import pipeline
+    from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
     from search.pruning.training.checkpoint import Checkpoint
 
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    if model_folder.unchanged(output, inputs):
+    if model_folder.is_unchanged(output, inputs):
         return False
     model_folder.check_writable(output)
     checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
+    run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("reading the model and its data", total=None)
-        result = pipeline.prune(
-            task, profile, layers,
-            seed=settings["seed"], joint=settings["global"], recipe=recipe, checkpoint=checkpoint,
+        result = pipeline.prune_model(
+            task, profile, layers, run, checkpoint=checkpoint,
             progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
         )  # fmt: skip
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts)
     # Checkpoints of earlier recipes go, too.
-    for left in model_folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
+    for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
         if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True
 
 
-def _describe_stages(task: Task, result: Result) -> dict[str, Any]:
+def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
     """Return what the manifest says of the scores and of each stage."""
     return {
         "task": task.name,
         "score_name": task.score_name,
         "score_dense": result.stages[0].score,
-        "score_pruned": result.kept.score,
-        "method": result.kept.name,
+        "score_pruned": result.selected.score,
+        "method": result.selected.name,
         "stages": [
             {"name": stage.name, "score": stage.score, "loss": stage.loss}
             | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from cost_models import Adaptive as AdaptiveChoice
+    from cost_models import AdaptivePlanner
     from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
     from latbench.sweeping.sweep import PointChooser
     from latbench.tables.storage import Place
@@ -195,10 +195,10 @@ def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOpti
     )
 
 
-def _adaptive_choice(points: Sequence[Point]) -> AdaptiveChoice:
-    from cost_models import Adaptive as AdaptiveChoice
+def _adaptive_choice(points: Sequence[Point]) -> AdaptivePlanner:
+    from cost_models import AdaptivePlanner
 
-    return AdaptiveChoice(points)
+    return AdaptivePlanner(points)
 
 
 def _measure(
@@ -234,7 +234,7 @@ def _measure(
     # An adaptive sweep is complete with its anchors: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and adaptive is not None and frame is not None:
         spent = time.monotonic() - began >= how.time_budget
-        stopped = None if spent and adaptive.anchored(frame) else stopped
+        stopped = None if spent and adaptive.has_all_anchors(frame) else stopped
     if how.as_json:
         document = build_summary(folder, device.device, summary, frame, time.monotonic() - began)
         typer.echo(json.dumps({**document, "complete": stopped is None}, indent=2))

@@ -39,7 +39,7 @@ from latbench.report.report_inputs import ReportInputs
 from latbench.report.sections import predictions, ranking
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
     from search.artifacts.profile import Profile
     from search.pipeline.verify import Verdict
 

@@ -1,7 +1,8 @@
 """The page of two tables side by side: two devices, or one device before and after a change.
 
-It compares the fastest kernels of both sides for a shape, pattern and sparsity in equal settings, but for device and
-threads where the devices differ. A ratio is the second side's seconds over the first's: above 1 the first is faster.
+It compares the fastest kernels of both sides for a shape, pattern and sparsity in equal settings. Only device and
+threads may differ between two devices. A ratio is the second side's seconds over the first's: above 1 the first is
+faster.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def build_sides(first: ReportInputs, second: ReportInputs) -> tuple[Side, Side]:
 def build_pairs(first: Side, second: Side) -> pd.DataFrame:
     """Build a frame with a row for each shape, pattern and sparsity of both sides, the highest ratio first.
 
-    Columns: setting, shape, pattern, format, sparsity; first, second (seconds) with _low, _high and _engine of each;
-    ratio, low, high (both intervals at their worst and at their best). Raises BadData where no row is common.
+    Columns: setting, shape, pattern, format, sparsity. Then first and second (seconds), with _low, _high and _engine
+    of each. Then ratio, low and high: both intervals at their worst and at their best. Raises BadData where no row is
+    common.
     """
     by = [*point_frames.PLACE, "pattern", "sparsity"]
     best = [point_frames.select_fastest(side.points, by) for side in (first, second)]

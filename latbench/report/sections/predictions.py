@@ -25,7 +25,7 @@ from latbench.report.figures import (
 )
 
 if TYPE_CHECKING:
-    from cost_models.storage import ModelFile
+    from cost_models.model_file import ModelFile
 
 COVERAGE = 0.9
 ROWS = 3000  # predicted at most, in whole shapes: fitting again to a long table takes minutes
@@ -40,17 +40,21 @@ def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
     A look-up holds out sparsities, because it interpolates over them. Any other model holds out a fifth of the
     shapes; a transfer does so for its own device. Random shapes represent a long table; rows without m, k and n are
-    left out. Columns: held_out (which of the two), shape, pattern, format, engine, sparsity; measured, measured_low,
-    measured_high, predicted, low, high in seconds, with an interval of COVERAGE that is NaN where too little was
-    measured for one; ratio (predicted over measured), inside (bool). Empty where nothing can be held out.
+    left out.
+
+    Columns: held_out (sparsities or shapes), shape, pattern, format, engine, sparsity. Then measured, measured_low,
+    measured_high, predicted, low and high in seconds. The interval has the coverage COVERAGE, and is NaN where too
+    little was measured. Then ratio (predicted over measured) and inside (bool). It is empty where nothing can be held
+    out.
     """
     from sklearn.base import clone
 
     from cost_models import AnchoredLookup, Transfer
-    from cost_models.rows import shape_groups, split_by_shape, training_rows
-    from cost_models.validation import by_sparsity
+    from cost_models.evaluation.held_out_errors import split_by_sparsity
+    from cost_models.rows.shape_groups import group_by_shape, split_by_shape
+    from cost_models.rows.training_rows import select_training_rows
 
-    X, y = training_rows(table, model.where)
+    X, y = select_training_rows(table, model.where)
     asked = X[["m", "k", "n"]].notna().all(axis=1).to_numpy()
     others = np.zeros(len(X), bool)  # rows of other devices, from which a transfer only learns
     if isinstance(model.estimator, Transfer):
@@ -58,10 +62,10 @@ def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     some = _whole_shapes(X, asked & ~others) | _whole_shapes(X, others)
     X, y, others = point_frames.convert_categories(X[some]).reset_index(drop=True), y[some], others[some]
     if isinstance(model.estimator, AnchoredLookup):
-        masks, held_out = list(by_sparsity(X)), SPARSITIES
+        masks, held_out = list(split_by_sparsity(X)), SPARSITIES
     else:
         masks, held_out = [], SHAPES
-        if not others.all() and (shapes := shape_groups(X[~others])).max():
+        if not others.all() and (shapes := group_by_shape(X[~others])).max():
             masks = [np.zeros(len(X), bool)]
             masks[0][~others] = split_by_shape(shapes, FOLDS, 0) == 0
     parts = [_predicted(clone(model.estimator), X, y, mask) for mask in masks if mask.any() and not mask.all()]
@@ -72,11 +76,11 @@ def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
 def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
     """Return a mask of random whole shapes among the rows `among`, ROWS rows at most."""
-    from cost_models.rows import shape_groups
+    from cost_models.rows.shape_groups import group_by_shape
 
     if among.sum() <= ROWS:
         return among
-    shapes = shape_groups(X[among])
+    shapes = group_by_shape(X[among])
     order = np.random.default_rng(0).permutation(shapes.max() + 1)
     sizes = np.bincount(shapes)[order]
     kept = order[: max(2, int(np.searchsorted(np.cumsum(sizes), ROWS)))]

@@ -49,7 +49,7 @@ EFFICIENT, UNIFORM = "efficient", "uniform"
 def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -> pd.DataFrame:
     """Read the efficient and the uniform profiles of a profile's layers, as `build_frame` returns them.
 
-    `swept` holds rows of the table, `workload` is a file of `latbench trace` or a bundled name, and `database` is the
+    `swept` holds rows of the table. `workload` is a file of `latbench trace` or a bundled name. `database` is the
     layer database of the search. Raises BadData where they do not belong to the profile.
     """
     from search.artifacts.layer_database import Database

@@ -62,9 +62,9 @@ def main(arguments: list[str]) -> int:
     session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
     session.find_installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
     quick = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
-    measure = session.measure
-    session.measure = lambda visit: measure(replace(visit, settings=quick))
-    return session.run(arguments)
+    measure = session.measure_visit
+    session.measure_visit = lambda visit: measure(replace(visit, settings=quick))
+    return session.run_visit(arguments)
 
 
 if __name__ == "__main__":

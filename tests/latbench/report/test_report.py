@@ -30,7 +30,6 @@ from latbench.report import paper_figures as paper
 from latbench.report.pages import common_sections as sections
 from latbench.report.pages import html_page as html
 from latbench.report.report_inputs import ReportFiles
-from latbench.tables import table as tables
 from latbench.tables.storage import parse_place
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
@@ -81,9 +80,9 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
     text = Structure(page).text
     for expected in (
         "digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32",
-        "What it uses: vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
+        "It uses vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
         "all of them, packed; 2 MiB allowed, 6.5 MiB dense",
-        "packed, take 1.8 MiB of the 2 MiB that they were allowed; dense they take 6.5 MiB.",
+        "packed weights take 1.8 MiB of 2 MiB allowed; dense weights take 6.5 MiB.",
     ):  # fmt: skip
         assert expected in text
     anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
@@ -171,7 +170,7 @@ def contrast(one: str, other: str) -> float:
 
 def themes() -> dict[str, dict[str, str]]:
     """The colours of the style sheet by theme and name, those of a theme over the light ones."""
-    light, dark, printed = re.findall(r":root \{(.*?)\}", html._asset("report.css"), re.DOTALL)
+    light, dark, printed = re.findall(r":root \{(.*?)\}", html._read_template("report.css"), re.DOTALL)
     named = [re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6});", text) for text in (light, dark, printed)]
     whole = [{name: f"#{c[1] * 2}{c[2] * 2}{c[3] * 2}" if len(c) == 4 else c for name, c in own} for own in named]
     return {"light": whole[0], "dark": whole[0] | whole[1], "print": whole[0] | whole[2]}
@@ -245,7 +244,7 @@ def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
     read = report_inputs.ReportInputs(table=many, table_hash="", environments=[])
     page = html.render(read, command=[])
     assert len(page.encode()) < 10_000_000
-    assert "the 400 with the longest dense time" in page
+    assert "Only the 400 layer shapes with the longest dense time" in page
 
 
 def test_a_missing_plotly_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +281,7 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
 def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> None:
     brief = tmp_path / "summary.json"
     assert run(files.table, "-o", tmp_path / "report.html", "--summary", brief).exit_code == 0
-    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.OF_WEIGHTS])
+    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.WEIGHT_KEYS])
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ def test_a_bad_folder_is_named(files: Any, tmp_path: Path) -> None:
 
 
 def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
-    rows = tables.read(files.table)
+    rows = read_table(files.table)
     dense = report_inputs.ReportInputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
     with pytest.raises(BadData, match="both a dense and a sparse time"):
         html.render(dense, command=[])

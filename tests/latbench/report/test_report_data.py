@@ -299,7 +299,7 @@ def test_verdicts_say_what_to_use() -> None:
     assert verdict(slow, fast, *earlier) == "Use unstructured from 63%; block:2x2 pays at 25% and above."
     # One that gains only below the highest sparsity, and one whose loss there is within the noise.
     relapse = row("unstructured", 0.5, 4.0), row("unstructured", 0.75, 9.0)
-    assert verdict(*relapse, *vectors).endswith("; unstructured not for good, at best 2.00× at 50%.")
+    assert verdict(*relapse, *vectors).endswith("; unstructured not throughout, at best 2.00× at 50%.")
     assert verdict(row("unstructured", 0.75, 8.1), *vectors, exact=False).endswith(
         "; unstructured never, within the noise."
     )
@@ -314,9 +314,9 @@ def test_verdicts_say_what_is_not_certain() -> None:
 
 
 def test_verdicts_say_when_to_stay_dense() -> None:
-    assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: nothing measured is faster."
+    assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: no pattern is faster."
     assert verdict(row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 9.0)) == (
-        "Stay dense: nothing stays faster up to the highest sparsity; at best vector:2 at 50%, 2.00×."
+        "Stay dense: no pattern stays faster up to the highest sparsity; at best vector:2 at 50%, 2.00×."
     )
 
 

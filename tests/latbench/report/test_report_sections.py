@@ -14,7 +14,7 @@ import report_rows as rows_of
 import scipy.stats
 
 from cost_models import AnchoredLookup, Boosted, Transfer
-from cost_models.storage import ModelFile
+from cost_models.model_file import ModelFile
 from latbench.errors import BadData
 from latbench.report import figures, point_frames, report_data, report_inputs
 from latbench.report.pages import common_sections as sections
@@ -191,7 +191,9 @@ def test_a_lookup_predicts_sparsities_it_did_not_see(rng: np.random.Generator) -
     assert (found["ratio"] - 1).abs().max() < 0.08
     inside = (found["low"] <= found["measured"]) & (found["measured"] <= found["high"])
     assert found["inside"].tolist() == inside.tolist()
-    assert predictions.format_coverage(found).startswith("Below, 48 held-out points with their 90% intervals: ")
+    assert predictions.format_coverage(found).startswith(
+        "The chart shows 48 held-out points with their 90% intervals. "
+    )
 
 
 def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator) -> None:
@@ -239,7 +241,7 @@ def test_a_transfer_predicts_shapes_of_its_own_device(rng: np.random.Generator, 
     assert len(predictions.build_frame(model, pd.concat([theirs, ours], ignore_index=True)))
 
 
-# What each speed costs ---------------------------------------------------------------------------------------------
+# Error at each speedup --------------------------------------------------------------------------------------------
 
 
 def profile_of(layers: dict[str, LayerChoice], **given: Any) -> Profile:
@@ -313,7 +315,7 @@ def test_the_fastest_that_keeps_the_accuracy_is_named() -> None:
         accuracy=[0.92, 0.915, 0.90, 0.92], sparsity=[0.0, 0.5, 0.9, 0.5],
     ))  # fmt: skip
     assert (
-        "The fastest that loses no more than one percentage point on average is vector:2 with gmp: 2.00× at 91.50%, "
+        "The fastest point that loses at most one percentage point on average is vector:2 with gmp: 2.00× at 91.50%, "
         "92.00% dense." in accuracy.build_section(points).sentences
     )
 
@@ -379,15 +381,15 @@ def test_the_first_page_counts_what_to_use_as_the_verdicts_do() -> None:
     assert overview.count_favourites(shown) == {"vector:2": 1, "dense": 1, "unstructured": 1}
     page = overview.build_table_headline(shown, "cpu")
     assert page.title == "At 75% sparsity, layers run 4.00× as fast as dense (0.889× to 4.00×)"
-    assert "and stay dense at 1 (from where on, below)" in page.lead
-    assert "At 75%, 2 of 3 shapes gain, 2 of them beyond doubt" in page.lead
+    assert "and stay dense at 1 (the table below gives the sparsities)" in page.lead
+    assert "At 75%, 2 of 3 shapes gain, 2 of them with certainty" in page.lead
 
 
 def test_the_first_page_says_when_nothing_pays() -> None:
     shown = report_data.build_report_data(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0)))
     page = overview.build_table_headline(shown, "cpu")
     assert page.title == "At 75% sparsity, layers run 0.889× as fast as dense"
-    assert "stay dense, nothing measured is faster" in page.lead
+    assert "stay dense, because no pattern stays faster up to the highest sparsity" in page.lead
 
 
 def test_the_first_page_says_where_one_dense_engine_alone_was_timed() -> None:
@@ -395,13 +397,13 @@ def test_the_first_page_says_where_one_dense_engine_alone_was_timed() -> None:
         row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 9.0, "openvino"), row("vector:2", 0.75, 4.0),
         row("dense", 0.0, 8.0, m=5), row("vector:2", 0.75, 4.0, m=5),
     ))  # fmt: skip
-    said = "At 1 of 2 shapes numba is the only one that was timed, and others may be faster."
+    said = "At 1 of 2 shapes numba is the only dense engine that was timed; others may be faster."
     assert said in overview.build_table_headline(shown, "cpu").lead
 
 
 def test_a_table_whose_times_are_none_is_refused() -> None:
     for wrong in ({"low_seconds": 0.0}, {"high_seconds": math.inf}, {"roofline_seconds": 0.0}):
-        with pytest.raises(BadData, match="1 rows have times that are none, such as vector:2 at linear 3 → 4"):
+        with pytest.raises(BadData, match="1 rows contain invalid times, such as vector:2 at linear 3 → 4"):
             report_data.build_report_data(
                 inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0, **wrong))
             )
@@ -416,7 +418,7 @@ def test_how_slow_the_machine_was_is_said() -> None:
         for line in sections.build_noise(given, report_data.build_report_data(given)).sentences
         if "Fixed work" in line
     ]
-    assert "took 1.15× as long as usual at the median point, 1.30× at most; beside 1 of 2" in said
+    assert "took 1.15× as long as usual at the median point, and 1.30× at most. Beside 1 of 2" in said
     assert point_frames.count_flags(given.table) == {"in_cache": 2, "spike": 1}
     assert sections.build_environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
 
@@ -484,7 +486,7 @@ def test_break_evens_of_two_devices_are_set_side_by_side() -> None:
     [said] = [
         text for text in comparison.build_page(first, second, None, [])["sections"][0].sentences if "earlier" in text
     ]
-    assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2;")
+    assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2. ")
 
 
 def test_a_start_is_rounded_up_and_levels_are_those_that_were_measured() -> None:
@@ -498,7 +500,7 @@ def test_a_start_is_rounded_up_and_levels_are_those_that_were_measured() -> None
     assert comparison._start(first) == comparison._pattern_start(first, "vector:2").text == "67%"  # 66.1%
     page = comparison.build_page(first, second, None, [])
     [shapes] = [part for part in page["sections"] if part.anchor == "pays"]
-    assert "at 80% it is that of the fastest" in shapes.sentences[0]
+    assert "the ratio at 80% is that of the fastest" in shapes.sentences[0]
     assert shapes.tables[0][1].rows[0][4].text == "≈ 1.00×"
 
 
@@ -507,8 +509,11 @@ def test_points_without_an_interval_do_not_hide_what_the_others_show() -> None:
     ours = [row("dense", 0.0, 1.0, m=m, device="cpu") for m in (4, 5, 6)]
     theirs = [row("dense", 0.0, 3.0, m=m, device="gpu") for m in (4, 5, 6)]
     for lacking, said in (
-        (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; of 1 the noise is unknown."),
-        (3, "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; how sure that is cannot be told: the noise of none is"),
+        (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; the noise of 1 is unknown."),
+        (
+            3,
+            "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; the certainty is unknown, because the noise of no",
+        ),
     ):
         page = comparison.build_page(
             *two([one | unknown for one in ours[:lacking]] + ours[lacking:], theirs), None, []

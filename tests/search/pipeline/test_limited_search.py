@@ -22,7 +22,7 @@ from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
-from search.pruning.one_shot.fill_database import made_by
+from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
 from search.task import Task
 from search.whole_model import overhead
@@ -80,7 +80,9 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
     monkeypatch.setattr(job, "_whole_model", lambda *arguments: probes)
     table = parse_place(tmp_path / "table")
-    return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", made_by(task))
+    return Inputs(
+        task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", hash_pruning_inputs(task)
+    )
 
 
 def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> None:
@@ -138,7 +140,7 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     problem = job.prepare(inputs, settings).problem
     assert problem.layers[0].errors.tolist() == [0.0, 4.0, 6.0]
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
-    monkeypatch.setattr(job, "build_database", lambda *_, **__: pytest.fail("layers were pruned"))
+    monkeypatch.setattr(job, "fill_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
         job.prepare(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), settings)
 

@@ -21,7 +21,7 @@ from search.pipeline import search_job as job
 from search.pipeline import verify
 from search.pipeline.search_job import Inputs, Settings
 from search.problem.layers import DENSE, LayerOptions, Option
-from search.pruning.one_shot.fill_database import build_database
+from search.pruning.one_shot.fill_database import fill_database
 from search.whole_model import overhead, sessions
 from search.whole_model.end_to_end import PROCESSES, Engine, Timings
 from sparse_kernels.formats import pack
@@ -120,9 +120,9 @@ def test_layers_are_pruned_in_as_many_processes_as_judge(
 
     def counted(*arguments: Any, processes: int, **options: Any) -> int:
         asked.append(processes)
-        return build_database(*arguments, **options)
+        return fill_database(*arguments, **options)
 
-    monkeypatch.setattr(job, "build_database", counted)
+    monkeypatch.setattr(job, "fill_database", counted)
     job.prepare(inputs, replace(SETTINGS, processes=3))
     assert asked == [3]
 

@@ -26,7 +26,7 @@ from search.pipeline import speedup_loop as promise
 from search.pipeline.measure_in_network import rows
 from search.pipeline.search_job import Inputs, Settings
 from search.problem.layers import DENSE, Option
-from search.pruning.one_shot.fill_database import build_database, made_by
+from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.task import Task
 from search.whole_model import model_engines as engines
 from search.whole_model import overhead
@@ -94,7 +94,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inputs_of(task: Task, table: Path, database: Path) -> Inputs:
     model = task.model()
-    return Inputs(task, model, table, None, database, model_hash(model), "table", made_by(task))
+    return Inputs(task, model, table, None, database, model_hash(model), "table", hash_pruning_inputs(task))
 
 
 def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:
@@ -160,7 +160,7 @@ def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
     little: Task, installed: None, tmp_path: Path
 ) -> None:
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
-    build_database(
+    fill_database(
         little, inputs.model, {"fc1": [("unstructured", 0.75)]}, Database(inputs.database, inputs.model_hash)
     )
     stored = str(inputs.database), inputs.model_hash

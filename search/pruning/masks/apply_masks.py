@@ -1,4 +1,4 @@
-"""Masks that hold: zeros that stay zero whatever an optimizer does."""
+"""Apply masks: set pruned weights to zero."""
 
 from __future__ import annotations
 
