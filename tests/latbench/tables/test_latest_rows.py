@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from latbench.errors import BadData
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables import latest_rows, table
 from latbench.tables.latest_rows import read_latest, read_latest_arrow
 from latbench.tables.schema import TIMED
 from latbench.tables.table import BATCH_BYTES, read_part_batches, read_table, select_timed
@@ -44,8 +43,8 @@ def repeated(row: dict[str, Any], rng: np.random.Generator, count: int) -> list[
 def test_it_is_what_picking_from_the_whole_table_gives(
     tmp_path: Path, row: dict[str, Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_ROWS", 7)
-    monkeypatch.setattr(latest, "_PENDING_ROWS", 11)
+    monkeypatch.setattr(table, "BATCH_ROWS", 7)
+    monkeypatch.setattr(latest_rows, "_PENDING_ROWS", 11)
     rows = repeated(row, rng, 200)
     for start in range(0, 200, 25):
         write_part(tmp_path, rows[start : start + 25])
@@ -64,7 +63,7 @@ def test_it_is_what_picking_from_the_whole_table_gives(
 def test_the_rows_themselves_come_with_their_samples(
     tmp_path: Path, row: dict[str, Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_ROWS", 7)
+    monkeypatch.setattr(table, "BATCH_ROWS", 7)
     rows = repeated(row, rng, 100)
     for start in range(0, 100, 25):
         write_part(tmp_path, rows[start : start + 25])
@@ -106,7 +105,7 @@ def test_sizes_are_exact_however_large(tmp_path: Path, row: dict[str, Any]) -> N
 def test_rows_of_many_samples_come_in_smaller_pieces(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(table, "BATCH_BYTES", 1 << 16)
     part = write_part(tmp_path, [row | {"m": m, "samples_seconds": [1e-3 + m] * 1000} for m in range(1, 41)])
     pieces = [piece for _, piece in read_part_batches(part)]
     assert max(piece.nbytes for piece in pieces) <= 1.5 * BATCH_BYTES
