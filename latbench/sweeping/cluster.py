@@ -188,7 +188,7 @@ class NodeBench:
             lock_device(self._bench.machine.device, unit, wait_seconds=self._wait_seconds),
             contextlib.suppress(TimeUsedUp),
         ):
-            for chunk in self._bench.fitting(points):
+            for chunk in self._bench.split_to_fit(points):
                 self._bench.measure_block(
                     chunk,
                     lambda *kept: measured.append(kept),
@@ -274,10 +274,10 @@ class ClusterSite:
                     suspects.append(block)
                     continue
                 error = f"{block[0].backend} may take nodes down, this point was alone on one: {answer.reasons[-1]}"
-                sweep.keep(None, [{**block[0].key(), "status": "error", "error": error}])
+                sweep.write_block(None, [{**block[0].key(), "status": "error", "error": error}])
             else:
                 for environment, rows in answer:
-                    sweep.keep(environment, rows)
+                    sweep.write_block(environment, rows)
                     left -= {hash_key(row) for row in rows}
             tell()
         if left:

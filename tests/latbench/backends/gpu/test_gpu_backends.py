@@ -178,7 +178,7 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
     with pytest.raises(NotCaptured, match=said) as caught:
         prepare_gpu_point.prepare_gpu_point(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
-    outcome = bench._failed(failure)
+    outcome = bench.classify_failure(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
@@ -391,7 +391,7 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, gpu_points.CUTLASS[0]), runs_out)
-    assert bench._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
+    assert bench.classify_failure(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
