@@ -134,8 +134,8 @@ def select_rows(
 ) -> pd.DataFrame:
     """Read `columns` of the rows for which `wanted` is true.
 
-    `wanted` gets pieces of the table with `columns` and those `filter_columns`, and returns booleans (rows,). Memory
-    grows with the selected rows.
+    `wanted` gets pieces of the table with `columns` and `filter_columns`, and returns booleans (rows,). Memory grows
+    with the selected rows.
     """
     read = list(dict.fromkeys([*columns, *filter_columns]))
     empty = pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
