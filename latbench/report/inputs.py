@@ -21,12 +21,11 @@ from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
 from latbench.workloads import workload as workloads
-from search.artifacts import profile as profiles
-from search.artifacts.profile import Profile
+from search.artifacts.profile import Profile, read_profile
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 # What a report shows of a table.
 COLUMNS = [
@@ -62,7 +61,7 @@ class Inputs:
     profile: Profile | None = None
     manifest: Mapping[str, Any] | None = None
     manifest_hash: str | None = None
-    verdict: Verdict | None = None
+    verdict: SpeedupVerdict | None = None
     trade_offs: pd.DataFrame | None = None
     results: pd.DataFrame | None = None
     sources: tuple[Source, ...] = field(default=())
@@ -100,7 +99,7 @@ def read(
         table_hash=table_hash,
         environments=read_environments(table).to_dict("records"),
         model=_model(model) if model else None,
-        profile=profiles.load(profile) if profile else None,
+        profile=read_profile(profile) if profile else None,
         verdict=_verdict(verify / "verify.json") if verify else None,
         results=results.read(accuracy) if accuracy else None,
         sources=(Source("table", table, table_hash),),
@@ -130,7 +129,7 @@ def _model(path: Path) -> ModelFile:
 
 
 def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
-    from search.pipeline.verify import manifest_hash
+    from search.pipeline.verify import hash_manifest
     from search.pruning.storage.model_folder import read_manifest
 
     manifest = read_manifest(folder)
@@ -139,7 +138,7 @@ def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
     except (KeyError, TypeError, AttributeError) as error:
         name = folder / "manifest.json"
         raise BadData(f"{name} is not as latbench prune wrote it ({type(error).__name__}: {error})") from error
-    return manifest, manifest_hash(folder)
+    return manifest, hash_manifest(folder)
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> None:
@@ -160,12 +159,12 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 _FLOP = ("total", "dense_total")
 
 
-def _verdict(path: Path) -> Verdict:
+def _verdict(path: Path) -> SpeedupVerdict:
     from search.pipeline import verify as verification
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: make it with latbench verify")
-    verdict = verification.load(path)
+    verdict = verification.read_verdict(path)
     if verdict is None:
         raise BadData(f"{path} is not what latbench verify writes: verify again")
     return verdict

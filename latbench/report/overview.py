@@ -18,7 +18,7 @@ from sparse_kernels import patterns
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 MEANINGS = {
     patterns.Unstructured: "each weight on its own",
@@ -146,7 +146,7 @@ def in_short(profile: Profile) -> str:
     return f"What it uses: {', '.join(texts)}."
 
 
-def promise(verdict: Verdict, profile: Profile | None) -> Headline:
+def promise(verdict: SpeedupVerdict, profile: Profile | None) -> Headline:
     """What was promised and what was measured."""
     target, gain = units.ratio(verdict.target), units.ratio(verdict.measured_speedup)
     measured, predicted = units.seconds(verdict.measured_seconds), units.seconds(verdict.predicted_seconds)

@@ -15,7 +15,7 @@ from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def profile_layers(chosen: Profile) -> pd.DataFrame:
     return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
 
 
-def promise_times(verdict: Verdict) -> pd.DataFrame:
+def promise_times(verdict: SpeedupVerdict) -> pd.DataFrame:
     """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
     from search.pipeline.verify import PRUNED
 

@@ -22,7 +22,7 @@ from latbench.report.report_data import Content
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 Place = tuple[str, str]
 
@@ -295,7 +295,7 @@ def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
     return share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
 
 
-def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
+def promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
     """Promised and measured, beside the dense engines it was measured against. `times`: content.promise_times."""
     budget = verdict.dense_seconds / verdict.target
     sentences = [

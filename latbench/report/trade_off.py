@@ -39,7 +39,7 @@ from search.problem.layers import DENSE, every_option, uniform_choice
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 POINTS = 600  # of a frontier that may have 40,000
 FINE = 1000  # finer than this part of the dense time nobody sees
@@ -104,7 +104,7 @@ def _correction(problem: Problem, profile: Profile) -> float:
     return float(np.median(ratios)) if ratios else 1.0
 
 
-def section(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None) -> Section:
+def section(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None) -> Section:
     """What error every speed costs, and where the chosen profile lies."""
     efficient = rows[rows["kind"] == EFFICIENT]
     budget = profile.dense_seconds / profile.target
@@ -138,7 +138,7 @@ def steps(efficient: pd.DataFrame, wanted: int = 8) -> pd.DataFrame:
     return pd.concat(rows).drop_duplicates()
 
 
-def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget: float) -> Figure:
+def figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None, budget: float) -> Figure:
     """Error over seconds, both logarithmic: frontier, uniform profiles, the chosen one, and it as measured."""
     shown = rows[rows["error"] > 0]  # dense costs nothing, and lies on no logarithmic axis
     efficient = shown[shown["kind"] == EFFICIENT]

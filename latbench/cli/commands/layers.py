@@ -40,24 +40,33 @@ def layers(
     from latbench.importers import text_formats as interchange
     from latbench.machines import devices
     from latbench.workloads import points as plan
-    from search import task as tasks
-    from search.pipeline import measure_in_network as layer_times
+    from search.pipeline.measure_in_network import (
+        SPDY_LEVELS,
+        RunSchedule,
+        count_missing_runs,
+        select_task_rows,
+        time_layers_in_network,
+    )
+    from search.task import load_task
 
-    loaded = tasks.load(task)
+    loaded = load_task(task)
     wanted: Sequence[float] = plan.SPARSITIES
     if sparsities:
-        wanted = layer_times.SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
-    settings = layer_times.Settings(threads or devices.cores(), seed)
+        wanted = SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
+    threads = threads or devices.cores()
     runs = dict.fromkeys(wanted, repeats)
     if not remeasure:
-        runs = layer_times.missing_runs(loaded, output, settings, wanted, repeats)
+        runs = count_missing_runs(loaded, output, threads, wanted, repeats)
     typer.echo(deepsparse_environment.LICENCE)
     if runs:
         with live() as tell:
-            untimed = layer_times.measure(loaded, output, environment, settings, runs, anew=remeasure, progress=tell)
+            untimed = time_layers_in_network(
+                loaded, output, environment, RunSchedule(runs, seed), threads=threads, remeasure=remeasure,
+                progress=tell,
+            )  # fmt: skip
         if untimed:
             typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
-    frame = layer_times.of_task(loaded, output, settings)
+    frame = select_task_rows(loaded, output, threads)
     timings = interchange.spdy_timings(frame, loaded.name)
     if spdy is not None:
         interchange.write_spdy(timings, spdy)

@@ -57,17 +57,17 @@ def prune(
     from rich.progress import Progress
 
     from latbench.base.files import left_behind, sha256
-    from search import task as tasks
-    from search.artifacts import profile as profiles
     from search.artifacts.layer_database import Database
+    from search.artifacts.profile import read_profile
     from search.pruning import pipeline
     from search.pruning.storage import model_folder as folder
     from search.pruning.storage.packed_file import write_packed
     from search.pruning.training import recipe as recipes
     from search.pruning.training.checkpoint import Checkpoint
+    from search.task import load_task
 
-    searched = profiles.load(profile)
-    loaded = tasks.load(task)
+    searched = read_profile(profile)
+    loaded = load_task(task)
     training = None if recipe is None else recipes.load(recipe)
     layers = Database(database, searched.model_hash)
     settings = {
@@ -75,7 +75,7 @@ def prune(
         "task_source": loaded.source,
         "profile_sha256": sha256(profile),
         "model_hash": searched.model_hash,
-        "one_shot": layers.made_by,
+        "one_shot": layers.provenance,
         "global": joint,
         "recipe": None if training is None else training.facts(),
         "seed": seed,
@@ -122,11 +122,11 @@ def prune(
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """The pruned model in that folder as an ONNX file, for the task's example inputs."""
-    from search.artifacts.onnx_export import export
+    from search.artifacts.onnx_export import export_onnx
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())
-    export(model, task.example(), onnx)
+    export_onnx(model, task.example(), onnx)
 
 
 def _show(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:

@@ -133,40 +133,48 @@ def search(
     from latbench.tables.storage import parse_place
     from latbench.workloads import points as plan
     from latbench.workloads.points import parse_patterns
-    from search import task as tasks
+    from search.backends import Deployment
     from search.inputs import layer_errors
+    from search.loss.parallel import Workers
     from search.pipeline import search_job as job
+    from search.pipeline.search_history import SearchHistory
+    from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest, read_inputs
     from search.problem.limits import Limits, read_limits
+    from search.task import load_task
 
     _check(strategy, backend, method, judges, model, patterns, sparsities, most_bytes)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
     threads = threads or devices.cores()
-    settings = job.Settings(
-        target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
-        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
-        time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
-    )  # fmt: skip
+    request = SearchRequest(
+        Promise(target, risk, most_bytes),
+        Deployment(threads, backend),
+        CandidateOptions(chosen, plan.wanted_sparsities(sparsities), errors),
+        SearchPlan(
+            strategy, seed, evaluations, batches, None if time_budget is None else parse_duration(time_budget)
+        ),
+        Workers(processes or min(threads, MOST_PROCESSES), judges),
+    )
     stated = read_limits(limits) if limits is not None else Limits()
     with live() as tell:
         tell("reading the task", None, None)
-        loaded = tasks.load(task)
+        loaded = load_task(task)
         loaded = replace(loaded, limits=loaded.limits + stated)
-        inputs = job.read_inputs(loaded, parse_place(table), model, database, method)
+        inputs = read_inputs(loaded, parse_place(table), model, database, method)
+        history = SearchHistory(inputs, request)
         if refine is not None:
-            met = None if remeasure else inputs.met(refine, settings)
-            if met is not None and _finished(output, inputs.digest(settings)) is not None:
+            met = None if remeasure else history.read_met_verdict(refine)
+            if met is not None and _finished(output, history.digest()) is not None:
                 typer.echo(
                     f"{refine}: {met.sentence()}: there is nothing to refine (--remeasure searches all the same)"
                 )
                 return
-            inputs.feed_back(refine, settings)
-        found = None if remeasure else _finished(output, inputs.digest(settings))
+            history.add_verification(refine)
+        found = None if remeasure else _finished(output, history.digest())
         last_line = f"{output} is up to date"
         if found is None:
-            found = job.search(inputs, settings, remeasure=remeasure, progress=tell)
+            found = job.search(inputs, request, remeasure=remeasure, progress=tell)
             found.save(output)
             last_line = f"{output} is written"
     _show(found, last_line)
@@ -186,7 +194,7 @@ def _check(
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.backends import OWN
-    from search.loss.pools import PLACES
+    from search.loss.pools import POOL_KINDS
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
     from search.strategies.run_strategy import STRATEGIES
     from search.whole_model.model_engines import BACKENDS
@@ -195,7 +203,7 @@ def _check(
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, BACKENDS),
         ("method", method, ONE_SHOT_METHODS),
-        ("place of judges", judges, PLACES),
+        ("pool of evaluators", judges, POOL_KINDS),
     ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
@@ -216,10 +224,10 @@ def _check(
 def _finished(path: Path, digest: str) -> Profile | None:
     """The profile at `path` if it is what these inputs and settings give."""
     from latbench.errors import BadData
-    from search.artifacts import profile
+    from search.artifacts.profile import read_profile
 
     try:
-        found = profile.load(path)
+        found = read_profile(path)
     except BadData:
         return None
     return found if found.inputs == digest else None

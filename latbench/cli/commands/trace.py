@@ -38,11 +38,11 @@ def trace(
         model = _made_by(target)
         inputs: tuple[torch.Tensor, ...] = (_zeros(input_shape, batch),)
     else:
-        from search import task as tasks
+        from search.task import load_task
 
         if batch is not None:
             raise UsageError("a task fixes its own batch; --batch goes with --input-shape")
-        task = tasks.load(target)
+        task = load_task(target)
         name, model, inputs, limits = task.name, task.model(), task.example(), task.limits
     try:
         workload, skipped = workloads.trace(model, inputs, name=name)

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 
 def verify(
@@ -25,28 +25,28 @@ def verify(
     """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
     from latbench.cli.commands.progress import live
     from latbench.errors import PromiseMissed, UsageError
-    from search import task as tasks
-    from search.artifacts import profile
+    from search.artifacts.profile import read_profile
     from search.pipeline import verify as verification
+    from search.task import load_task
     from search.whole_model.model_engines import BACKENDS
 
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
 
-    verification.manifest_hash(pruned)  # a folder that holds no pruned model is said first
-    followed = profile.load(pruned / "profile.json")
+    verification.hash_manifest(pruned)  # a folder that holds no pruned model is said first
+    followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
     with live() as tell:
         tell("reading the task", None, None)
-        loaded = tasks.load(task)
-        known = None if remeasure else verification.up_to_date(loaded, pruned, output, backend)
+        loaded = load_task(task)
+        known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
     _show(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(verdict.sentence())
 
 
-def _show(verdict: Verdict, followed: Profile, last_line: str) -> None:
+def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
     """Every engine's time, the scores, what was predicted and what the weights take, if anything, and the verdict."""
     from rich.console import Console
     from rich.table import Table

@@ -50,7 +50,7 @@ VERSION = 3
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs has to end some day
 
 
-def made_by(task: Task, method: str = DEFAULT_METHOD) -> str:
+def describe_provenance(task: Task, method: str = DEFAULT_METHOD) -> str:
     """What the database's entries depend on beside the model: the method, and a hash of the calibration data."""
     digest = hashlib.sha256(f"{VERSION}".encode())
     for batch in task.calibration():
@@ -119,7 +119,7 @@ def _one_by_one(jobs: Iterator[Job], database: Database, method: str) -> Iterato
 
 def _in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
     """A layer a process; no layer's H is computed before a process is free for it."""
-    place = (str(database.folder.resolve()), database.model_hash, database.made_by)
+    place = (str(database.folder.resolve()), database.model_hash, database.provenance)
     threads = max(1, devices.cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
     with ExitStack() as stack:

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from latbench.base.files import left_behind, sha256, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from search.artifacts import profile as profiles
-from search.artifacts.profile import LayerChoice
+from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.backends import OWN
 from search.pruning.training.pruner import unwrapped
 from sparse_kernels.convert import LayerPattern
@@ -52,7 +51,7 @@ def save_pruned(
     folder: Path,
     model: nn.Module,
     masks: Mapping[str, Tensor],
-    profile: profiles.Profile,
+    profile: Profile,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
@@ -115,9 +114,7 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def layer_facts(
-    model: nn.Module, masks: Mapping[str, Tensor], profile: profiles.Profile
-) -> dict[str, dict[str, Any]]:
+def layer_facts(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
     """What the manifest says of each layer of the profile."""
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
@@ -239,7 +236,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     """
     folder = Path(folder)
     read_manifest(folder)
-    profile = profiles.load(folder / "profile.json")
+    profile = read_profile(folder / "profile.json")
     state = load_file(folder / "model.safetensors")
     shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
     if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.pruning.masks.prunable_units import Units, units_of
 from search.pruning.one_shot import auto, sparsegpt
 from search.pruning.one_shot import exact_obs as obs
@@ -19,10 +19,10 @@ from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto import Auto
 from search.pruning.one_shot.base import OneShot
 from search.pruning.one_shot.exact_obs import ExactOBS, eliminate
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, made_by
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, describe_provenance
 from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.sparsegpt import SparseGPT
-from search.task import Task, load
+from search.task import Task, load_task
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 
@@ -39,7 +39,7 @@ EVEN: list[tuple[Pattern, float]] = [*PATTERNS[:2], (BlockWise(4, 4), 0.5), *PAT
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(Path(__file__).parents[2] / "pruning_task.py"))
+    return load_task(str(Path(__file__).parents[2] / "pruning_task.py"))
 
 
 def layer(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tensor, Tensor]:
@@ -271,15 +271,15 @@ OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured",
 @pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
-    database = Database(tmp_path, model_hash(model), made_by(task, method))
+    database = Database(tmp_path, hash_model(model), describe_provenance(task, method))
     assert build_database(task, model, OPTIONS, database, method=method) == 3
     assert build_database(task, model, OPTIONS, database, method=method) == 0
     other = next(name for name in ONE_SHOT_METHODS if name != method)
     with pytest.raises(
         BadData, match=rf"built by another method.* \({method} [0-9a-f]+, this is {other} [0-9a-f]+\)"
     ):
-        Database(tmp_path, model_hash(model), made_by(task, other))
-    assert Database(tmp_path, model_hash(model)).made_by == made_by(task, method)
+        Database(tmp_path, hash_model(model), describe_provenance(task, other))
+    assert Database(tmp_path, hash_model(model)).provenance == describe_provenance(task, method)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(method: str, task: Task
 
 def test_several_processes_fill_the_same_database(task: Task, tmp_path: Path) -> None:
     model = task.model()
-    alone, together = (Database(tmp_path / name, model_hash(model)) for name in ("alone", "together"))
+    alone, together = (Database(tmp_path / name, hash_model(model)) for name in ("alone", "together"))
     seen: list[tuple[int, int]] = []
     build_database(task, model, OPTIONS, alone, method="obs")
     tell = lambda done, total: seen.append((done, total))  # noqa: E731

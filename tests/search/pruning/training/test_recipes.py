@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.masks.layer_targets import targets_of
 from search.pruning.one_shot.fill_database import build_database
@@ -25,10 +25,9 @@ from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.mask_decay import MaskDecay
 from search.pruning.training.methods.rigl import RigL
 from search.pruning.training.methods.structure_decay import StructureDecay
-from search.pruning.training.recipe import TRAINING_METHODS, Recipe, load
+from search.pruning.training.recipe import TRAINING_METHODS, Recipe
 from search.pruning.training.train import learning_rate, train
-from search.task import Task
-from search.task import load as load_task
+from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
@@ -50,24 +49,24 @@ def task() -> Task:
 def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("method: mask_decay\nsettings: {shape: exponential, rate: 0.01}\nsteps: 40\noptimizer: sgd\n")
-    recipe = load(str(path))
+    recipe = load_task(str(path))
     assert (recipe.steps, recipe.optimizer, recipe.learning_rate) == (40, "sgd", 1e-3)
     assert repr(recipe.pruner()) == repr(MaskDecay(shape="exponential", rate=0.01))
     path.write_text("method: structure_decay\nsettings: {stages: ['nm:8:16'], score: magnitude}\n")
-    assert repr(load(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
+    assert repr(load_task(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
     path.write_text("settings: {score: {name: mfac, gradients: 32, damping: 1e-4}}\nlearning_rate: 2e-3\n")
-    assert repr(load(str(path)).pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
-    assert load(str(path)).learning_rate == 2e-3
-    assert Recipe(**load(str(path)).facts()) == load(str(path))
+    assert repr(load_task(str(path)).pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
+    assert load_task(str(path)).learning_rate == 2e-3
+    assert Recipe(**load_task(str(path)).facts()) == load_task(str(path))
 
 
 @pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_a_methods_name_is_a_recipe(method: str) -> None:
     if method == "held":
         with pytest.raises(UsageError, match="add `start: one_shot` to the recipe"):
-            load(method)
+            load_task(method)
     else:
-        assert load(method) == Recipe(method=method)
+        assert load_task(method) == Recipe(method=method)
 
 
 def test_a_recipe_tells_its_method_what_it_knows() -> None:
@@ -125,16 +124,16 @@ def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, 
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(LatbenchError, match=sentence) as raised:
-        load(str(path))
+        load_task(str(path))
     assert raised.value.exit_code == code
     assert str(path) in str(raised.value)
 
 
 def test_a_recipe_that_is_missing_is_said() -> None:
     with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
-        load("gone.yaml")
+        load_task("gone.yaml")
     with pytest.raises(BadData, match=r"no recipe maskdecay \(mask_decay\?\): give a YAML file"):
-        load("maskdecay")
+        load_task("maskdecay")
 
 
 def test_learning_rates_by_hand() -> None:
@@ -154,7 +153,7 @@ def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Tas
     for _ in range(2):
         model = task.model()
         trained = train(task, model, TARGETS, recipe, masks=magnitude_masks(model))
-        results.append(model_hash(model))
+        results.append(hash_model(model))
         assert not model.training
         assert trained.masks["conv"].sum() == 8 * 54 / 4
         assert trained.masks["fc"].sum() == 16 * 72 / 4
@@ -188,7 +187,7 @@ def test_training_that_was_stopped_goes_on_bit_equal(method: str, task: Task, tm
         task, resumed, TARGETS, recipe, checkpoint=Checkpoint(path), progress=lambda step, _: steps.append(step)
     )
     assert steps[0] == 4
-    assert model_hash(resumed) == model_hash(whole)
+    assert hash_model(resumed) == hash_model(whole)
     assert found.facts() == expected.facts()
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(BadData, match=r"damaged .*; delete it to train from the start"):
@@ -222,7 +221,7 @@ def test_training_that_shuffles_and_drops_out_goes_on_bit_equal(task: Task, tmp_
     train(shuffled, whole, TARGETS, recipe, checkpoint=Checkpoint(path, seconds=1, clock=lambda: next(ticks)))
     assert torch.load(path, weights_only=True)["step"] == 6  # in the second epoch
     train(shuffled, resumed, TARGETS, recipe, checkpoint=Checkpoint(path))
-    assert model_hash(resumed) == model_hash(whole)
+    assert hash_model(resumed) == hash_model(whole)
 
 
 def test_what_is_no_checkpoint_is_damaged_and_a_full_disk_is_said(
@@ -247,7 +246,7 @@ def test_optimizers_are_the_recipes(task: Task) -> None:
     for optimizer in ("adam", "adamw", "sgd"):
         model = task.model()
         train(task, model, TARGETS, Recipe(optimizer=optimizer, steps=2, weight_decay=0.1))
-        assert model_hash(model) != model_hash(task.model())
+        assert hash_model(model) != hash_model(task.model())
 
 
 class Diverging:
@@ -401,10 +400,10 @@ def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_traini
         dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
         fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
         predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t", model_hash=model_hash(model),
+        risk=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t", model_hash=hash_model(model),
         inputs="i",
     ).save(tmp_path / "profile.json")  # fmt: skip
-    build_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", model_hash(model)))
+    build_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model)))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: sr_ste\nsteps: 200\nlearning_rate: 1.0e-2\nseed: 7\n")
 
