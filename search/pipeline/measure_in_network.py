@@ -87,8 +87,7 @@ def time_layers_in_network(
 ) -> list[str]:
     """Time the layers of the task's model, dense and at sparsities, into the table in `folder`.
 
-    Sparsities take turns in a random order. Each run is an analysis in a process of its own, and gives one sample, a
-    mean of calls. After an interrupt, the finished runs are kept.
+    Each run is an analysis in a process of its own, and gives one sample. An interrupt keeps the finished runs.
 
     Parameters
     ----------
@@ -103,14 +102,14 @@ def time_layers_in_network(
     threads
         Threads of the engine.
     remeasure
-        Drop the samples that the table has already, instead of keeping them beside the new ones.
+        Drop the samples that the table has already.
     progress
         Called with the current step.
 
     Returns
     -------
     list of str
-        The layers without a time at some sparsity, because DeepSparse ran them together with others.
+        Layers without a time at some sparsity, because DeepSparse ran them together with others.
 
     Raises
     ------
@@ -119,7 +118,6 @@ def time_layers_in_network(
     """
     model, inputs = task.model(), task.example()
     shapes = list_prunable_layers(task, model)
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
         export_onnx(model, inputs, path)
@@ -129,12 +127,12 @@ def time_layers_in_network(
             try:
                 network.run(schedule.turns(), progress)
             finally:
-                if network.analyses:
-                    rows = network.rows(task.name, shapes, values)
+                if rows := network.rows(task.name, shapes, values):
                     _write_rows(folder, rows, threads, remeasure)
     timed = {(row["model"], row["sparsity_target"]) for row in rows}
-    levels = network.analyses
-    untimed = [name for name in shapes if any((f"{task.name}:{name}", level) not in timed for level in levels)]
+    untimed = [
+        name for name in shapes if not timed.issuperset((f"{task.name}:{name}", it) for it in network.analyses)
+    ]
     if len(untimed) == len(shapes):
         raise EnvironmentUnusable(f"DeepSparse runs no layer of task {task.name} by itself: there are no layer times")
     return untimed
@@ -160,6 +158,8 @@ class _Network:
 
     def rows(self, name: str, shapes: Mapping[str, Shape], values: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the samples as table rows; `values` maps ONNX values to the layers that compute them."""
+        if not self.analyses:
+            return []
         threads, batch = self._threads, len(self._arrays[0])
         rows = build_layer_rows(name, shapes, values, self.analyses, threads=threads, batch=batch, calls=self.calls)
         return [*rows, build_model_row(name, self.end_to_end, threads=threads, batch=batch)]

@@ -168,11 +168,6 @@ def verify(
     progress
         Called with the current step.
 
-    Returns
-    -------
-    SpeedupVerdict
-        The measurement, and whether the promise is met.
-
     Raises
     ------
     BadData

@@ -145,7 +145,7 @@ class Fake:
             return [operation(*self.values, seconds=seconds)]
         return made
 
-    def load_task(self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment) -> Any:
+    def load(self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment) -> Any:
         assert path.is_file() and inputs[0].shape == (3, 24) and threads == 2 and environment is NOWHERE
         self.ask(-1.0)
         return nullcontext(SimpleNamespace(burst=lambda seconds: Burst([2e-3] * 5)))

@@ -25,7 +25,7 @@ from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.mask_decay import MaskDecay
 from search.pruning.training.methods.rigl import RigL
 from search.pruning.training.methods.structure_decay import StructureDecay
-from search.pruning.training.recipe import TRAINING_METHODS, Recipe
+from search.pruning.training.recipe import TRAINING_METHODS, Recipe, load
 from search.pruning.training.train import learning_rate, train
 from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
@@ -49,24 +49,24 @@ def task() -> Task:
 def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("method: mask_decay\nsettings: {shape: exponential, rate: 0.01}\nsteps: 40\noptimizer: sgd\n")
-    recipe = load_task(str(path))
+    recipe = load(str(path))
     assert (recipe.steps, recipe.optimizer, recipe.learning_rate) == (40, "sgd", 1e-3)
     assert repr(recipe.pruner()) == repr(MaskDecay(shape="exponential", rate=0.01))
     path.write_text("method: structure_decay\nsettings: {stages: ['nm:8:16'], score: magnitude}\n")
-    assert repr(load_task(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
+    assert repr(load(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
     path.write_text("settings: {score: {name: mfac, gradients: 32, damping: 1e-4}}\nlearning_rate: 2e-3\n")
-    assert repr(load_task(str(path)).pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
-    assert load_task(str(path)).learning_rate == 2e-3
-    assert Recipe(**load_task(str(path)).facts()) == load_task(str(path))
+    assert repr(load(str(path)).pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
+    assert load(str(path)).learning_rate == 2e-3
+    assert Recipe(**load(str(path)).facts()) == load(str(path))
 
 
 @pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_a_methods_name_is_a_recipe(method: str) -> None:
     if method == "held":
         with pytest.raises(UsageError, match="add `start: one_shot` to the recipe"):
-            load_task(method)
+            load(method)
     else:
-        assert load_task(method) == Recipe(method=method)
+        assert load(method) == Recipe(method=method)
 
 
 def test_a_recipe_tells_its_method_what_it_knows() -> None:
@@ -124,16 +124,16 @@ def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, 
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(LatbenchError, match=sentence) as raised:
-        load_task(str(path))
+        load(str(path))
     assert raised.value.exit_code == code
     assert str(path) in str(raised.value)
 
 
 def test_a_recipe_that_is_missing_is_said() -> None:
     with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
-        load_task("gone.yaml")
+        load("gone.yaml")
     with pytest.raises(BadData, match=r"no recipe maskdecay \(mask_decay\?\): give a YAML file"):
-        load_task("maskdecay")
+        load("maskdecay")
 
 
 def test_learning_rates_by_hand() -> None:
