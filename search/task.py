@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from latbench.base.files import sha256
+from latbench.base.files import hash_file
 from latbench.errors import BadData, UsageError
 from search.problem.limits import Limits, parse_limits
 
@@ -167,7 +167,7 @@ def load_task(reference: str) -> Task:
         score_name=str(getattr(implementation, "score_name", "score")),
         implementation=implementation,
         limits=_read_limits(implementation, reference),
-        source=sha256(Path(module.__file__)) if module.__file__ else "",
+        source=hash_file(Path(module.__file__)) if module.__file__ else "",
     )
 
 

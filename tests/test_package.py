@@ -75,7 +75,8 @@ def test_a_source_distribution_brings_what_a_reader_of_the_repository_looks_for(
 ) -> None:
     with tarfile.open(distributions[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"LICENSE", "datasets/LICENSE", "README.md", "pyproject.toml", "constraints.txt", "Makefile"}
+    wanted = {"LICENSE", "datasets/LICENSE", "README.md", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md"}
+    wanted |= {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".pre-commit-config.yaml"}
     assert wanted <= names
     assert {f"{package}/py.typed" for package in NAMES} <= names
 

@@ -1,4 +1,4 @@
-"""README.md and the pages in docs are plain: short sentences, commands that exist, links that lead somewhere."""
+"""README files and the pages in docs are plain: short sentences, commands that exist, links that lead somewhere."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ import typer
 from latbench.cli.main import application
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "datasets/README.md", "reports/README.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_WORDS = 25
 
 # A sentence ends at a full stop, question mark or exclamation mark, which brackets, quotes and emphasis may follow.
@@ -131,8 +132,9 @@ def test_a_wrong_command_would_be_found() -> None:
 def missing(text: str) -> list[str]:
     """The files and folders of the repository that a page names and that do not exist."""
     inside = "latbench|search|cost_models|sparse_kernels|datasets|docs|tests|reports|findings"
-    named = re.findall(rf"(?<![\w/.-])((?:{inside})/[\w./-]*[\w/])", text)
-    return sorted({path for path in named if "ENGINE" not in path and not exists(path)})
+    named = re.findall(rf"(?<![\w/.-])((?:{inside})/[\w./-]*)(<?)", text)  # what goes on with <device> is no path
+    paths = {path.rstrip(".-") for path, goes_on in named if not goes_on and "ENGINE" not in path}
+    return sorted(path for path in paths if not exists(path))
 
 
 def exists(path: str) -> bool:

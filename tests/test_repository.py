@@ -55,3 +55,9 @@ def test_the_hooks_before_a_commit_are_the_commands_of_make_check() -> None:
     assert target is not None
     assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in target[1].splitlines()]
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in repository["hooks"])
+
+
+def test_the_named_python_versions_begin_with_the_least_one_that_is_allowed() -> None:
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert PROJECT["requires-python"] == f">={named[0]}"
+    assert named == [f"3.{11 + place}" for place in range(len(named))]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base import cgroups
-from latbench.machines import devices
-from latbench.workloads.minimum_work import inputs_read
+from latbench.base.cgroups import read_available_bytes
+from latbench.machines.devices import find_version, read_memory_bytes
+from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
@@ -99,7 +99,7 @@ def available() -> dict[str, str | None]:
 
 def version(name: str) -> str | None:
     """The version of an engine; None unless all of its packages are installed."""
-    versions = [devices.version(package) for package in BACKENDS[name][1]]
+    versions = [find_version(package) for package in BACKENDS[name][1]]
     return versions[0] if all(versions) else None
 
 
@@ -112,8 +112,8 @@ def cold_bytes() -> int:
     """How many bytes of copies of a weight take turns: what passes this machine's caches, and no more than a share of
     its memory, because a virtual machine may show a cache of its host's that is as large as all it has.
     """
-    granted = cgroups.available_bytes()
-    memory = devices.memory_bytes() if granted is None else min(devices.memory_bytes(), granted)
+    granted = read_available_bytes()
+    memory = read_memory_bytes() if granted is None else min(read_memory_bytes(), granted)
     return min(rotated_bytes(), int(memory) // COLD_SHARE)
 
 
@@ -138,7 +138,7 @@ def prepare(point: Point) -> Rotation:
             error = max(error, _check(point.shape, layer, packed, y, roundoff))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
-    inputs = inputs_read(point.shape, layer.weight != 0)
+    inputs = count_inputs_read(point.shape, layer.weight != 0)
     passed = len(engine.calls) * (engine.weight_bytes + engine.room_bytes)
     facts = {
         "kernel_used": engine.kernel,

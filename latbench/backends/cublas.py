@@ -12,7 +12,7 @@ import numpy as np
 from latbench.backends import Unsupported
 from latbench.backends.gpu_layers import GpuLayer, bits
 from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 
@@ -22,7 +22,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     only(point, format="dense", layouts=("token_major", "feature_major"))
     if point.dtype != "float16":
         raise Unsupported(f"CuPy's products are taken in float16 here, not {point.dtype}")
-    driver = cupy_driver()
+    driver = open_cupy_driver()
     weight_bytes = 2 * layer.weight.size
     turned = point.layout == "token_major"
     weight, x = on_device(layer.weight, point.dtype), on_device(layer.x.T if turned else layer.x, point.dtype)

@@ -8,7 +8,7 @@ from latbench.backends import Unsupported
 from latbench.backends.cublas import float64, on_device, widened
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import plan as plans
@@ -20,7 +20,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """The layer as a CUDA plan; Unsupported where no kernel runs it on this GPU, with the kernels' reasons."""
     if point.kernel != "auto":
         raise Unsupported(f"the CUDA kernels choose among themselves: the kernel is auto, not {point.kernel}")
-    driver = cupy_driver()
+    driver = open_cupy_driver()
     try:
         plan = _plan(point, layer)
     except NotSupported as error:

@@ -17,7 +17,7 @@ from latbench.backends import Unsupported
 from latbench.backends.cublas import float64, on_device, widened
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies, only
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
@@ -43,7 +43,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     if point.kernel not in formats:
         raise Unsupported(f"cuSPARSE is asked for csr or bsr here, not {point.kernel}")
     only(point, format=formats[point.kernel], layouts=("feature_major",))
-    driver = cupy_driver()
+    driver = open_cupy_driver()
     packed = layer.packed
     weight_bytes = 2 * packed.values.size + 4 * (packed.indices.size + packed.indptr.size)  # type: ignore[union-attr]
     x, arrays = on_device(layer.x, point.dtype), _arrays(packed, point.dtype)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import filelock
 
-from latbench.base import files
+from latbench.base.files import find_cache_folder, write_text_atomically
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.machines import devices
+from latbench.machines.devices import read_cpu_flags
 
 VERSION = "1.8.0"
 PINS = ("numpy==1.26.4", f"deepsparse=={VERSION}")
@@ -46,7 +46,7 @@ class Environment:
 
 def folder() -> Path:
     """Where the environment lies."""
-    return files.cache_folder() / "engines" / "deepsparse"
+    return find_cache_folder() / "engines" / "deepsparse"
 
 
 def refusal(system: str | None = None, machine: str | None = None, flags: set[str] | None = None) -> str | None:
@@ -54,7 +54,7 @@ def refusal(system: str | None = None, machine: str | None = None, flags: set[st
     system, machine = system or platform.system(), machine or platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         return f"DeepSparse {VERSION} runs on Linux on x86-64 and ARM, and this is {system} on {machine}"
-    flags = devices.cpu_flags() if flags is None else flags
+    flags = read_cpu_flags() if flags is None else flags
     if machine == "x86_64" and "avx2" not in flags:
         return "DeepSparse needs a processor with AVX2, and this one has none"
     return None
@@ -108,7 +108,7 @@ def install(
         pip += ["--only-binary", ":all:"]
         _run([str(place / "bin" / "python"), *pip, *PINS], f"{' '.join(PINS)} cannot be installed")
         check(_locate(place))
-        files.write_text_atomically(place / _READY, json.dumps({"pins": PINS, "python": named}) + "\n")
+        write_text_atomically(place / _READY, json.dumps({"pins": PINS, "python": named}) + "\n")
     return True
 
 

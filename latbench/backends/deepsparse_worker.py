@@ -60,8 +60,8 @@ class Server:
     def burst(self, seconds: float, loops: int) -> dict[str, Any]:
         """Samples taken for about `seconds`, at least one, each the mean seconds of `loops` calls.
 
-        As latbench.timing.sampling.burst does it: an untimed sample first, no garbage collected meanwhile; with the
-        involuntary context switches and the CPU seconds that this process had.
+        As latbench.timing.sampling.sample_burst does it: an untimed sample first, no garbage collected meanwhile;
+        with the involuntary context switches and the CPU seconds that this process had.
         """
         gc.disable()
         try:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.machines import cuda_libraries as libraries
-from latbench.machines import nvml
+from latbench.machines.cuda_libraries import explain_mixed_cuda
 from latbench.machines.gpu_names import Gpu
+from latbench.machines.nvml import open_observer
 
 NEEDED = ("torch_gpu", "cupy")
 """The dense baseline and our kernels: without one of them there is nothing to compare."""
@@ -38,7 +38,7 @@ def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     """Return why backends cannot run with this GPU's driver, by backend: their packages are made for a newer CUDA, or
     would load the libraries of another one.
     """
-    facts, mixed = _facts(gpu), libraries.mixed()
+    facts, mixed = _facts(gpu), explain_mixed_cuda()
     cuda = facts["cuda_driver"]
     refusals = {}
     for backend in backends:
@@ -63,7 +63,7 @@ def extra(cuda_driver: str | None, compute_capability: str | None = None) -> str
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
-    with nvml.observing(gpu.uuid) as observer:
+    with open_observer(gpu.uuid) as observer:
         return observer.facts()
 
 

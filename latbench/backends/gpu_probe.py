@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latbench.backends import Unsupported, on_gpu
-from latbench.machines import cuda_libraries as libraries
+from latbench.machines.cuda_libraries import explain_load_error, find_library_versions
 from latbench.workloads.points import Point
 
 
@@ -54,7 +54,7 @@ def probe(points: Mapping[str, Point]) -> Probed:
                 refusals[name] = sentence(error)
         except Exception as error:  # noqa: BLE001 - what libraries raise has no base class in common
             refusals[name] = sentence(error)
-    return Probed(refusals, libraries.versions(), architecture)
+    return Probed(refusals, find_library_versions(), architecture)
 
 
 def load(modules: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ def load(modules: Sequence[str]) -> None:
 
 def sentence(error: BaseException) -> str:
     """Return what an exception says, in one line: which library is missing, or its first paragraph."""
-    if (missing := libraries.not_loaded(str(error))) is not None:
+    if (missing := explain_load_error(str(error))) is not None:
         return missing
     paragraph = str(error).strip().split("\n\n")[0]
     text = " ".join(paragraph.split())

@@ -12,11 +12,10 @@ import cupy
 import numpy as np
 import torch
 
-from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
 from latbench.timing import gpu_ceilings as ceilings
-from latbench.timing.gpu_ceiling_kernels import Fixed
-from latbench.timing.gpu_ceilings import GpuCeilings, Work
-from latbench.timing.gpu_drivers import cupy_driver, torch_driver
+from latbench.timing.gpu_ceiling_kernels import FixedWork, build_multiply_adds, build_reads
+from latbench.timing.gpu_ceilings import CeilingWork, GpuCeilings, build_call_timer, measure_gpu_ceilings
+from latbench.timing.gpu_drivers import open_cupy_driver, open_torch_driver
 from latbench.timing.gpu_events import EventTimer
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.cuda.program import Operand
@@ -26,17 +25,17 @@ _BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply i
 
 def find() -> GpuCeilings:
     """Measure the ceilings of this process's GPU; raises where it or a library refuses."""
-    return ceilings.find(GpuWorks(max(ceilings.WORKING_SETS)))
+    return measure_gpu_ceilings(GpuWorks(max(ceilings.WORKING_SETS)))
 
 
 def product() -> EventTimer:
     """A dense product, which is bound by the tensor cores."""
-    return ceilings.timer(GpuWorks(0).pace_product())
+    return build_call_timer(GpuWorks(0).pace_product())
 
 
 def total() -> EventTimer:
     """Reads of more than the L2 holds."""
-    return ceilings.timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
+    return build_call_timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
 
 
 class GpuWorks:
@@ -44,37 +43,37 @@ class GpuWorks:
 
     def __init__(self, size: int) -> None:
         self._machine = CupyMachine.current()
-        self._driver = cupy_driver()
+        self._driver = open_cupy_driver()
         self._words = cupy.ones(size // 4, cupy.uint32)
 
-    def products(self, dtype: str) -> Iterator[Work]:
+    def products(self, dtype: str) -> Iterator[CeilingWork]:
         """In both orders of the right operand: libraries have other kernels for each."""
         if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
             return
-        driver = torch_driver()
+        driver = open_torch_driver()
         size = ceilings.PRODUCT_SIZE
         left, right, out = (torch.zeros(size, size, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
         for operand in (right, right.T):
-            yield Work(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
+            yield CeilingWork(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
 
-    def pace_product(self) -> Work:
+    def pace_product(self) -> CeilingWork:
         """See Works."""
-        driver = torch_driver()
+        driver = open_torch_driver()
         size = ceilings.PACE_SIZE
         left, right, out = (torch.zeros(size, size, dtype=torch.float16, device="cuda") for _ in range(3))
-        return Work(2.0 * size**3, lambda: torch.mm(left, right, out=out), driver)
+        return CeilingWork(2.0 * size**3, lambda: torch.mm(left, right, out=out), driver)
 
-    def multiply_adds(self) -> Work:
+    def multiply_adds(self) -> CeilingWork:
         """See Works."""
-        return self._work(ceiling_kernels.multiply_adds(self._machine.multiprocessors))
+        return self._work(build_multiply_adds(self._machine.multiprocessors))
 
-    def reads(self, size: int) -> Work:
+    def reads(self, size: int) -> CeilingWork:
         """See Works."""
-        return self._work(ceiling_kernels.reads(size, self._machine.multiprocessors))
+        return self._work(build_reads(size, self._machine.multiprocessors))
 
-    def _work(self, fixed: Fixed) -> Work:
+    def _work(self, fixed: FixedWork) -> CeilingWork:
         """A launch that has shown that it does all it should. Raises RuntimeError where it does not."""
-        driver, results = cupy_driver(), cupy.empty(fixed.threads, fixed.dtype)
+        driver, results = open_cupy_driver(), cupy.empty(fixed.threads, fixed.dtype)
         kernel = self._machine.kernel(fixed.launch.variant, fixed.launch.shared_bytes)
         arrays = {Operand.X: self._words, Operand.OUT: results}
         arguments = tuple(
@@ -89,4 +88,4 @@ class GpuWorks:
         driver.wait()
         if not bool((results == fixed.result).all()):
             raise RuntimeError(f"{fixed.launch.variant.name} left {results[0]} behind, not {fixed.result:g}")
-        return Work(fixed.done, call, driver)
+        return CeilingWork(fixed.done, call, driver)

@@ -10,7 +10,7 @@ from latbench.backends import Unsupported
 from latbench.backends.cublas import float64
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies
-from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.numba_cuda import plan as plans
@@ -22,7 +22,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """The layer as a numba.cuda plan, whatever its pattern; Unsupported for bfloat16."""
     if point.dtype not in plans.DTYPES:
         raise Unsupported(f"numba_cuda has no {point.dtype} kernels: known are {', '.join(plans.DTYPES)}")
-    driver = cupy_driver(capturable=False)
+    driver = open_cupy_driver(capturable=False)
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)

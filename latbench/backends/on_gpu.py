@@ -22,12 +22,22 @@ import numpy as np
 from latbench.backends import Unsupported
 from latbench.backends import gpu_layers as layers
 from latbench.backends.gpu_layers import GpuLayer
-from latbench.machines import devices, nvml
-from latbench.timing import gpu_drivers as drivers
-from latbench.timing import gpu_events as timing
-from latbench.timing.gpu_events import Call, Driver, EventTimer, Mode
+from latbench.machines.devices import find_version
+from latbench.machines.nvml import GpuObserver
+from latbench.timing.gpu_drivers import OPEN_DRIVERS
+from latbench.timing.gpu_events import (
+    Call,
+    Driver,
+    EventTimer,
+    NotCaptured,
+    StateReader,
+    TimingMode,
+    build_event_timer,
+    choose_copies,
+    displaces_cache,
+)
 from latbench.timing.sampling import Burst
-from latbench.workloads.minimum_work import inputs_read
+from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels.reference import patches
 from sparse_kernels.shapes import Conv2dShape
@@ -66,7 +76,7 @@ class Backend:
 
     def version(self) -> str | None:
         """The version of that package; None where anything that the engine needs is missing."""
-        return None if self.package is None or self.missing else devices.version(self.package)
+        return None if self.package is None or self.missing else find_version(self.package)
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -81,7 +91,7 @@ class Backend:
 
 
 def _installed(packages: Sequence[str]) -> str | None:
-    return next((name for name in packages if devices.version(name)), None)
+    return next((name for name in packages if find_version(name)), None)
 
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -203,9 +213,9 @@ def _alive() -> Iterator[None]:
 
 def _wait() -> None:
     """Return when the device has done all that this process asked of it; RuntimeError where CUDA is broken."""
-    for driver in drivers.STARTED:
+    for driver in OPEN_DRIVERS:
         driver.wait()
-    if not drivers.STARTED and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+    if not OPEN_DRIVERS and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         sys.modules["torch"].cuda.synchronize()  # a library that failed before its first point had a driver
 
 
@@ -242,31 +252,29 @@ def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any],
 
 
 def _timer(point: Point, engine: GpuEngine, calls: Sequence[Kept]) -> EventTimer:
-    mode = Mode(point.cache_mode, point.launch_mode)
+    mode = TimingMode(point.cache_mode, point.launch_mode)
     try:
-        return timing.prepare(calls, engine.driver, mode, watch=_watch())
-    except timing.NotCaptured as error:
-        raise timing.NotCaptured(
-            f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}"
-        ) from error
+        return build_event_timer(calls, engine.driver, mode, watch=_watch())
+    except NotCaptured as error:
+        raise NotCaptured(f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}") from error
 
 
 @functools.cache
-def _watch() -> timing.Watch:
-    return nvml.Observer(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
+def _watch() -> StateReader:
+    return GpuObserver(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
 
 
 def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
     nnz, m, k, n = layer.nnz, point.shape.m, point.shape.k, point.shape.n
     each = _bytes_each(point, layer, engine.weight_bytes)
-    stays = point.cache_mode == "rotated" and not timing.displaced(each, engine.driver.l2_bytes, len(engine.calls))
+    stays = point.cache_mode == "rotated" and not displaces_cache(each, engine.driver.l2_bytes, len(engine.calls))
     return {
         "kernel_used": engine.kernel,
         "sparsity_actual": 1 - nnz / (m * k),
         "nnz": nnz,
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
-        "bytes_min": engine.weight_bytes + 2 * (inputs_read(point.shape, layer.mask) + m * n),
+        "bytes_min": engine.weight_bytes + 2 * (count_inputs_read(point.shape, layer.mask) + m * n),
         "weight_copies": len(engine.calls) if point.cache_mode == "rotated" else 1,
         "flags": IN_L2 if stays else "",
         **({} if engine.families is None else {"kernel_families": engine.families}),
@@ -283,7 +291,7 @@ def copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> 
     if point.cache_mode != "rotated":
         return 1
     each = _bytes_each(point, layer, weight_bytes)
-    return timing.copies_for(each, driver.l2_bytes, MOST_COPIES[point.launch_mode])
+    return choose_copies(each, driver.l2_bytes, MOST_COPIES[point.launch_mode])
 
 
 def only(point: Point, *, format: str, layouts: Sequence[str]) -> None:

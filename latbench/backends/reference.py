@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from latbench.machines import devices
-from latbench.machines.ceilings import Ceilings, never_rising
-from latbench.timing import sampling as measure
+from latbench.machines.ceilings import Ceilings, make_non_increasing
+from latbench.machines.devices import list_allowed_processors
+from latbench.timing.sampling import Burst, calibrate_inner_loops, sample_burst
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
 SUM_BYTES = 64 * 2**20
@@ -56,11 +56,11 @@ class HandedOn:
 
     def __init__(self, cores: int) -> None:
         self.facts: dict[str, Any] = {}
-        self._allowed = devices.allowed()
+        self._allowed = list_allowed_processors()
         self._cores = sorted(self._allowed)[:cores]
         self._x = np.ones(HANDED_BYTES // 4, np.float32)
 
-    def burst(self, seconds: float) -> measure.Burst:
+    def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`, at least one."""
         samples: list[float] = []
         end = perf_counter() + seconds
@@ -69,7 +69,7 @@ class HandedOn:
                 samples.append(sum(map(self._changed_on, self._cores)) / len(self._cores))
         finally:
             os.sched_setaffinity(0, self._allowed)
-        return measure.Burst(samples)
+        return Burst(samples)
 
     def _changed_on(self, core: int) -> float:
         os.sched_setaffinity(0, {core})
@@ -83,7 +83,7 @@ def handed_on(threads: int) -> HandedOn:
     others. Raises NotImplementedError for one thread, and where a thread cannot choose its core.
     """
     cores = min(threads, MOST_CORES)
-    if cores < 2 or not hasattr(os, "sched_setaffinity") or len(devices.allowed()) < cores:
+    if cores < 2 or not hasattr(os, "sched_setaffinity") or len(list_allowed_processors()) < cores:
         raise NotImplementedError("nothing is handed on by one thread, or by threads that cannot choose their core")
     return HandedOn(cores)
 
@@ -103,7 +103,7 @@ def find(threads: int) -> Ceilings:
     if host().matrix:
         products = _most(lambda: ceiling_kernels.matrix_products(threads))
         floats, pairs = max(floats, products / ceiling_kernels.OF_A_FLOAT), max(pairs, products)
-    return Ceilings(floats, never_rising(rates), _usual(product()), _usual(total()), pairs)
+    return Ceilings(floats, make_non_increasing(rates), _usual(product()), _usual(total()), pairs)
 
 
 def _most(run: Callable[[], int]) -> float:
@@ -118,5 +118,5 @@ def _most(run: Callable[[], int]) -> float:
 
 
 def _usual(run: Callable[[], Any]) -> float:
-    samples = measure.burst(run, _PACE_SECONDS, measure.calibrate(run)).samples
+    samples = sample_burst(run, _PACE_SECONDS, calibrate_inner_loops(run)).samples
     return float(np.median(samples))

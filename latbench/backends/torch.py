@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.workloads.points import KERNELS, ROUNDED, Point
+from latbench.workloads.points import BFLOAT16_KERNELS, KERNELS, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -28,7 +28,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     if str(point.pattern) != "dense":
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
     kind = point.shape.op
-    known = (*KERNELS["torch"][kind], *ROUNDED.get(("torch", kind), ()))
+    known = (*KERNELS["torch"][kind], *BFLOAT16_KERNELS.get(("torch", kind), ()))
     if point.kernel not in known:
         raise Unsupported(f"torch has no dense {kind} kernel {point.kernel}: known are {', '.join(known)}")
     if point.kernel != kind and not torch.backends.mkldnn.is_available():

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from latbench.backends import Unsupported
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
-from latbench.timing.gpu_drivers import torch_driver
+from latbench.timing.gpu_drivers import open_torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
@@ -34,7 +34,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     build, known = (_convolution, ("cudnn",)) if convolution else (_linear, LIBRARIES)
     if point.kernel not in known:
         raise Unsupported(f"torch has no dense {point.shape.op} kernel {point.kernel}: known are {', '.join(known)}")
-    driver = torch_driver()
+    driver = open_torch_driver()
     weight, x = _operands(point, layer)
     number = copies(point, layer, 2 * layer.weight.size, driver)
     calls = [build(point, weight.clone(), x.clone()) for _ in range(number)]
@@ -49,7 +49,7 @@ def float64(array: np.ndarray) -> torch.Tensor:
 
 def on_device(array: np.ndarray, dtype: str) -> torch.Tensor:
     """A float32 host array on the device, in the element type. The driver's stream is the current one now."""
-    torch_driver()
+    open_torch_driver()
     return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(getattr(torch, dtype))
 
 

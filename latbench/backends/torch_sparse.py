@@ -22,7 +22,7 @@ from latbench.backends import Unsupported
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies, only
 from latbench.backends.torch_gpu import activations, float64, on_device
-from latbench.timing.gpu_drivers import torch_driver
+from latbench.timing.gpu_drivers import open_torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
@@ -45,7 +45,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that these are prototypes, in beta, not tuned
         build, weight_bytes = _KERNELS[point.kernel](point, layer)
-        driver = torch_driver()
+        driver = open_torch_driver()
         calls = [build() for _ in range(copies(point, layer, weight_bytes, driver))]
     turned = point.layout == "token_major"
     kernel = f"torch.{point.kernel}.{point.layout}"
@@ -228,7 +228,7 @@ def fastest(
 
 
 def _quick_seconds(call: Call) -> float:
-    driver = torch_driver()
+    driver = open_torch_driver()
     call()
     driver.flush()
     start = driver.mark()

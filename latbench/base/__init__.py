@@ -1,1 +1,1 @@
-"""What every part of latbench may use: files that are written whole, units, versions, the control group."""
+"""Helpers for every part of latbench: atomic files, number formats, environments, control groups, YAML."""

@@ -1,7 +1,7 @@
-"""What latbench brings along: layer shapes of real networks, and tables measured on real machines to begin with.
+"""Data that comes with latbench: layer shapes of real networks, and tables that were measured on real machines.
 
-They lie in `datasets` beside the package, in a wheel in `latbench/datasets`. Every command that reads a table takes
-`bundled://NAME` for one of them.
+The data lies in `datasets` beside the package, in a wheel in `latbench/datasets`. Every command that reads a table
+accepts `bundled://NAME`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from latbench.errors import EnvironmentUnusable, UsageError
 SCHEME = "bundled"
 
 
-def folder(name: str) -> Path:
-    """The folder `datasets/name`. Raises EnvironmentUnusable where it is missing."""
+def find_dataset_folder(name: str) -> Path:
+    """Return the folder `datasets/name`. Raises EnvironmentUnusable where it is missing."""
     package = Path(__file__).parents[1]
     for parent in (package, package.parent):
         if (found := parent / "datasets" / name).is_dir():
             return found
-    raise EnvironmentUnusable(f"no datasets/{name} beside {package}: latbench is not whole, install it again")
+    raise EnvironmentUnusable(
+        f"no datasets/{name} beside {package}: the installation is incomplete, install latbench again"
+    )
 
 
-def tables() -> list[str]:
-    """The names of the tables."""
-    return sorted(path.name for path in folder("measured").iterdir() if path.is_dir())
+def list_bundled_tables() -> list[str]:
+    """Return the names of the bundled tables, sorted."""
+    return sorted(path.name for path in find_dataset_folder("measured").iterdir() if path.is_dir())
 
 
-def table(name: str) -> Path:
-    """The folder of the table of that name. Raises UsageError, naming those that there are, for another."""
-    if name not in (known := tables()):
+def find_bundled_table(name: str) -> Path:
+    """Return the folder of a bundled table. Raises UsageError for an unknown name."""
+    if name not in (known := list_bundled_tables()):
         raise UsageError(f"{SCHEME}://{name}: no such table; there are {', '.join(known)}")
-    return folder("measured") / name
+    return find_dataset_folder("measured") / name
 
 
-def said(place: object) -> str:
-    """A place as a person names it: `bundled://NAME` for a table that came with latbench, any other as it is."""
-    if isinstance(place, Path) and place.parent == folder("measured"):
+def format_place(place: object) -> str:
+    """Return a place as users name it: `bundled://NAME` for a bundled table, else its path or URI."""
+    if isinstance(place, Path) and place.parent == find_dataset_folder("measured"):
         return f"{SCHEME}://{place.name}"
     return str(place)

@@ -1,6 +1,7 @@
-"""What the control groups of this process leave it, of either version of them (cgroups(7)).
+"""Limits of the control groups of this process, version 1 and 2 (cgroups(7)).
 
-A container or a batch job may have a fraction of the machine's memory, and ends without a word where it takes more.
+A container or a batch job may have a fraction of the machine's memory. A process that takes more is killed without a
+message.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 _CGROUPS = Path("sys/fs/cgroup")
 
 
-def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """The folders of this process's control groups of `controller` (cpu, memory), and of those above."""
-    for line in (text(root / "proc/self/cgroup") or "").splitlines():
+def list_cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the folders of this process's control groups of `controller` (cpu, memory), innermost first."""
+    for line in (read_text_file(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -25,39 +26,39 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
                 yield group
 
 
-def container(root: Path = Path("/")) -> bool:
-    """Whether this process runs in a container, as far as the marks of the usual ones tell."""
+def runs_in_container(root: Path = Path("/")) -> bool:
+    """Return whether this process runs in a container, by the marks of the usual container engines."""
     marks = (".dockerenv", ".singularity.d", "run/.containerenv", "run/secrets/kubernetes.io")
-    own = text(root / "proc/self/cgroup") or ""
+    own = read_text_file(root / "proc/self/cgroup") or ""
     return any((root / mark).exists() for mark in marks) or bool(re.search("docker|kubepods|containerd|libpod", own))
 
 
-def available_bytes(root: Path = Path("/")) -> float | None:
-    """The memory that this process may still take by its control groups; None where none has a limit.
+def read_available_bytes(root: Path = Path("/")) -> float | None:
+    """Return the memory in bytes that the control groups still grant this process; None without a limit.
 
-    Pages of files that nothing needs any more count as used there, and make room: they are available.
+    Inactive file pages count as used there but can be reclaimed, so they are available.
     """
     left = []
-    for group in groups("memory", root):
+    for group in list_cgroups("memory", root):
         for most, used, unneeded in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, usage = number(group / most), number(group / used)
-            stat = re.search(rf"^{unneeded} (\d+)", text(group / "memory.stat") or "", flags=re.M)
+            limit, usage = read_number(group / most), read_number(group / used)
+            stat = re.search(rf"^{unneeded} (\d+)", read_text_file(group / "memory.stat") or "", flags=re.M)
             if limit is not None and usage is not None:
                 left.append(limit - usage + (float(stat[1]) if stat else 0.0))
     return max(0.0, min(left)) if left else None
 
 
-def number(path: Path) -> float | None:
-    """A whole number that is all of a file; None for anything else."""
-    found = text(path)
+def read_number(path: Path) -> float | None:
+    """Return the whole number that a file consists of; None for any other content."""
+    found = read_text_file(path)
     return None if found is None or not re.fullmatch(r"-?\d+", found) else float(found)
 
 
-def text(path: Path) -> str | None:
-    """What a file holds; None where it cannot be read."""
+def read_text_file(path: Path) -> str | None:
+    """Return the content of a file without surrounding blanks; None where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

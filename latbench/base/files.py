@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, synced, then renamed over it."""
+"""Atomic files: written beside their place, synced, then renamed over it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ABANDONED_SECONDS = 3600.0  # a file takes seconds to write; clocks of machines 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash where a URI has two
 
 
-def cache_folder() -> Path:
-    """Where latbench keeps what it can make again: LATBENCH_CACHE, else `latbench` in XDG_CACHE_HOME or ~/.cache."""
+def find_cache_folder() -> Path:
+    """Return the folder for reproducible data: LATBENCH_CACHE, else `latbench` in XDG_CACHE_HOME or ~/.cache."""
     if given := os.environ.get("LATBENCH_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench"
@@ -32,8 +32,8 @@ def cache_folder() -> Path:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write(temporary)` and rename the result to `path`; on any failure `path` keeps its old content.
 
-    Raises EnvironmentUnusable when the disk is full or the folder cannot be written, and UsageError for a URI: only
-    tables are written to object stores.
+    Raises EnvironmentUnusable when the disk is full or the folder cannot be written. Raises UsageError for a URI:
+    only tables are written to object stores.
     """
     if _URI.match(str(path)):
         raise UsageError(f"cannot write {path}: only tables go to a URI, everything else to a path of this machine")
@@ -60,10 +60,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what writers to `folder` left when they were killed: temporary files of more than an hour ago. Younger
-    ones may be another process's, here or on another machine, that is just writing.
+    """Remove temporary files that are older than an hour and belong to parts or environments in `folder`.
 
-    Raises EnvironmentUnusable where the disk refuses.
+    Younger ones may belong to a running process, here or on another machine. Raises EnvironmentUnusable where the
+    disk refuses.
     """
     try:
         for path in (*folder.glob(".part-*.tmp"), *folder.glob(".env-*.tmp")):
@@ -74,30 +74,32 @@ def remove_abandoned(folder: Path) -> None:
         raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def left_behind(path: Path) -> bool:
-    """Whether `path` is temporary and its process is gone: `.<name>.<its number>.tmp`, or as `write_atomically` does.
+def is_left_behind(path: Path) -> bool:
+    """Return whether `path` is a temporary file whose process is gone: `.<name>.<process id>.tmp`.
 
-    Of a process of this machine, that is: ask in folders that one machine writes to. One's own number counts as gone,
-    as in a container the next process often has that of the one before: ask before writing there.
+    Only processes of this machine are known, so ask in folders of one machine. This process's own id counts as gone,
+    because in a container the next process often has the id of the one before: ask before writing there.
     """
     named = re.search(r"\.(\d{1,9})(\.\w+)?\.tmp$", path.name)
     return named is not None and (int(named[1]) == os.getpid() or not psutil.pid_exists(int(named[1])))
 
 
-def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove what is left behind in `folder` of files of that name, a glob. Raises EnvironmentUnusable as others."""
+def remove_left_behind(folder: Path, name: str = "*") -> None:
+    """Remove left-behind files in `folder` whose name matches a glob. Raises EnvironmentUnusable where the disk
+    refuses.
+    """
     try:
-        for path in filter(left_behind, folder.glob(f".{name}.*.tmp")):
+        for path in filter(is_left_behind, folder.glob(f".{name}.*.tmp")):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C, and what else ends a process politely, waits until the context is left; KeyboardInterrupt comes then.
+def delay_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the context is left, then raise KeyboardInterrupt.
 
-    Outside the main thread it does nothing: signals do not come there.
+    Outside the main thread it does nothing, because signals do not arrive there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -140,7 +142,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
+def hash_file(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

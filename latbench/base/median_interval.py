@@ -1,6 +1,6 @@
-"""How well samples tell their median: an interval by order statistics, without an assumption on the distribution.
+"""Confidence intervals of a median by order statistics, without an assumption on the distribution.
 
-In a file of its own, as it needs nothing that takes long to import, and each worker times something.
+A file of its own, because every worker needs it and it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 FEWEST_FOR_INTERVAL = 6  # with five, all fall on one side of the median in 2 * 2^-5 = 6% of cases
 
 
-def median_interval(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-    """The 95% interval of the median from rising samples; (None, None) with fewer than six."""
-    rank = interval_rank(len(ordered))
+def bound_median(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """Return the 95% confidence interval of the median from rising samples; (None, None) with fewer than six."""
+    rank = find_interval_rank(len(ordered))
     return (None, None) if rank is None else (float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 @functools.cache
-def interval_rank(count: int) -> int | None:
-    """The largest rank r (from 0) such that the r-th smallest and r-th largest of `count` enclose the median in 95%;
-    None with fewer than six.
+def find_interval_rank(count: int) -> int | None:
+    """Return the largest rank r (from 0) whose r-th smallest and r-th largest sample enclose the median in 95%.
 
-    They fail to where at most r samples fall on one side: P(Binomial(count, 1/2) <= r) <= 2.5% on each.
+    None with fewer than six samples. The interval fails where at most r samples fall on one side: P(Binomial(count,
+    1/2) <= r) <= 2.5% on each side.
     """
     if count < FEWEST_FOR_INTERVAL:
         return None

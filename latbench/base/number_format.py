@@ -1,4 +1,4 @@
-"""Numbers as people read them: times in microseconds to seconds, ratios with a times sign, shares in percent."""
+"""Numbers for readers: times in ns to s, ratios with a times sign, shares in percent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 NOTHING = "–"
 
 
-def seconds(value: float | None, low: float | None = None, high: float | None = None) -> str:
-    """`412 µs`, or `412 µs (405–420)` when an interval is given; three significant digits, `–` for no value."""
+def format_seconds(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """Return `412 µs`, or `412 µs (405–420)` with an interval; three significant digits, `–` for no value."""
     if not _is_number(value):
         return NOTHING
     scale, unit = _unit(value)
@@ -20,22 +20,22 @@ def seconds(value: float | None, low: float | None = None, high: float | None = 
     return text
 
 
-def round_seconds(value: float) -> str:
-    """`20 µs`: a round number of seconds, as a tick of an axis says it."""
+def format_round_seconds(value: float) -> str:
+    """Return a round number of seconds as an axis tick: `20 µs`."""
     scale, unit = _unit(value * (1 + 1e-9))
     return f"{value / scale:g} {unit}"
 
 
-def flop_rate(value: float) -> str:
-    """`1.23 TFLOP/s`: operations a second, to three significant digits."""
+def format_flop_rate(value: float) -> str:
+    """Return operations a second with three significant digits: `1.23 TFLOP/s`."""
     for scale, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
         if value >= scale:
             return f"{_digits(value / scale)} {unit}"
     return f"{_digits(value)} FLOP/s"
 
 
-def ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
-    """`2.31×`, or `2.31× (2.25–2.37)` when an interval is given."""
+def format_ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """Return `2.31×`, or `2.31× (2.25–2.37)` with an interval; `–` for no value."""
     if not _is_number(value):
         return NOTHING
     text = f"{_digits(value)}×"
@@ -44,8 +44,8 @@ def ratio(value: float | None, low: float | None = None, high: float | None = No
     return text
 
 
-def percent(value: float | None) -> str:
-    """`75%`, `97.5%`, `0.42%`: a share of one, to a tenth of a percent or two digits below one percent."""
+def format_percent(value: float | None) -> str:
+    """Return a share as `75%`, `97.5%` or `0.42%`: one decimal, or two digits below one percent."""
     if not _is_number(value):
         return NOTHING
     points = 100 * value
@@ -53,18 +53,18 @@ def percent(value: float | None) -> str:
     return text.removesuffix(".0") + "%"
 
 
-def percent_up(value: float, digits: int = 2) -> str:
-    """`51%` of 0.504: a share rounded up to so many digits, from which on something holds."""
-    return percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
+def format_percent_rounded_up(value: float, digits: int = 2) -> str:
+    """Return a share rounded up to so many decimals: `51%` for 0.504."""
+    return format_percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
 
 
-def threads(counts: object) -> str:
-    """`1 thread`, `2 threads`, `1, 2 threads`."""
+def format_threads(counts: object) -> str:
+    """Return `1 thread`, `2 threads` or `1, 2 threads`."""
     return f"{counts} thread" + ("" if str(counts) == "1" else "s")
 
 
-def count(value: float | None) -> str:
-    """`12 345`, with a thin space between thousands."""
+def format_count(value: float | None) -> str:
+    """Return `12 345`, with a thin space between thousands; `–` for no value."""
     return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING
 
 
@@ -80,7 +80,7 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """Return three significant digits without an exponent."""
     if value == 0:
         return "0"
     text = f"{value:#.3g}"
@@ -90,14 +90,14 @@ def _digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def size(value: float) -> str:
-    """`23.5 GiB`, `32 KiB`: a number of bytes."""
+def format_bytes(value: float) -> str:
+    """Return a number of bytes: `23.5 GiB`, `32 KiB`."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if value >= 1024**power:
             return f"{value / 1024**power:.1f}".removesuffix(".0") + f" {unit}"
     return f"{value:.0f} bytes"
 
 
-def axis(value: float) -> tuple[float, str]:
-    """The unit for an axis around `value` seconds: its size in seconds and its name."""
+def choose_time_unit(value: float) -> tuple[float, str]:
+    """Return the unit for an axis around `value` seconds: its size in seconds and its name."""
     return _unit(value)

@@ -38,26 +38,17 @@ from typing import Any
 import pandas as pd
 
 from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
-from latbench.base import files
+from latbench.base.files import write_bytes_atomically, write_text_atomically
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
-from latbench.machines import nvml
-from latbench.sweeping import (
-    gpu_points as points,
-)
-from latbench.sweeping import (
-    gpu_smoke as smoke,
-)
-from latbench.sweeping import (
-    gpu_summary as summary,
-)
-from latbench.sweeping import (
-    gpu_tests as device_tests,
-)
-from latbench.sweeping import sweep
-from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine, repository_on_path
-from latbench.sweeping.gpu_tests import Outcome
+from latbench.machines.nvml import find_first_gpu
+from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine, add_repository_to_path
+from latbench.sweeping.gpu_points import list_smoke_points, list_standard_blocks
+from latbench.sweeping.gpu_smoke import judge_smoke_points
+from latbench.sweeping.gpu_summary import format_gpu_summary
+from latbench.sweeping.gpu_tests import GpuTestOutcome, list_failures, run_all_tests
 from latbench.sweeping.publisher import Publisher
-from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.settings import Progress, SweepOptions, SweepSettings, SweepStopped
+from latbench.sweeping.sweep import choose_in_order, lock_machine, run_sweep
 from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables.table import has_rows, list_environments, read_arrow_table, read_batches, read_table
 from latbench.tables.writer import format_parquet, write_environment, write_part
@@ -176,10 +167,10 @@ def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Se
     """
     if not any(folder.glob("part-*.parquet")):
         return
-    files.write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
+    write_bytes_atomically(out / "table.parquet", format_parquet(read_arrow_table(folder)))
     for row in list_environments(folder):
         write_environment(out, row)
-    files.write_text_atomically(out / "summary.txt", summary.text(read_table(folder), environment, list(remarks)))
+    write_text_atomically(out / "summary.txt", format_gpu_summary(read_table(folder), environment, list(remarks)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +191,7 @@ class Swept:
 
     table: pd.DataFrame | None
     late: Incomplete | None = None
-    smoke: Outcome | None = None
+    smoke: GpuTestOutcome | None = None
     interrupted: bool = False
 
 
@@ -217,7 +208,7 @@ def measure(
     remarks: Sequence[str] = (),
     smoke_points: Sequence[Point] = (),
     sources: Sequence[Path] = (),
-    settings: SweepSettings = SETTINGS,
+    settings: SweepSettings = GPU_SETTINGS,
     watch: Stopwatch | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Swept:
@@ -226,11 +217,11 @@ def measure(
     `sources` are tables whose rows count as measured where they are current. Raises whatever a sweep raises, but for
     Incomplete.
     """
-    in_order, environment = sweep.in_order(blocks), machine.environment()
+    in_order, environment = choose_in_order(blocks), machine.environment()
     wanted = sum(len(block) for block in (smoke_points, *blocks))
     watch = watch or Stopwatch()
     asked = not smoke_points
-    judged: list[Outcome] = []
+    judged: list[GpuTestOutcome] = []
 
     def choose(table: pd.DataFrame | None) -> Iterable[Point]:
         nonlocal asked
@@ -239,7 +230,7 @@ def measure(
             return smoke_points
         if smoke_points and not judged:
             ids = {point.id for point in smoke_points}
-            judged.append(smoke.judge(None if table is None else table[table["point_id"].isin(ids)]))
+            judged.append(judge_smoke_points(None if table is None else table[table["point_id"].isin(ids)]))
             for line in judged[0].output.splitlines():
                 tell(line)
             tell(judged[0].verdict)
@@ -271,9 +262,9 @@ def measure(
             if kept:
                 publisher.changed()
             try:
-                sweep.run(
-                    folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
-                    report=report, saved=saved, expected=wanted, chances_last=True,
+                run_sweep(
+                    folder, choose, machine=machine, settings=settings, report=report, saved=saved,
+                    options=SweepOptions(time_budget=budget.for_sweep, expected=wanted, chances_last=True),
                 )  # fmt: skip
             except SweepStopped as error:
                 interrupted = error.interrupted
@@ -334,10 +325,10 @@ def main(given: Sequence[str] | None = None) -> None:
             f"--seconds {asked.seconds:g} is too short, or no number: the end alone needs {RESERVE_SECONDS:g}"
         )
     out: Path = asked.out
-    gpu = nvml.only_gpu()
+    gpu = find_first_gpu()
     if asked.table is not None and not (asked.table.is_dir() and has_rows(asked.table)):
         raise UsageError(f"--table {asked.table} has no table: name a folder with the parts of one")
-    repository_on_path()
+    add_repository_to_path()
     log = Log(out)
     watch = Stopwatch()
     watch.turn_to("starting")
@@ -345,7 +336,7 @@ def main(given: Sequence[str] | None = None) -> None:
     try:
         log(f"{gpu.name}: {budget.seconds:.0f} s, tests: {asked.tests}")
         refusals = missing(gpu) | refused_by_driver(gpu, installed())
-        with sweep.alone(machine):  # its processes would disturb a sweep that measures there now
+        with lock_machine(machine):  # its processes would disturb a sweep that measures there now
             refusals |= machine.start([name for name in installed() if name not in refusals])
         usable = [name for name in installed() if name not in refusals]
         remarks = [f"{name} is left out: {reason}" for name, reason in refusals.items()]
@@ -355,9 +346,9 @@ def main(given: Sequence[str] | None = None) -> None:
             if name in refusals:
                 raise EnvironmentUnusable(f"nothing to measure without {name}: {refusals[name]}")
         swept = measure(
-            machine, points.standard(machine.device, usable), out,
+            machine, list_standard_blocks(machine.device, usable), out,
             budget=budget, remarks=remarks, watch=watch, tell=log,
-            smoke_points=[] if asked.tests == "none" else points.smoke(machine.device, usable),
+            smoke_points=[] if asked.tests == "none" else list_smoke_points(machine.device, usable),
             sources=(out, asked.table or MEASURED / machine.device),
         )  # fmt: skip
     finally:
@@ -366,18 +357,18 @@ def main(given: Sequence[str] | None = None) -> None:
         log((out / "summary.txt").read_text())
     tests = None
     if asked.tests == "all" and not swept.interrupted and (swept.smoke is None or swept.smoke.status == "passed"):
-        tests = device_tests.run_all_tests(budget.for_tests)
-        files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
+        tests = run_all_tests(budget.for_tests)
+        write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
         log(tests.verdict)
         if tests.status == "failed":
-            for line in device_tests.failures(tests.output)[:MOST_TOLD]:
+            for line in list_failures(tests.output)[:MOST_TOLD]:
                 log(f"  {line[:200]}")
     verdict = judge([each for each in (swept.smoke, tests) if each is not None], swept)
     if verdict is not None:
         raise verdict
 
 
-def judge(outcomes: Sequence[Outcome], swept: Swept) -> LatbenchError | None:
+def judge(outcomes: Sequence[GpuTestOutcome], swept: Swept) -> LatbenchError | None:
     """Return what a visit ends with: a wrong result or a failed test weighs more than what there was no time for."""
     wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
     said = "; ".join(outcome.verdict for outcome in outcomes)

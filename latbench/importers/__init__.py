@@ -1,1 +1,1 @@
-"""Times that others have published, as rows of a table."""
+"""Import of times that others published, as rows of a table."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latbench.errors import BadData, UsageError
-from latbench.machines.devices import slug
+from latbench.machines.devices import make_slug
 from latbench.tables.point_ids import hash_key
 from sparse_kernels.shapes import Conv2dShape
 
@@ -46,49 +46,58 @@ _DENSE = {
 }
 
 
-class LeftOut(Exception):
-    """Why a line is no row, as half a sentence."""
+class SkippedLine(Exception):
+    """Why a line gives no row, as half a sentence."""
 
 
-def read(
+def read_kernel_timings(
     format: str, path: Path, *, only: Mapping[str, str], device: str | None = None, dtype: str | None = None
 ) -> tuple[list[Row], Counter[str]]:
-    """The rows of the file at `path` in one of FORMATS, of the lines whose columns have the values of `only`; and how
-    many lines were left out, by reason.
+    """Read published kernel timings as table rows.
 
-    `device` names the device, by default as the file does; `dtype` is of lines that name none. Raises BadData, naming
-    the line, for a file that is not as the module says, and UsageError where `only` leaves nothing, or several
-    devices or versions.
+    Parameters
+    ----------
+    format
+        One of FORMATS.
+    path
+        The file.
+    only
+        Values by column; other lines are ignored.
+    device
+        The device's name in tables; by default as in the file.
+    dtype
+        Element type of lines that name none.
+
+    Returns
+    -------
+    rows : list of dict
+        Table rows.
+    skipped : Counter
+        Skipped lines by reason.
+
+    Raises
+    ------
+    BadData
+        The file is not in this format; the message names the line.
+    UsageError
+        `only` leaves no lines, or several devices or versions.
     """
     if dtype not in (None, *DTYPES):
         raise UsageError(f"unknown dtype {dtype}: known are {', '.join(DTYPES)}")
-    columns, lines_of, rows_of = FORMATS[format]
-    frame = lines_of(path)
-    if missing := [name for name in columns if name not in frame.columns]:
-        raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
-    if unknown := [name for name in only if name not in frame.columns]:
-        raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
-    if frame.empty:
-        raise BadData(f"{path}: no line of timings, only their columns")
-    for name, value in only.items():
-        chosen = frame[name].astype(str) == value
-        if not chosen.any():
-            known = ", ".join(sorted(set(frame[name].astype(str)))[:12])
-            raise UsageError(f"no line of {path} has {value} as its {name}, but {known}")
-        frame = frame[chosen]
+    frame = _read_lines(format, path, only)
     merged: dict[str, Row] = {}
     # A key does not hold the version, and models are of one device and backend.
     found: dict[str, set[str]] = {"device": set(), "backend": set(), "backend_version": set()}
     left_out: Counter[str] = Counter()
     for line, record in zip(frame.index + 2, frame.to_dict("records"), strict=True):
         try:
-            for row, milliseconds in rows_of(record, dtype):
+            for row, milliseconds in FORMATS[format][2](record, dtype):
                 whole = {**_DENSE, **row}
                 for name, values in found.items():
                     values.add(str(row.get(name)))
                 kept = merged.setdefault(hash_key(whole), whole | {"samples_seconds": []})
                 kept["samples_seconds"].append(_seconds(milliseconds))
-        except LeftOut as reason:
+        except SkippedLine as reason:
             left_out[str(reason)] += 1
         except KeyError as error:
             raise BadData(f"{path}: not {format} timings, it has no column {error.args[0]}") from error
@@ -104,10 +113,29 @@ def read(
     return [row | {"device": device or row["device"]} for row in merged.values()], left_out
 
 
+def _read_lines(format: str, path: Path, only: Mapping[str, str]) -> pd.DataFrame:
+    """Return the lines of a file with the values of `only`. Raises as `read_kernel_timings`."""
+    columns, lines_of, _ = FORMATS[format]
+    frame = lines_of(path)
+    if missing := [name for name in columns if name not in frame.columns]:
+        raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
+    if unknown := [name for name in only if name not in frame.columns]:
+        raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
+    if frame.empty:
+        raise BadData(f"{path}: no line of timings, only their columns")
+    for name, value in only.items():
+        chosen = frame[name].astype(str) == value
+        if not chosen.any():
+            known = ", ".join(sorted(set(frame[name].astype(str)))[:12])
+            raise UsageError(f"no line of {path} has {value} as its {name}, but {known}")
+        frame = frame[chosen]
+    return frame
+
+
 def _neusight(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row, Any]]:
     if (operation := _name(line, "OPName")) not in ("linear", "conv"):
-        raise LeftOut(f"their OPName {operation} is no linear layer or convolution")
-    device = slug(_name(line, "Device"))
+        raise SkippedLine(f"their OPName {operation} is no linear layer or convolution")
+    device = make_slug(_name(line, "Device"))
     device = device if device.startswith(("nvidia", "amd")) else f"nvidia-{device}"
     same = {"device": device, "backend": "torch", **_dtypes("float32")}
     same |= {"kernel_requested": "auto", "kernel_used": _text(line.get("kernel")), "context": "isolated"}
@@ -135,13 +163,14 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
     precisions = [precision for name, precision in _PRECISIONS.items() if name in sheet]
     if len(precisions) != 1:
         if dtype is None:
-            raise LeftOut(f"their sheet {sheet!r} does not name one precision (--dtype says it)")
+            raise SkippedLine(f"their sheet {sheet!r} does not name one precision (--dtype says it)")
         precisions = [dtype]
     if not any(_is_given(line[name]) for name in ("time_ms", "sparse_ms", "dense_ms")):
-        raise LeftOut("they have no time")
+        raise SkippedLine("they have no time")
     transposed = f"{line['a_t']}{line['b_t']}".lower()
     same = {
-        "device": slug(_name(line, "file").rpartition("DeepBench_")[2].replace("_", " ")), "backend": "deepbench",
+        "device": make_slug(_name(line, "file").rpartition("DeepBench_")[2].replace("_", " ")),
+        "backend": "deepbench",
         **_dtypes(precisions[0]), "m": _count(line, "M"), "k": _count(line, "K"), "n": _count(line, "N"),
         "context": "isolated",
     }  # fmt: skip
@@ -159,7 +188,7 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
 
 def _aiconfigurator(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row, Any]]:
     yield {
-        "device": slug(_name(line, "device")), "backend": _name(line, "framework"),
+        "device": make_slug(_name(line, "device")), "backend": _name(line, "framework"),
         "backend_version": _name(line, "version"), "dtype_w": _name(line, "gemm_dtype"),
         "m": _count(line, "n"), "k": _count(line, "k"), "n": _count(line, "m"),
         "kernel_requested": f"{_name(line, 'op_name')}:{_name(line, 'kernel_source')}", "context": "isolated",

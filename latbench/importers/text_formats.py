@@ -1,7 +1,7 @@
-"""Files of other projects: read into table rows, written so that they can read ours.
+"""Text files of SPDY: read into table rows, and written for SPDY's own tools.
 
-SPDY (Frantar and Alistarh 2022), timings: `base`, the dense model's seconds; `prunable`, the share of them in the
-layers of the file; then per layer its name and lines `<seconds> <sparsity>`.
+SPDY (Frantar and Alistarh 2022), timings: `base`, the dense model's seconds; `prunable`, the seconds in the layers of
+the file; then per layer its name and lines `<seconds> <sparsity>`.
 
     base
     0.45038264
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpdyTimings:
-    """What a SPDY timing file says, in seconds; `layers` gives each layer's (seconds, sparsity), in file order."""
+    """A SPDY timing file in seconds; `layers` gives each layer's (seconds, sparsity), in file order."""
 
     base: float
     prunable: float
@@ -39,12 +39,12 @@ class SpdyTimings:
 
     @property
     def fixed(self) -> float:
-        """Seconds spent outside the layers of the file."""
+        """Seconds outside the layers of the file."""
         return self.base - self.prunable
 
 
 def read_spdy(path: Path) -> SpdyTimings:
-    """Read SPDY timings. Raises BadData with the line number for whatever is not as the module says."""
+    """Read SPDY timings. Raises BadData with the line number for any fault."""
     lines = _lines(path)
     values = []
     for index, heading in ((0, "base"), (2, "prunable")):
@@ -72,7 +72,7 @@ def read_spdy(path: Path) -> SpdyTimings:
 
 
 def write_spdy(timings: SpdyTimings, path: Path) -> None:
-    """Write SPDY timings; `read_spdy` gives them back, sparsities to the format's four digits.
+    """Write SPDY timings; `read_spdy` reads them again, sparsities to the format's four digits.
 
     Raises BadData for a layer whose name would be read as something else.
     """
@@ -88,7 +88,7 @@ def write_spdy(timings: SpdyTimings, path: Path) -> None:
 
 
 def _exact(seconds: float) -> str:
-    """The shortest text of the very number; also of NumPy's, whose own says its type."""
+    """Return the shortest exact text of a number, also of NumPy's."""
     return repr(float(seconds))
 
 
@@ -108,14 +108,14 @@ def read_spdy_profile(path: Path) -> dict[str, float]:
 
 
 def write_spdy_profile(profile: Mapping[str, float], path: Path) -> None:
-    """Write layer sparsities as a SPDY profile, to its four digits. Raises BadData for a name with a space."""
+    """Write layer sparsities as a SPDY profile with four digits. Raises BadData for a name with a space."""
     for name in profile:
         if name.split() != [name]:
             raise BadData(f"a SPDY profile cannot hold a layer called {name!r}: names have no space; CSV can")
     write_text_atomically(path, "".join(f"{sparsity:.4f} {name}\n" for name, sparsity in profile.items()))
 
 
-def spdy_rows(
+def convert_spdy_to_rows(
     timings: SpdyTimings,
     *,
     network: str,
@@ -124,11 +124,25 @@ def spdy_rows(
     threads: int | None = None,
     shapes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Table rows of SPDY timings: one a time and layer, and one of the dense model (op model).
+    """Convert SPDY timings to table rows: one per time and layer, and one of the dense model (op model).
 
     Times were taken inside the running network (context network), so a layer's place matters: the column `model` is
-    `<network>:<layer>`. Sparsity 0 is a dense row, whatever `pattern` (a spec) says of the others. `shapes` gives
-    shape columns by layer name; a layer that it lacks has null ones.
+    `<network>:<layer>`. Sparsity 0 is a dense row, whatever `pattern` says of the others.
+
+    Parameters
+    ----------
+    timings
+        The timings.
+    network
+        Name of the network.
+    pattern
+        Spec of the pattern of sparse layers.
+    device
+        The device's name in tables.
+    threads
+        Number of threads, if known.
+    shapes
+        Shape columns by layer name; other layers have null ones.
     """
     constant = {
         "purpose": "import", "device": device, "backend": "deepsparse", "dtype_w": "float32", "dtype_a": "float32",
@@ -153,10 +167,10 @@ def spdy_rows(
     return rows
 
 
-def spdy_timings(frame: pd.DataFrame, network: str) -> SpdyTimings:
-    """The SPDY timings in rows as `spdy_rows` makes them, one a point; medians, layers called `<network>:<layer>`.
+def convert_rows_to_spdy(frame: pd.DataFrame, network: str) -> SpdyTimings:
+    """Convert rows of `convert_spdy_to_rows`, one per point, to SPDY timings.
 
-    A layer that has no dense time is left out. Raises BadData where no layer has one, or the whole network has none.
+    A layer without a dense time is left out. Raises BadData where no layer has one, or the whole network has none.
     """
     # The whole model by the clock that timed its layers; baselines and verifications are of another.
     rows = frame[(frame["context"] == "network") & frame["purpose"].isin(("sweep", "import"))]

@@ -1,1 +1,1 @@
-"""What is measured on: CPUs and GPUs, their names, ceilings and noise."""
+"""CPUs and GPUs: names, environments, clocks, performance ceilings, sources of noise."""

@@ -1,13 +1,13 @@
-"""What a CPU can do at most, and how long fixed pieces of work take on it: measured once, kept in the cache folder.
-A GPU's ceilings (`latbench.timing.gpu_ceilings`) are kept in the same way.
+"""Performance ceilings of a device and the usual times of reference work, measured once and cached.
 
-The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second, those of
-numbers that are multiplied as bfloat16, and bytes read a second from working sets of several sizes. No call can be
-faster than its operations at the one rate, or than reading what it must read at the rate of a working set of that
-size, which the caches may hold as well as they like.
+The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second,
+operations a second on numbers multiplied as bfloat16, and bytes read a second from working sets of several sizes. No
+call can be faster than its operations at the first rate, or than reading its data at the rate of a working set of
+that size. The caches may hold such a set as well as they can.
 
-The pace is what the two reference kernels of a sweep usually take: a dense product, which is bound by the vector
-units, and a sum over more memory than the caches hold.
+The pace is the usual time of a sweep's two reference kernels: a dense product, which is bound by the vector units,
+and a sum over more memory than the caches hold. A GPU's ceilings (`latbench.timing.gpu_ceilings`) are cached in the
+same way.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from latbench.base import files
+from latbench.base.files import find_cache_folder, write_text_atomically
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
+from latbench.machines.devices import hash_machine
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device with so many threads.
+    """The ceilings of a CPU with a number of threads.
 
-    flop_per_second; read_bytes_per_second: by size of the working set in bytes, which rises; product_seconds and
-    sum_seconds: what the reference kernels usually take; bfloat16_flop_per_second: as flop_per_second unless given.
+    Parameters
+    ----------
+    flop_per_second
+        Float32 operations a second.
+    read_bytes_per_second
+        Bytes read a second, by size of the working set in bytes; sizes rise.
+    product_seconds, sum_seconds
+        Usual times of the reference kernels.
+    bfloat16_flop_per_second
+        Operations a second on bfloat16 inputs; by default flop_per_second.
     """
 
     flop_per_second: float
@@ -44,54 +52,60 @@ class Ceilings:
             object.__setattr__(self, "bfloat16_flop_per_second", self.flop_per_second)
 
     def compute_seconds(self, flop: float, dtype: str = "float32") -> float:
-        """The least that so many operations can take, on activations multiplied as `dtype`."""
+        """Return the shortest time for so many operations on activations multiplied as `dtype`."""
         return flop / (self.bfloat16_flop_per_second if dtype == "bfloat16" else self.flop_per_second)
 
     def memory_seconds(self, size: float) -> float:
-        """The least that reading so many bytes can take, wherever they lie."""
-        return memory_seconds(self.read_bytes_per_second, size)
+        """Return the shortest time for reading so many bytes."""
+        return bound_memory_seconds(self.read_bytes_per_second, size)
 
     def roofline_seconds(self, flop: float, size: float, dtype: str = "float32") -> float:
-        """The least that work of so many operations on so many bytes can take, as `compute_seconds`."""
+        """Return the shortest time for so many operations on so many bytes."""
         return max(self.compute_seconds(flop, dtype), self.memory_seconds(size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """`weighed` for work of so many operations on so many bytes."""
-        return weighed(product_seconds, sum_seconds, self.compute_seconds(flop), self.memory_seconds(size))
+        """Return both reference times as one, weighed for work of `flop` operations on `size` bytes."""
+        return weigh_reference_seconds(
+            product_seconds, sum_seconds, self.compute_seconds(flop), self.memory_seconds(size)
+        )
 
     def or_higher(self, other: Ceilings) -> Ceilings:
-        """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when
-        they were measured only ever makes them worse.
+        """Return the higher rates and the shorter usual times of two measurements.
+
+        Other work on the machine only ever makes a measurement worse.
         """
         return Ceilings(
             max(self.flop_per_second, other.flop_per_second),
-            higher(self.read_bytes_per_second, other.read_bytes_per_second),
+            take_higher_rates(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
             max(self.bfloat16_flop_per_second, other.bfloat16_flop_per_second),
         )
 
 
-def weighed(product_seconds: float, sum_seconds: float, compute: float, memory: float) -> float:
-    """What the two reference kernels take, if they take so long, as one: their geometric mean, in which each counts
-    as much as work is bound by what it shows, that takes `compute` and `memory` seconds on the roofline.
+def weigh_reference_seconds(product_seconds: float, sum_seconds: float, compute: float, memory: float) -> float:
+    """Return the times of both reference kernels as one: their weighted geometric mean.
+
+    The weights are the shares of `compute` and `memory` seconds of the work on the roofline.
     """
     share = compute / (compute + memory)
     return float(product_seconds**share * sum_seconds ** (1 - share))
 
 
-def memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
-    """The least that reading `size` bytes can take, at rates by size of the working set, which rises: at that of the
-    largest one that is no larger.
+def bound_memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
+    """Return the shortest time for reading `size` bytes.
+
+    It is that at the rate of the largest working set that is no larger. The sizes of `read_bytes_per_second` rise.
     """
     smaller = [rate for held, rate in read_bytes_per_second.items() if held <= size]
     rates = smaller[-1:] or list(read_bytes_per_second.values())[:1]
     return size / rates[0]
 
 
-def never_rising(rates: Mapping[int, float]) -> dict[int, float]:
-    """Rates by size of the working set, each at least as high as the next: a larger set may read faster by luck, and
-    never by nature.
+def make_non_increasing(rates: Mapping[int, float]) -> dict[int, float]:
+    """Return rates by size of the working set, each at least as high as the next.
+
+    A larger set can be read faster only by chance.
     """
     sizes = sorted(rates)
     return {size: max(rates[other] for other in sizes[i:]) for i, size in enumerate(sizes)}
@@ -100,41 +114,41 @@ def never_rising(rates: Mapping[int, float]) -> dict[int, float]:
 Key = TypeVar("Key", int, str)
 
 
-def higher(rates: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
-    """The higher rate of each key of `others`, which are those of the later measurement."""
+def take_higher_rates(rates: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
+    """Return the higher rate of each key of `others`, the later measurement."""
     return {key: max(rate, rates.get(key, rate)) for key, rate in others.items()}
 
 
-class Found(Protocol):
-    """Ceilings of any device: a dataclass of numbers, and of rates by name or (read_bytes_per_second) by size."""
+class DeviceCeilings(Protocol):
+    """Ceilings of any device: a dataclass of numbers, and of rates by name or by size (read_bytes_per_second)."""
 
     def or_higher(self, other: Self) -> Self:
-        """The higher of two ceilings, rate by rate."""
+        """Return the higher rates of two measurements."""
 
 
-AnyCeilings = TypeVar("AnyCeilings", bound=Found)
+AnyCeilings = TypeVar("AnyCeilings", bound=DeviceCeilings)
 
 
-class WithPace(Found, Protocol):
-    """Ceilings that also hold what the reference kernels usually take."""
+class CeilingsWithPace(DeviceCeilings, Protocol):
+    """Ceilings that include the usual times of the reference kernels."""
 
     @property
     def product_seconds(self) -> float:
-        """The one that is bound by the units, while the machine is as quiet as it was at best."""
+        """Time of the reference kernel that is bound by the units, on a quiet machine."""
 
     @property
     def sum_seconds(self) -> float:
-        """The one that is bound by memory."""
+        """Time of the reference kernel that is bound by memory, on a quiet machine."""
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """What the two take, as one that is bound as work of so many operations on so many bytes is (`weighed`)."""
+        """Return both as one time, weighed for work of `flop` operations on `size` bytes."""
 
 
-AnyWithPace = TypeVar("AnyWithPace", bound=WithPace)
+AnyCeilingsWithPace = TypeVar("AnyCeilingsWithPace", bound=CeilingsWithPace)
 
 
 def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:
-    """Every value of a document of numbers, and of numbers by name."""
+    """Yield every number in a document of numbers and of numbers by name."""
     for value in document.values():
         if isinstance(value, Mapping):
             yield from _numbers(value)
@@ -143,12 +157,23 @@ def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:
 
 
 @dataclass(frozen=True)
-class Kept(Generic[AnyCeilings]):
-    """Ceilings in the cache folder, of this machine's `device` with `threads` threads.
+class CachedCeilings(Generic[AnyCeilings]):
+    """Ceilings of this machine's `device`, kept in the cache folder.
 
-    work: what they are measured with, since times of other work would correct by the wrong factor, silently. measure:
-    finds them, which takes some seconds. kind: what it returns. unit: tells the device from others of its name, and
-    from itself with other settings; by default this machine's identity.
+    Parameters
+    ----------
+    device
+        The device's name in tables.
+    threads
+        Number of threads.
+    work
+        Description of the work that measures the ceilings. Cached ceilings of other work are not used.
+    measure
+        Measures the ceilings; takes some seconds.
+    kind
+        The class of the ceilings.
+    unit
+        Identifies the device among those of its name, with its settings; by default this machine's identity.
     """
 
     device: str
@@ -159,7 +184,7 @@ class Kept(Generic[AnyCeilings]):
     unit: Mapping[str, object] | None = None
 
     def known(self) -> AnyCeilings | None:
-        """What is kept; None where nothing is, or where it is not of this."""
+        """Return the cached ceilings; None where there are none or they are of other work or another device."""
         # A file that is not as it should be will be replaced.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             document = json.loads(self._path.read_text())
@@ -171,26 +196,26 @@ class Kept(Generic[AnyCeilings]):
         return None
 
     def get(self) -> AnyCeilings:
-        """What is kept, else what is measured now."""
+        """Return the cached ceilings, else measure and cache them."""
         known = self.known()
         return self._keep(self.measure()) if known is None else known
 
     def again(self, doubted: AnyCeilings) -> AnyCeilings:
-        """Ceilings measured once more, where they are higher than those that are `doubted`."""
+        """Measure again and return the higher of these rates and the doubted ones."""
         return self._keep(doubted.or_higher(self.measure()))
 
     @property
     def _identity(self) -> dict[str, object]:
-        unit = devices.machine_hash() if self.unit is None else dict(self.unit)
+        unit = hash_machine() if self.unit is None else dict(self.unit)
         return {"device": self.device, "threads": self.threads, "work": self.work, "machine": unit}
 
     @property
     def _path(self) -> Path:
-        return files.cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
+        return find_cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
 
     def _keep(self, found: AnyCeilings) -> AnyCeilings:
         # Where the folder cannot be written, the next sweep measures them again.
         with contextlib.suppress(EnvironmentUnusable):
             document = {"identity": self._identity, **asdict(found)}  # type: ignore[call-overload]
-            files.write_text_atomically(self._path, json.dumps(document, indent=2))
+            write_text_atomically(self._path, json.dumps(document, indent=2))
         return found

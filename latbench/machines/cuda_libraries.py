@@ -1,7 +1,7 @@
-"""CUDA's shared libraries: which engine opens which, which wheel brings it, which version is here.
+"""CUDA's shared libraries: which engine opens which, which wheel contains it, which version is installed.
 
-Nothing here loads a library or needs a GPU. The driver's own libraries (libcuda, libnvidia-ml) are not listed: no
-wheel brings them.
+Nothing here loads a library or needs a GPU. The driver's own libraries (libcuda, libnvidia-ml) are not listed,
+because no wheel contains them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from latbench.machines import devices
+from latbench.machines.devices import find_version
 
 NEWEST_FIRST = (13, 12)  # CUDA's major versions, in the order in which CuPy and numba-cuda look for libraries
 
@@ -26,11 +26,11 @@ class Library:
     sonames
         The name that the loader knows it by.
     wheels
-        The package that brings it.
+        The package that contains it.
     getter
-        Its function that returns its version without a GPU; "" where nobody asks.
+        Its function that returns its version without a GPU; empty where nobody asks.
     asked
-        The soname under which that function is called; "" for its own.
+        The soname under which that function is called; empty for its own.
     """
 
     sonames: Mapping[int, str]
@@ -72,7 +72,7 @@ LIBRARIES = {
 # CuPy compiles what is not a product. Its products in float64 check the results of all engines but torch's.
 _CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
 
-OPENED = {
+OPENED_LIBRARIES = {
     "torch_gpu": ("cublas", "cublaslt", "cudart", "cudnn", "nvrtc"),  # torch's wheels ask for what they open
     "torch_sparse": ("cublas", "cublaslt", "cudart", "cusparselt", "nvrtc"),
     "cublas": _CUPY,
@@ -87,23 +87,22 @@ _TRITON = ("triton", "pytorch-triton")
 _PARTS = range(3)  # major, minor and patch in libraryPropertyType (library_types.h)
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that a table's times depend on.
+def find_library_versions() -> dict[str, str | None]:
+    """Return the versions of the libraries that affect times.
 
-    A library that this process has loaded is asked itself. Of another one its wheel's version counts, cut to the
-    numbers that the library would return. Nothing is loaded.
+    A library that this process has loaded is asked for its version. For others the version of the wheel counts, cut
+    to the numbers that the library would return. Nothing is loaded.
 
     Returns
     -------
     dict
-        By name: cublas, cudnn, cusparse, cusparselt ("13.1.1"), nvrtc ("13.0"), nvvm, triton; None for what is not
-        here.
+        By name: cublas, cudnn, cusparse, cusparselt ("13.1.1"), nvrtc ("13.0"), nvvm, triton; None for missing ones.
     """
     found: dict[str, str | None] = {name: _loaded(name) or _installed(name) for name in _VERSIONED}
-    return {**found, "triton": next(filter(None, map(devices.version, _TRITON)), None)}
+    return {**found, "triton": next(filter(None, map(find_version, _TRITON)), None)}
 
 
-def not_loaded(message: str) -> str | None:
+def explain_load_error(message: str) -> str | None:
     """Return which library is missing and what to install.
 
     Parameters
@@ -122,20 +121,20 @@ def not_loaded(message: str) -> str | None:
     missing = next((name for name in named if name in wheels), None)
     if missing is None:
         return None
-    if devices.version(wheels[missing]) is not None:
-        return mixed()
+    if find_version(wheels[missing]) is not None:
+        return explain_mixed_cuda()
     return f"{missing} cannot be loaded: pip install {wheels[missing]}"
 
 
-def mixed() -> str | None:
-    """Return why the installed CuPy would load the libraries of another CUDA; None where it loads its own.
+def explain_mixed_cuda() -> str | None:
+    """Return why the installed CuPy would load the libraries of another CUDA version; None where it loads its own.
 
     CuPy and numba-cuda load CUDA 13's libraries wherever those are installed, also in their builds for CUDA 12.
     """
     if _cuda_of_cupy() != 12:
         return None
-    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in OPENED["cusparse"])
-    others = [wheel for wheel in wheels if devices.version(wheel) is not None]
+    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in OPENED_LIBRARIES["cusparse"])
+    others = [wheel for wheel in wheels if find_version(wheel) is not None]
     if not others:
         return None
     return (
@@ -145,12 +144,12 @@ def mixed() -> str | None:
 
 
 def _cuda_of_cupy() -> int:
-    """Return the CUDA that the installed CuPy is built for; the newest where its package does not say."""
-    return 12 if devices.version("cupy-cuda12x") is not None else NEWEST_FIRST[0]
+    """Return the CUDA version that the installed CuPy is built for; the newest where its package does not say."""
+    return 12 if find_version("cupy-cuda12x") is not None else NEWEST_FIRST[0]
 
 
 def _loaded(name: str) -> str | None:
-    """Return the version that a loaded library says; None where it is not loaded, or does not say."""
+    """Return the version that a loaded library reports; None where it is not loaded or reports none."""
     library = LIBRARIES[name]
     for soname in (library.asked,) if library.asked else dict.fromkeys(library.sonames.values()):
         try:
@@ -163,7 +162,7 @@ def _loaded(name: str) -> str | None:
 
 
 def _numbers(library: ctypes.CDLL, getter: str) -> tuple[int, ...] | None:
-    """Return what a library's getter says of its version; None where it fails."""
+    """Return the version numbers that a library's getter reports; None where it fails."""
     function = getattr(library, getter)
     if getter == "nvrtcVersion":  # both numbers at once, and no patch
         values = [ctypes.c_int(), ctypes.c_int()]
@@ -175,6 +174,6 @@ def _numbers(library: ctypes.CDLL, getter: str) -> tuple[int, ...] | None:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a library's wheel, as the library itself would say it; None where there is none."""
-    found = next(filter(None, map(devices.version, LIBRARIES[name].wheels.values())), None)
+    """Return the version of a library's wheel in the library's own form; None where there is none."""
+    found = next(filter(None, map(find_version, LIBRARIES[name].wheels.values())), None)
     return None if found is None else ".".join(found.split(".")[: 2 if name == "nvrtc" else len(_PARTS)])

@@ -1,8 +1,8 @@
-"""What is measured on: the CPU's name, the environment that a table records, the state of the machine meanwhile.
+"""The CPU of this machine: its name in tables, its environment, its state during a measurement.
 
-Device names are lower-case with hyphens: `amd-epyc-9b14` (those of GPUs are in `latbench.machines.gpu_names`). A
-virtual CPU often hides its model; family and model number then stand for it, because tables of unlike processors must
-not share a name.
+Device names are lower case with hyphens: `amd-epyc-9b14` (for GPUs see `latbench.machines.gpu_names`). A virtual CPU
+often hides its model. Family and model number then replace it, because tables of different processors must not share
+a name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
 
 CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
@@ -36,27 +36,27 @@ _TELLING_FLAGS = (
 _PACKAGES = ("latbench", "numpy", "torch", "numba", "llvmlite", "onnxruntime", "scipy", "pyarrow")
 
 
-def slug(text: str) -> str:
-    """`text` in lower case, words joined by hyphens: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
+def make_slug(text: str) -> str:
+    """Return `text` in lower case, words joined by hyphens: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
     return "-".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-def cpu_device(cpuinfo: str | None = None) -> str:
-    """The name of this CPU (or of the one that the text of /proc/cpuinfo describes) in tables."""
+def name_cpu(cpuinfo: str | None = None) -> str:
+    """Return the name in tables of this CPU, or of the one that the text of /proc/cpuinfo describes."""
     fields = _cpu_fields(cpuinfo)
     name = re.sub(r"\(r\)|\(tm\)|\bcpu\b|\bprocessor\b|@.*|\d+-core", " ", fields.get("model name", ""), flags=re.I)
-    words = slug(name)
+    words = make_slug(name)
     if re.search(r"\d{3}|\d[a-z]\d", words):
         return words
     if not words or words == "unknown":
         vendor = fields.get("vendor_id", f"{platform.machine()} {fields.get('CPU implementer', '')}")
-        words = slug({"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(vendor, vendor))
+        words = make_slug({"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(vendor, vendor))
     hidden = [f"{name.split()[-1]} {fields[name]}" for name in ("cpu family", "model", "CPU part") if name in fields]
-    return slug(" ".join([words, *hidden]))
+    return make_slug(" ".join([words, *hidden]))
 
 
 def _cpu_fields(cpuinfo: str | None = None) -> dict[str, str]:
-    """The first processor's fields in /proc/cpuinfo."""
+    """Return the first processor's fields in /proc/cpuinfo."""
     if cpuinfo is None:
         cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""
     first = cpuinfo.strip().split("\n\n")[0]
@@ -64,13 +64,13 @@ def _cpu_fields(cpuinfo: str | None = None) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def cores() -> int:
-    """How many cores this process may use: its affinity, and the quota of its control group if that is less.
+def count_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and the quota of its control group.
 
     Two threads of one core count once, because the second adds nothing to a kernel that fills the vector units.
     """
     siblings = set()
-    for cpu in sorted(allowed()):
+    for cpu in sorted(list_allowed_processors()):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings.add(topology.read_text().strip() if topology.exists() else str(cpu))
     quota = _QUOTA.read_text().split() if _QUOTA.exists() else ["max"]
@@ -81,43 +81,43 @@ def cores() -> int:
 # The environment: what may change times although the device is the same ---------------------------------------------
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """This machine and its software, texts and whole numbers by name; env_id is the hash of the rest."""
+def describe_cpu_environment(threads: int) -> dict[str, Any]:
+    """Return this machine and its software as texts and integers by name; env_id is the hash of the rest."""
     fields = _cpu_fields()
-    flags = cpu_flags()
+    flags = read_cpu_flags()
     row: dict[str, Any] = {
-        "device": cpu_device(),
-        "device_uuid_hash": machine_hash(),
+        "device": name_cpu(),
+        "device_uuid_hash": hash_machine(),
         "cpu_model": fields.get("model name", platform.processor()),
         "cpu_flags": " ".join(flag for flag in _TELLING_FLAGS if flag in flags),
-        "vector_bits": vector_bits(flags),
-        "cores": cores(),
+        "vector_bits": find_vector_bits(flags),
+        "cores": count_cores(),
         "threads": threads,
-        "memory_bytes": memory_bytes(),
-        **caches(),
-        "governor": governor(),
+        "memory_bytes": read_memory_bytes(),
+        **read_cache_sizes(),
+        "governor": read_governor(),
         "os": platform.platform(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{package: version(package) for package in _PACKAGES},
+        **{package: find_version(package) for package in _PACKAGES},
     }
-    return {"env_id": env_id(row), **row}
+    return {"env_id": hash_environment(row), **row}
 
 
-def cpu_flags() -> set[str]:
-    """The instruction sets of the first processor, as /proc/cpuinfo calls them; empty where it tells none."""
+def read_cpu_flags() -> set[str]:
+    """Return the instruction sets of the first processor as /proc/cpuinfo names them; empty where it names none."""
     fields = _cpu_fields()
     return set((fields.get("flags") or fields.get("Features") or "").split())
 
 
-def vector_bits(flags: set[str] | None = None) -> int | None:
-    """The width of the widest vector registers that the flags tell of (SVE: at least); None if they tell nothing."""
-    flags = cpu_flags() if flags is None else flags
+def find_vector_bits(flags: set[str] | None = None) -> int | None:
+    """Return the width of the widest vector registers (SVE: the least width); None if the flags do not tell."""
+    flags = read_cpu_flags() if flags is None else flags
     return next((bits for flag, bits in _VECTOR_BITS.items() if flag in flags), None)
 
 
-def caches() -> dict[str, int | None]:
-    """Bytes of the first core's caches: l1d_bytes, l2_bytes, l3_bytes; None where the kernel hides them."""
+def read_cache_sizes() -> dict[str, int | None]:
+    """Return the bytes of the first core's caches: l1d_bytes, l2_bytes, l3_bytes; None where they are hidden."""
     sizes: dict[str, int | None] = {"l1d_bytes": None, "l2_bytes": None, "l3_bytes": None}
     for index in sorted(_CACHES.glob("index*")):
         try:
@@ -131,25 +131,25 @@ def caches() -> dict[str, int | None]:
     return sizes
 
 
-def governor() -> str | None:
-    """How the kernel chooses the clock frequency; None where it is hidden, as in most virtual machines."""
+def read_governor() -> str | None:
+    """Return the clock governor of the kernel; None where it is hidden, as in most virtual machines."""
     return _GOVERNOR.read_text().strip() if _GOVERNOR.exists() else None
 
 
-def memory_bytes() -> int:
-    """The memory of this machine."""
+def read_memory_bytes() -> int:
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def machine_hash() -> str | None:
-    """Tells this machine from others of the same name without saying which it is; None where it has no identity."""
+def hash_machine() -> str | None:
+    """Return a hash that tells this machine from others of its name; None where it has no identity."""
     if not _MACHINE.exists() or not (identity := _MACHINE.read_text().strip()):
         return None
     return hashlib.sha256(f"latbench {identity}".encode()).hexdigest()[:12]
 
 
-def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+def find_version(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -161,14 +161,22 @@ def version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Clock ticks since the machine started, of all processors: all, and those that the hypervisor gave to others."""
+    """Clock ticks of all processors since the machine started.
+
+    Parameters
+    ----------
+    total
+        All ticks.
+    steal
+        Ticks that the hypervisor gave to others.
+    """
 
     total: int
     steal: int
 
 
-def cpu_times(stat: str | None = None) -> CpuTimes | None:
-    """Read from /proc/stat (or from its text); None where there is none."""
+def read_cpu_times(stat: str | None = None) -> CpuTimes | None:
+    """Read the clock ticks from /proc/stat, or from its text; None where there is none."""
     if stat is None:
         if not STAT.exists():
             return None
@@ -177,40 +185,42 @@ def cpu_times(stat: str | None = None) -> CpuTimes | None:
     return CpuTimes(sum(ticks), ticks[7])
 
 
-def telemetry(before: CpuTimes | None) -> dict[str, float | None]:
-    """The telemetry columns for the time since `before`: clock_hertz (the fastest core's), load, steal_fraction."""
-    after = cpu_times()
+def read_telemetry(before: CpuTimes | None) -> dict[str, float | None]:
+    """Return the telemetry columns since `before`: clock_hertz (fastest core), load, steal_fraction."""
+    after = read_cpu_times()
     known = before is not None and after is not None and after.total > before.total
     return {
-        "clock_hertz": clock_hertz(),
+        "clock_hertz": read_clock_hertz(),
         "load": os.getloadavg()[0],
         "steal_fraction": (after.steal - before.steal) / (after.total - before.total) if known else None,  # type: ignore[union-attr]
     }
 
 
-def clock_hertz() -> float | None:
-    """The fastest clock frequency among the cores that this process may use, as the kernel reports it: idle ones slow
-    down, and say nothing of those at work. None where it does not.
+def read_clock_hertz() -> float | None:
+    """Return the fastest clock frequency among the cores that this process may use; None where it is hidden.
+
+    Idle cores slow down and say nothing about busy ones.
     """
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
     clocks = {
         int(cpu): float(mhz)
         for cpu, mhz in re.findall(r"^processor\s*: (\d+)\n.*?^cpu MHz\s*: ([\d.]+)", text, re.M | re.S)
     }
-    return max((mhz * 1e6 for cpu, mhz in clocks.items() if cpu in allowed()), default=None)
+    return max((mhz * 1e6 for cpu, mhz in clocks.items() if cpu in list_allowed_processors()), default=None)
 
 
-def scaling_hertz() -> float | None:
-    """The same from where the governor keeps it, which is cheaper to read; None where the system hides it, as virtual
-    machines do.
+def read_scaling_hertz() -> float | None:
+    """Return the same frequency from the governor's files, which are cheaper to read; None where they are hidden.
+
+    Virtual machines hide them.
     """
     try:
-        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in allowed())
+        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in list_allowed_processors())
         return max(float(file.read_text()) for file in files) * 1e3
     except (OSError, ValueError):
         return None
 
 
-def allowed() -> set[int]:
-    """The processors that this process may use."""
+def list_allowed_processors() -> set[int]:
+    """Return the processors that this process may use."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

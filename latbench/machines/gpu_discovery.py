@@ -22,11 +22,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.machines import gpu_names as names
-from latbench.machines.gpu_names import Gpu
+from latbench.machines.gpu_names import (
+    Gpu,
+    find_device_name,
+    format_alternatives,
+    format_counts,
+    parse_wanted_gpu,
+    select_gpu,
+)
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER = "CUDA_DEVICE_ORDER"
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 
 _NO_LIBRARY = (
     "nvidia-ml-py is not installed, so no GPU can be found: pip install 'latbench[cuda13]', "
@@ -51,19 +57,27 @@ _NO_DRIVER = {
 
 @dataclass(frozen=True)
 class Board:
-    """A GPU as NVML lists it. `slices`: its MIG slices by each of their identifiers; None where it is not divided."""
+    """A GPU as NVML lists it.
+
+    Parameters
+    ----------
+    gpu
+        The GPU.
+    slices
+        Its MIG slices by each of their identifiers; None where it is not divided.
+    """
 
     gpu: Gpu
     slices: Mapping[str, Gpu] | None = None
 
     @property
     def usable(self) -> list[Gpu]:
-        """What CUDA can run on: the slices of a divided GPU, else the GPU itself."""
+        """The devices that CUDA can use: the slices of a divided GPU, else the GPU itself."""
         return [self.gpu] if self.slices is None else list(dict.fromkeys(self.slices.values()))
 
 
-def gpus() -> tuple[list[Gpu], str]:
-    """Return the GPUs that this process may use, in CUDA's order; if there are none, the reason and what to do."""
+def list_gpus() -> tuple[list[Gpu], str]:
+    """Return the GPUs that this process may use in CUDA's order; if there are none, the reason and what to do."""
     try:
         import pynvml
     except ImportError:
@@ -78,7 +92,7 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], _refused(error)
     finally:
         pynvml.nvmlShutdown()
-    return visible(boards, os.environ.get(VISIBLE), os.environ.get(ORDER))
+    return select_visible(boards, os.environ.get(VISIBLE_VARIABLE), os.environ.get(ORDER_VARIABLE))
 
 
 def _refused(error: Exception) -> str:
@@ -109,8 +123,8 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
     return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle))
 
 
-def visible(boards: Sequence[Board], variable: str | None, order: str | None) -> tuple[list[Gpu], str]:
-    """Return what CUDA shows of `boards`, in its order; if that is nothing, the reason and what to do.
+def select_visible(boards: Sequence[Board], variable: str | None, order: str | None) -> tuple[list[Gpu], str]:
+    """Return the `boards` that CUDA shows, in its order; if there are none, the reason and what to do.
 
     Parameters
     ----------
@@ -131,8 +145,9 @@ def visible(boards: Sequence[Board], variable: str | None, order: str | None) ->
     entries = [entry.strip() for entry in variable.split(",")]
     if _kind(entries[0]) == "index" and order != "PCI_BUS_ID" and len({board.gpu.name for board in boards}) > 1:
         return [], (
-            f"{VISIBLE}={variable} is ambiguous here: CUDA counts GPUs from the fastest, nvidia-smi by PCI bus; "
-            f"set {ORDER}=PCI_BUS_ID, or name GPUs by UUID (nvidia-smi -L)"
+            f"{VISIBLE_VARIABLE}={variable} is ambiguous here: CUDA counts GPUs from the fastest, nvidia-smi by PCI "
+            "bus; "
+            f"set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs by UUID (nvidia-smi -L)"
         )
     shown: list[Gpu] = []
     for entry in entries:
@@ -140,12 +155,13 @@ def visible(boards: Sequence[Board], variable: str | None, order: str | None) ->
         if not named:
             break
         if not set(shown).isdisjoint(named):
-            return [], f"{VISIBLE}={variable} names a GPU twice, and CUDA then shows none: name each once"
+            return [], f"{VISIBLE_VARIABLE}={variable} names a GPU twice, and CUDA then shows none: name each once"
         shown += named
     if shown:
         return shown, ""
     return [], (
-        f"{VISIBLE}={variable} hides every GPU of this machine ({names.counted(usable)}): unset it, or name one by "
+        f"{VISIBLE_VARIABLE}={variable} hides every GPU of this machine ({format_counts(usable)}): unset it, or name "
+        "one by "
         "index or UUID (nvidia-smi -L)"
     )
 
@@ -157,7 +173,7 @@ def _kind(entry: str) -> str:
 
 
 def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
-    """What an entry of CUDA_VISIBLE_DEVICES names: a GPU, or its slices, or one of them; nothing if it is invalid."""
+    """Return the GPUs of an entry of CUDA_VISIBLE_DEVICES: a GPU, its slices or one slice; none if it is invalid."""
     match _kind(entry):
         case "index":
             found = list(boards[int(entry) : int(entry) + 1])
@@ -173,27 +189,31 @@ def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of this machine that a user calls `text`, NAME or NAME:INDEX; INDEX counts as `gpus` does.
+    """Return the GPU of this machine that a user calls `text`: NAME or NAME:INDEX, counted as in `list_gpus`.
 
     Raises
     ------
     UsageError
-        `text` is no name, an unknown one, matches different models, or the GPU at INDEX is not that.
+        `text` is no name, an unknown one, matches different models, or the GPU at INDEX is another model.
     EnvironmentUnusable
         This machine has no such GPU, or none that this process may use.
     """
-    wanted = names.parse(text)
-    found, reason = gpus()
+    wanted = parse_wanted_gpu(text)
+    found, reason = list_gpus()
     if not found:
-        names.known_device(wanted.name)
+        find_device_name(wanted.name)
         raise EnvironmentUnusable(f"--gpu {text} requested, but {reason}")
-    here = f"{VISIBLE}={os.environ[VISIBLE]} shows" if VISIBLE in os.environ else "this machine has"
-    gpu = names.choose(wanted, found, here)
+    here = (
+        f"{VISIBLE_VARIABLE}={os.environ[VISIBLE_VARIABLE]} shows"
+        if VISIBLE_VARIABLE in os.environ
+        else "this machine has"
+    )
+    gpu = select_gpu(wanted, found, here)
     if gpu is not None:
         return gpu
-    advice = f"{here} {names.counted(found)}: type --gpu {names.alternatives(found)}"
+    advice = f"{here} {format_counts(found)}: type --gpu {format_alternatives(found)}"
     try:
-        names.known_device(wanted.name)
+        find_device_name(wanted.name)
     except UsageError:
         raise UsageError(f"unknown GPU {wanted.name!r}, {advice}") from None
     raise EnvironmentUnusable(f"--gpu {text} requested, but {advice}, or measure the CPU with --cpu")

@@ -1,7 +1,7 @@
-"""Names of GPUs: how tables write them, what a user types after `--gpu`, and which GPU that means.
+"""Names of GPUs: their names in tables, the argument of `--gpu`, and how both match.
 
-NVML's full name decides ("NVIDIA A100-SXM4-80GB"). A user types the words of it that name the chip (`a100`), or more,
-in any case, with hyphens, spaces or neither. A GPU that this file does not know goes by the same rules.
+NVML's full name decides ("NVIDIA A100-SXM4-80GB"). A user types the words that name the chip (`a100`), or more, in
+any case, with hyphens, spaces or neither. The same rules hold for a GPU that this file does not list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from latbench.errors import UsageError
-from latbench.machines.devices import slug
+from latbench.machines.devices import make_slug
 
 # Words that never tell chips apart: some drivers and users write them, others do not.
 _MAKER = {"nvidia", "tesla", "geforce", "quadro"}
@@ -48,13 +48,13 @@ class Gpu:
     @property
     def device(self) -> str:
         """The device's name in tables; older drivers leave the maker out ("Tesla T4" is nvidia-tesla-t4)."""
-        words = slug(self.name)
+        words = make_slug(self.name)
         return words if words.startswith("nvidia") else f"nvidia-{words}"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a user types after --gpu: a name and, where several GPUs are here, an index."""
+class WantedGpu:
+    """The argument of --gpu: a name and, where several GPUs are installed, an index."""
 
     name: str
     index: int | None = None
@@ -63,41 +63,43 @@ class Wanted:
         return self.name if self.index is None else f"{self.name}:{self.index}"
 
 
-def parse(text: str) -> Wanted:
+def parse_wanted_gpu(text: str) -> WantedGpu:
     """Return the name and the index in NAME or NAME:INDEX. Raises UsageError for anything else."""
     found = re.fullmatch(r"([^:]+)(?::([0-9]{1,4}))?", text.strip())
     if found is None or not _words(found[1]):
         raise UsageError(f"{USAGE}, not {text!r}: `latbench doctor` lists the GPUs of this machine")
-    return Wanted(found[1].strip(), None if found[2] is None else int(found[2]))
+    return WantedGpu(found[1].strip(), None if found[2] is None else int(found[2]))
 
 
-def matches(full_name: str, wanted: str) -> bool:
-    """Return whether the GPU with that full name is what a user calls `wanted`.
+def matches_name(full_name: str, wanted: str) -> bool:
+    """Return whether a user calls the GPU with that full name `wanted`.
 
-    `wanted` must have every word that names the chip; of a MIG slice also the words of its profile.
+    `wanted` must have every word that names the chip; for a MIG slice also the words of its profile.
     """
     pattern = "".join(f"(?:{word})?" if optional else word for word, optional in _chip(full_name))
     typed = "".join(_words(wanted))
     return typed != "" and re.fullmatch(pattern, typed) is not None
 
 
-def short(full_name: str) -> str:
+def shorten_name(full_name: str) -> str:
     """Return the shortest usual name of a GPU: "NVIDIA GeForce RTX 4090 D" is rtx-4090-d."""
-    return "-".join(word for word, optional in _chip(full_name) if not optional or word == "rtx") or slug(full_name)
+    return "-".join(word for word, optional in _chip(full_name) if not optional or word == "rtx") or make_slug(
+        full_name
+    )
 
 
 def _words(text: str) -> list[str]:
-    return [word for word in slug(text).split("-") if word and word not in _MAKER]
+    return [word for word in make_slug(text).split("-") if word and word not in _MAKER]
 
 
 def _chip(full_name: str) -> list[tuple[str, bool]]:
-    """The words of a full name without its maker; whether each may be left out."""
+    """Return the words of a full name without its maker, and whether each may be left out."""
     words = _words(full_name)
     whole = words.index("mig") if "mig" in words else len(words)
     return [(word, at < whole and _OPTIONAL.fullmatch(word) is not None) for at, word in enumerate(words)]
 
 
-def choose(wanted: Wanted, gpus: Sequence[Gpu], here: str = "this machine has") -> Gpu | None:
+def select_gpu(wanted: WantedGpu, gpus: Sequence[Gpu], here: str = "this machine has") -> Gpu | None:
     """Return the GPU of `gpus` that is `wanted`: the one at its index, or the first with its name.
 
     Parameters
@@ -121,62 +123,62 @@ def choose(wanted: Wanted, gpus: Sequence[Gpu], here: str = "this machine has") 
     if wanted.index is not None:
         if wanted.index >= len(gpus):
             raise UsageError(
-                f"--gpu {wanted}: there is no GPU {wanted.index}, {here} {counted(gpus)}, counted from 0; "
-                f"type --gpu {alternatives(gpus)}"
+                f"--gpu {wanted}: there is no GPU {wanted.index}, {here} {format_counts(gpus)}, counted from 0; "
+                f"type --gpu {format_alternatives(gpus)}"
             )
         gpu = gpus[wanted.index]
-        if not matches(gpu.name, wanted.name):
+        if not matches_name(gpu.name, wanted.name):
             raise UsageError(
-                f"--gpu {wanted}: GPU {wanted.index} is {gpu.name}, {here} {counted(gpus)}; "
-                f"type --gpu {option(gpus, wanted.index)} for that one"
+                f"--gpu {wanted}: GPU {wanted.index} is {gpu.name}, {here} {format_counts(gpus)}; "
+                f"type --gpu {format_option(gpus, wanted.index)} for that one"
             )
         return gpu
-    whole = slug(wanted.name)
+    whole = make_slug(wanted.name)
     exact = [gpu for gpu in gpus if gpu.device in (whole, f"nvidia-{whole}")]
-    alike = exact or [gpu for gpu in gpus if matches(gpu.name, wanted.name)]
+    alike = exact or [gpu for gpu in gpus if matches_name(gpu.name, wanted.name)]
     models = list(dict.fromkeys(gpu.device for gpu in alike))
     if len(models) > 1:
         raise UsageError(f"--gpu {wanted} matches different models: type --gpu {' or --gpu '.join(models)}")
     return alike[0] if alike else None
 
 
-def option(gpus: Sequence[Gpu], index: int) -> str:
-    """Return what to type after --gpu for the GPU at `index`: `h200`, or `a100:1` where several match."""
-    name = short(gpus[index].name)
-    return name if sum(matches(gpu.name, name) for gpu in gpus) == 1 else f"{name}:{index}"
+def format_option(gpus: Sequence[Gpu], index: int) -> str:
+    """Return the argument of --gpu for the GPU at `index`: `h200`, or `a100:1` where several match."""
+    name = shorten_name(gpus[index].name)
+    return name if sum(matches_name(gpu.name, name) for gpu in gpus) == 1 else f"{name}:{index}"
 
 
-def alternatives(gpus: Sequence[Gpu]) -> str:
-    """Return the names to type after --gpu for each model of `gpus`, joined by "or --gpu"."""
+def format_alternatives(gpus: Sequence[Gpu]) -> str:
+    """Return the arguments of --gpu for each model of `gpus`, joined by "or --gpu"."""
     names = {}
     for gpu in gpus:
-        name = short(gpu.name)
-        unique = len({other.device for other in gpus if matches(other.name, name)}) == 1
+        name = shorten_name(gpu.name)
+        unique = len({other.device for other in gpus if matches_name(other.name, name)}) == 1
         names[gpu.device] = name if unique else gpu.device
     return " or --gpu ".join(names.values())
 
 
-def counted(gpus: Sequence[Gpu]) -> str:
+def format_counts(gpus: Sequence[Gpu]) -> str:
     """Return the full names of `gpus` for a message: "8 x NVIDIA H200, NVIDIA T4"."""
     counts = Counter(gpu.name for gpu in gpus)
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
-def known_device(wanted: str) -> str:
-    """Return the name in tables of a GPU that need not be here, as far as `wanted` tells it.
+def find_device_name(wanted: str) -> str:
+    """Return the name in tables of a GPU that need not be installed, as far as `wanted` tells it.
 
     Any full name that starts with "nvidia" is accepted, because there are GPUs that latbench does not list. Raises
-    UsageError for other names that latbench does not know, and suggests those that look alike.
+    UsageError for other unknown names, and suggests similar ones.
     """
-    whole = slug(wanted)
+    whole = make_slug(wanted)
     if whole.startswith("nvidia-"):
         return whole
     for name in _KNOWN:
-        if matches(name, wanted):
+        if matches_name(name, wanted):
             return Gpu(f"NVIDIA {name}", "").device
-    if any(matches(wanted, name) for name in _KNOWN):  # with more words: a100-sxm4-80gb
+    if any(matches_name(wanted, name) for name in _KNOWN):  # with more words: a100-sxm4-80gb
         return f"nvidia-{whole}"
-    names = {slug(name).replace("-", ""): short(name) for name in _KNOWN}
+    names = {make_slug(name).replace("-", ""): shorten_name(name) for name in _KNOWN}
     close = difflib.get_close_matches("".join(_words(wanted)), names, n=3)
     hint = f", did you mean {', '.join(names[name] for name in close)}?" if close else ":"
     raise UsageError(

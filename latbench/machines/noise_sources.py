@@ -1,6 +1,6 @@
-"""What on this machine disturbs a measurement, and what its user can do about it, a sentence each.
+"""Sources of measurement noise on this machine, and advice on each.
 
-Everything is read from /proc and /sys as Linux shows them; what a system hides is None and draws no advice.
+Everything is read from /proc and /sys of Linux. A hidden value is None and gives no advice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.base.cgroups import container, groups, number, text
+from latbench.base.cgroups import list_cgroups, read_number, read_text_file, runs_in_container
 
 _CPUS = Path("sys/devices/system/cpu")
 
@@ -25,11 +25,32 @@ _FEW_CORES = 2
 class Host:
     """How this machine shares its processors.
 
-    processors: hardware threads that this process may use; cores: how many cores they belong to. turbo: whether the
-    clock may rise above its base. quota_cores: how many cores' time the control group grants; throttled_periods: how
-    often it was stopped for having used that up. load: runnable threads, mean of a minute. steal_fraction: of the
-    time looked at, the share that the hypervisor gave to others. virtual: whether this is a virtual machine;
-    container: or a container, of which there may be others on the machine.
+    Parameters
+    ----------
+    processors
+        Hardware threads that this process may use.
+    cores
+        Cores that they belong to.
+    governor
+        Clock governor.
+    turbo
+        Whether the clock may rise above its base.
+    turbo_switch
+        The command that forbids it.
+    clock_hertz, most_clock_hertz
+        Present mean and greatest clock frequency.
+    quota_cores
+        Cores' worth of time that the control group grants.
+    throttled_periods
+        How often the quota was used up.
+    load
+        Runnable threads, mean of a minute.
+    steal_fraction
+        Share of time that the hypervisor gave to others.
+    virtual
+        Whether this is a virtual machine.
+    container
+        Whether this is a container; others may run on the same machine.
     """
 
     processors: int
@@ -47,37 +68,39 @@ class Host:
     container: bool = False
 
 
-def host(steal_fraction: float | None = None, *, root: Path = Path("/"), allowed: set[int] | None = None) -> Host:
-    """This machine, or the one whose /proc and /sys lie under `root`; `allowed` are the processors in use."""
+def read_host(
+    steal_fraction: float | None = None, *, root: Path = Path("/"), allowed: set[int] | None = None
+) -> Host:
+    """Return this machine's state, or that of /proc and /sys under `root`; `allowed` are the processors in use."""
     if allowed is None:
         allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else {0}
     cpus, first = root / _CPUS, root / _CPUS / f"cpu{min(allowed)}" / "cpufreq"
-    siblings = {text(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    siblings = {read_text_file(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     turbo, switch = _turbo(cpus)
-    clocks = [number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
-    info = text(root / "proc/cpuinfo") or ""
+    clocks = [read_number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
+    info = read_text_file(root / "proc/cpuinfo") or ""
     flags = re.search(r"^flags\s*:(.*)$", info, flags=re.M)
-    load = text(root / "proc/loadavg")
+    load = read_text_file(root / "proc/loadavg")
     quotas, throttled = _quota(root)
     return Host(
         processors=len(allowed),
         cores=len(siblings),
-        governor=text(first / "scaling_governor"),
+        governor=read_text_file(first / "scaling_governor"),
         turbo=turbo,
         turbo_switch=switch,
         clock_hertz=_mean_clock(clocks, info),
-        most_clock_hertz=_scaled(number(first / "cpuinfo_max_freq"), 1e3),
+        most_clock_hertz=_scaled(read_number(first / "cpuinfo_max_freq"), 1e3),
         quota_cores=quotas,
         throttled_periods=throttled,
         load=float(load.split()[0]) if load else None,
         steal_fraction=steal_fraction,
         virtual=None if flags is None else "hypervisor" in flags[1].split(),
-        container=container(root),
+        container=runs_in_container(root),
     )
 
 
-def advice(host: Host) -> list[str]:
-    """What to change for quieter numbers, what disturbs most first: each time a sentence with the remedy."""
+def list_advice(host: Host) -> list[str]:
+    """Return advice for less noise, the greatest source first: one sentence each, with the remedy."""
     return [*_taken_away(host), *_clock(host), *_shared(host)]
 
 
@@ -128,21 +151,21 @@ def _shared(host: Host) -> Iterator[str]:
 
 
 def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
-    """Whether the clock may rise above its base, and the command that forbids it."""
-    if (setting := text(cpus / "intel_pstate/no_turbo")) is not None:
+    """Return whether the clock may rise above its base, and the command that forbids it."""
+    if (setting := read_text_file(cpus / "intel_pstate/no_turbo")) is not None:
         return setting == "0", "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
-    if (setting := text(cpus / "cpufreq/boost")) is not None:
+    if (setting := read_text_file(cpus / "cpufreq/boost")) is not None:
         return setting == "1", "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
     return None, None
 
 
 def _quota(root: Path) -> tuple[float | None, int | None]:
-    """The least quota of the control groups that this process is in, in cores, and how often it ran out."""
+    """Return the least quota of this process's control groups in cores, and how often it was used up."""
     found: list[tuple[float, int | None]] = []
-    for group in groups("cpu", root):
-        quota, _, period = (text(group / "cpu.max") or "max 0").partition(" ")
-        old = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
-        stat = re.search(r"^nr_throttled (\d+)", text(group / "cpu.stat") or "", flags=re.M)
+    for group in list_cgroups("cpu", root):
+        quota, _, period = (read_text_file(group / "cpu.max") or "max 0").partition(" ")
+        old = read_number(group / "cpu.cfs_quota_us"), read_number(group / "cpu.cfs_period_us")
+        stat = re.search(r"^nr_throttled (\d+)", read_text_file(group / "cpu.stat") or "", flags=re.M)
         throttled = int(stat[1]) if stat else None
         if quota != "max":
             found.append((int(quota) / int(period), throttled))

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs through NVML: the state of one while it measures, and what a table records of it.
+"""State of an NVIDIA GPU during a measurement, and its environment, through NVML.
 
-`discovery` finds GPUs; everything here needs a driver. NVML is imported where it is used, so that a machine without
-one can import this. What a device does not report (a virtual one hides much) is None.
+`gpu_discovery` finds GPUs; everything here needs a driver. NVML is imported late, so that a machine without it can
+import this. A value that the device does not report is None; virtual GPUs hide many.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
-from latbench.machines import gpu_discovery as discovery
+from latbench.machines.devices import count_cores, describe_cpu_environment, find_version
+from latbench.machines.gpu_discovery import list_gpus
 from latbench.machines.gpu_names import Gpu
 
 # nvml.h, "clocks event reasons": why the clocks are not higher than they are.
@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-
 
 
 @dataclass(frozen=True)
-class State:
+class GpuState:
     """What the driver reports at one moment."""
 
     clock_hertz: float | None = None
@@ -51,9 +51,10 @@ class State:
         return not THROTTLING.isdisjoint(self.reasons)
 
 
-def columns(states: Iterable[State]) -> dict[str, Any]:
-    """The telemetry columns of a row from the states in which it was sampled: medians, the highest temperature, and
-    every event reason that occurred, joined by plus signs ("" for none).
+def summarise_gpu_states(states: Iterable[GpuState]) -> dict[str, Any]:
+    """Return the telemetry columns of a row from the states during its sampling.
+
+    Medians, the highest temperature, and all event reasons joined by plus signs ("" for none).
     """
     seen = list(states)
     if not seen:
@@ -72,12 +73,12 @@ def _median(values: Iterable[float | None]) -> float | None:
     return float(median(known)) if known else None
 
 
-def reasons(bits: int) -> frozenset[str]:
-    """The names of the event reasons in NVML's bit mask."""
+def parse_event_reasons(bits: int) -> frozenset[str]:
+    """Return the names of the event reasons in NVML's bit mask."""
     return frozenset(name for bit, name in _REASONS.items() if bits & bit)
 
 
-class Observer:
+class GpuObserver:
     """Reads the state of one device; NVML stays open until `close`."""
 
     def __init__(self, uuid: str) -> None:
@@ -85,23 +86,23 @@ class Observer:
         self._nvml.nvmlInit()
         self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
 
-    def __call__(self) -> State:
-        """The state now."""
+    def __call__(self) -> GpuState:
+        """Return the present state."""
         handle = self._handle
         # The reasons were called throttle reasons before driver 535.
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if bits is None:
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return State(
+        return GpuState(
             clock_hertz=_scaled(self._ask("nvmlDeviceGetClockInfo", handle, _SM), 1e6),
             memory_clock_hertz=_scaled(self._ask("nvmlDeviceGetClockInfo", handle, _MEMORY), 1e6),
             power_watts=_scaled(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
             temperature_celsius=_scaled(self._ask("nvmlDeviceGetTemperature", handle, _CORE_TEMPERATURE), 1.0),
-            reasons=reasons(bits or 0),
+            reasons=parse_event_reasons(bits or 0),
         )
 
     def facts(self) -> dict[str, Any]:
-        """What does not change while this process lives: limits, sizes, versions of driver and CUDA."""
+        """Return what does not change during this process: limits, sizes, versions of driver and CUDA."""
         handle = self._handle
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
@@ -126,8 +127,9 @@ class Observer:
         }
 
     def setting(self) -> dict[str, Any]:
-        """What an administrator may change, and who else is there: persistence mode, the power limit as it came, how
-        many processes compute on the device.
+        """Return what an administrator may change, and who shares the device.
+
+        Persistence mode, the default power limit, and the number of processes that compute on the device.
         """
         handle = self._handle
         persistence = self._ask("nvmlDeviceGetPersistenceMode", handle)
@@ -139,16 +141,16 @@ class Observer:
         }
 
     def free_bytes(self) -> float:
-        """Device memory that nobody uses now; infinite where the driver hides it."""
+        """Return the free device memory in bytes; infinite where the driver hides it."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", self._handle)
         return float("inf") if memory is None else float(memory.free)
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Close NVML."""
         self._nvml.nvmlShutdown()
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """What an NVML function returns; None where this version or this device has it not."""
+        """Return the result of an NVML function; None where this version or device lacks it."""
         if not hasattr(self._nvml, function):
             return None
         with contextlib.suppress(self._nvml.NVMLError):
@@ -157,41 +159,41 @@ class Observer:
 
 
 @contextlib.contextmanager
-def observing(uuid: str) -> Iterator[Observer]:
-    """An observer while the context is open."""
-    observer = Observer(uuid)
+def open_observer(uuid: str) -> Iterator[GpuObserver]:
+    """Open an observer of the GPU with this UUID for the length of the context."""
+    observer = GpuObserver(uuid)
     try:
         yield observer
     finally:
         observer.close()
 
 
-def only_gpu() -> Gpu:
+def find_first_gpu() -> Gpu:
     """Return the first GPU that this process may use. Raises EnvironmentUnusable where there is none."""
-    found, reason = discovery.gpus()
+    found, reason = list_gpus()
     if not found:
         raise EnvironmentUnusable(reason)
     return found[0]
 
 
-def environment(gpu: Gpu) -> dict[str, Any]:
-    """What is told of the environment on `gpu`: the device, its driver, the libraries, its host."""
-    host = devices.environment(devices.cores())
+def describe_gpu_environment(gpu: Gpu) -> dict[str, Any]:
+    """Return the environment on `gpu`: the device, its driver, the libraries, its host."""
+    host = describe_cpu_environment(count_cores())
     row = {name: value for name, value in host.items() if name not in ("env_id", "threads")}
-    with observing(gpu.uuid) as observer:
+    with open_observer(gpu.uuid) as observer:
         facts = observer.facts()
     row |= {
         "device": gpu.device,
-        "device_uuid_hash": uuid_hash(gpu),
+        "device_uuid_hash": hash_uuid(gpu),
         "host": host["device"],
         **facts,
-        **{package: devices.version(package) for package in _PACKAGES},
+        **{package: find_version(package) for package in _PACKAGES},
     }
-    return {"env_id": env_id(row), **row}
+    return {"env_id": hash_environment(row), **row}
 
 
-def uuid_hash(gpu: Gpu) -> str:
-    """Tells this GPU from others of its kind without saying which it is."""
+def hash_uuid(gpu: Gpu) -> str:
+    """Return a hash that tells this GPU from others of its kind without identifying it."""
     return hashlib.sha256(f"latbench {gpu.uuid}".encode()).hexdigest()[:12]
 
 

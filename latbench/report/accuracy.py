@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import NOTHING, format_percent, format_ratio
 from latbench.errors import BadData
 from latbench.report.elements import Cell, Chart, Section, Table, count_cell, table
 from latbench.report.figures import (
@@ -110,12 +110,12 @@ def section(points: pd.DataFrame) -> Section:
             f"Nothing loses less than {loss} on average."
             if best is None
             else f"The fastest that loses no more than {loss} on average is {best['pattern']} with {best['method']}: "
-            f"{units.ratio(best['speedup'])} at {said(best['accuracy'], share)}, {said(base, share)} dense."
+            f"{format_ratio(best['speedup'])} at {said(best['accuracy'], share)}, {said(base, share)} dense."
         )
         tables.append((f"The highest speedup that loses no more than {loss}", _kept(sparse, base, share)))
     cells = [
-        [row["pattern"], row["method"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
-         Cell(units.ratio(row["speedup"]), row["speedup"]),
+        [row["pattern"], row["method"], Cell(format_percent(row["sparsity"]), row["sparsity"]),
+         Cell(format_ratio(row["speedup"]), row["speedup"]),
          Cell(said(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]),
          _difference(row["accuracy"] - base, share), count_cell(row["seeds"])]
         for row in points.to_dict("records")
@@ -160,10 +160,10 @@ def _kept(sparse: pd.DataFrame, base: float, share: bool) -> Table:
             tried = own[own["method"] == method]
             best = _fastest(tried, base, share)
             if best is None:
-                cells.append(Cell("none", 0.0) if len(tried) else Cell(units.NOTHING))
+                cells.append(Cell("none", 0.0) if len(tried) else Cell(NOTHING))
             else:
-                at = "" if math.isnan(best["sparsity"]) else f" at {units.percent(best['sparsity'])}"
-                cells.append(Cell(units.ratio(best["speedup"]), best["speedup"], said(best["accuracy"], share) + at))
+                at = "" if math.isnan(best["sparsity"]) else f" at {format_percent(best['sparsity'])}"
+                cells.append(Cell(format_ratio(best["speedup"]), best["speedup"], said(best["accuracy"], share) + at))
         rows.append([str(pattern), *cells])
     return table(["pattern", *(f"#{method}" for method in methods)], rows)
 
@@ -171,7 +171,7 @@ def _kept(sparse: pd.DataFrame, base: float, share: bool) -> Table:
 def _difference(value: float, share: bool) -> Cell:
     """How much better or worse than dense, in percentage points of a share."""
     if math.isnan(value):
-        return Cell(units.NOTHING)
+        return Cell(NOTHING)
     return Cell(f"{100 * value:+.2f}" if share else f"{value:+.3g}", value)
 
 
@@ -220,9 +220,9 @@ def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> F
 
 
 def _hover(row: Mapping[Any, Any], share: bool) -> str:
-    sparsity = "" if math.isnan(row["sparsity"]) else f" at {units.percent(row['sparsity'])}"
+    sparsity = "" if math.isnan(row["sparsity"]) else f" at {format_percent(row['sparsity'])}"
     seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
     return (
-        f"<b>{plain(row['pattern'])}</b>{sparsity}, {plain(row['method'])}<br>{units.ratio(row['speedup'])}<br>"
+        f"<b>{plain(row['pattern'])}</b>{sparsity}, {plain(row['method'])}<br>{format_ratio(row['speedup'])}<br>"
         f"{said(row['accuracy'], share, row['low'], row['high'])}, {seeds}"
     )

@@ -16,8 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from latbench.base import bundled_data as bundled
-from latbench.base import number_format as units
+from latbench.base.bundled_data import format_place
+from latbench.base.number_format import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+)
 from latbench.errors import BadData
 from latbench.report import figures, overview, sections
 from latbench.report import frames as data
@@ -107,7 +115,7 @@ def build(first: Side, second: Side, changes: Sequence[Change] | None, command: 
         _environment(first, second),
         _provenance(first, second, command),
     ]
-    facts = [f"{units.count(len(pairs))} shared points", f"{pairs['shape'].nunique()} shared layer shapes"]
+    facts = [f"{format_count(len(pairs))} shared points", f"{pairs['shape'].nunique()} shared layer shapes"]
     return {
         "headline": _headline(first, second, pairs, changes),
         "subtitle": " · ".join([f"{first.name} against {second.name}", *facts]),
@@ -128,7 +136,7 @@ def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[
     who = [_sure(kind, things, own, first, second) for kind, things, own in kinds if len(own)]
     lead = f"{' '.join(who)} Compared is the fastest kernel of either side at each shape, pattern and sparsity."
     if counts[UNCLEAR]:
-        lead += f" {units.count(counts[UNCLEAR])} points are too noisy, or too near the noise, to be judged."
+        lead += f" {format_count(counts[UNCLEAR])} points are too noisy, or too near the noise, to be judged."
     starts = [_start(side) for side in (first, second)]
     tiles = [
         Tile("Dense", _middle(dense), f"{first.name} over {second.name}, median of {len(dense)} shapes"),
@@ -170,7 +178,7 @@ def _lead(kind: str, own: pd.DataFrame, first: Side, second: Side) -> _Lead:
     winner, loser = (first, second) if middle >= 1 else (second, first)
     known = own[["low", "high"]].dropna()
     alike = len(known) > 0 and not (_median(known["low"]) > 1 or _median(known["high"]) < 1)
-    return _Lead(kind, winner.name, loser.name, units.ratio(max(middle, 1 / middle)), alike)
+    return _Lead(kind, winner.name, loser.name, format_ratio(max(middle, 1 / middle)), alike)
 
 
 def _median(ratios: pd.Series) -> float:
@@ -186,25 +194,25 @@ def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) 
     if unknown == len(own):
         ours, theirs = int((own["ratio"] > 1).sum()), int((own["ratio"] < 1).sum())
     said = (
-        f"{kind}, {first.name} is faster at {units.count(ours)} of {units.count(len(own))} {things}, {second.name} "
-        f"at {units.count(theirs)}"
+        f"{kind}, {first.name} is faster at {format_count(ours)} of {format_count(len(own))} {things}, {second.name} "
+        f"at {format_count(theirs)}"
     )
     if unsure:
-        said += f"; at {units.count(unsure)} the difference is within the noise"
+        said += f"; at {format_count(unsure)} the difference is within the noise"
     if unknown == len(own):
         return f"{said}; how sure that is cannot be told: the noise of none is known."
-    return f"{said}; of {units.count(unknown)} the noise is unknown." if unknown else f"{said}."
+    return f"{said}; of {format_count(unknown)} the noise is unknown." if unknown else f"{said}."
 
 
 def _middle(pairs: pd.DataFrame) -> str:
-    return units.ratio(_median(pairs["ratio"])) if len(pairs) else units.NOTHING
+    return format_ratio(_median(pairs["ratio"])) if len(pairs) else NOTHING
 
 
 def _start(side: Side) -> str:
     if side.starts.empty:
-        return units.NOTHING
+        return NOTHING
     start, at_lowest = overview.typical_start(side.starts)
-    return "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
+    return "never" if start == math.inf else ("≤ " if at_lowest else "") + format_percent_rounded_up(start)
 
 
 def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
@@ -217,18 +225,18 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     moved = 0
     for row in dense.to_dict("records"):
         place = (row["setting"], row["shape"])
-        ours, theirs = (found.get(place, Cell(units.NOTHING)) for found in uses)
+        ours, theirs = (found.get(place, Cell(NOTHING)) for found in uses)
         moved += ours.value != theirs.value
         if len(rows) < SHAPES:
             rows.append([
                 Cell(data.place_label(*place)),
-                Cell(units.seconds(row["first"]), row["first"], str(row["first_engine"])),
-                Cell(units.seconds(row["second"]), row["second"], str(row["second_engine"])),
+                Cell(format_seconds(row["first"]), row["first"], str(row["first_engine"])),
+                Cell(format_seconds(row["second"]), row["second"], str(row["second_engine"])),
                 _ratio_cell(row),
-                _ratio_cell(sparse[place]) if place in sparse else Cell(units.NOTHING),
+                _ratio_cell(sparse[place]) if place in sparse else Cell(NOTHING),
                 ours, theirs,
             ])  # fmt: skip
-    at = units.percent(level)
+    at = format_percent(level)
     heads = ["layer shape", f"#dense, {first.name}", f"#dense, {second.name}", "#ratio, dense", f"#ratio at {at}",
              f"use on {first.name}", f"use on {second.name}"]  # fmt: skip
     sentences = [
@@ -308,7 +316,7 @@ def _start_table(starts: pd.DataFrame, first: Side, second: Side) -> Table:
             if row[side] == math.inf:
                 cells.append(Cell("never", 2.0))
             else:
-                text = ("≤ " if row[f"{side}_lowest"] else "") + units.percent_up(row[side], 3)
+                text = ("≤ " if row[f"{side}_lowest"] else "") + format_percent_rounded_up(row[side], 3)
                 cells.append(Cell(text, row[side], str(row[f"{side}_pattern"])))
         apart = row["second"] - row["first"]
         if row["first"] == row["second"]:
@@ -334,7 +342,7 @@ def _uses(side: Side, level: float) -> dict[Place, Cell]:
     for place, rows in starts.items():
         use = overview.favourite(rows, best[place])
         gains = [row["speedup"] for row in best[place] if abs(row["sparsity"] - level) < 0.01]
-        gain = f"{units.ratio(gains[0])} at {units.percent(level)}" if gains else ""
+        gain = f"{format_ratio(gains[0])} at {format_percent(level)}" if gains else ""
         if use is None:
             found[place] = Cell("stay dense", "dense", gain)
         else:
@@ -345,7 +353,7 @@ def _uses(side: Side, level: float) -> dict[Place, Cell]:
 def _ratio_cell(row: Mapping[Any, Any]) -> Cell:
     unsure = not (row["low"] > 1 or row["high"] < 1)
     tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(row["ratio"])))
-    return Cell(("≈ " if unsure else "") + units.ratio(row["ratio"]), row["ratio"], "", tint)
+    return Cell(("≈ " if unsure else "") + format_ratio(row["ratio"]), row["ratio"], "", tint)
 
 
 def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
@@ -366,7 +374,7 @@ def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
             for row in own.to_dict("records")
         }
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
-        heads = [units.percent(sparsity) if sparsity else "dense" for sparsity in columns]
+        heads = [format_percent(sparsity) if sparsity else "dense" for sparsity in columns]
         choices.append((str(pattern), {"map": maps.heat_map(grid, heads, labels, limit)}))
     sentences = [f"Blue: {first.name} is faster; orange: {second.name} is."]
     if len(places) < len(order):
@@ -414,11 +422,11 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
 
 def _hover(row: Mapping[Any, Any], first: Side, second: Side) -> str:
     names = dict.fromkeys([row["pattern"], row.get("second_pattern", row["pattern"])])
-    what = " and ".join(names) + (f" at {units.percent(row['sparsity'])}" if row["sparsity"] else "")
+    what = " and ".join(names) + (f" at {format_percent(row['sparsity'])}" if row["sparsity"] else "")
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(what)}<br>{units.ratio(row['ratio'], row['low'], row['high'])}<br>"
-        f"{units.seconds(row['first'])}, {plain(row['first_engine'])} ({plain(first.name)})<br>"
-        f"{units.seconds(row['second'])}, {plain(row['second_engine'])} ({plain(second.name)})"
+        f"<b>{plain(row['shape'])}</b><br>{plain(what)}<br>{format_ratio(row['ratio'], row['low'], row['high'])}<br>"
+        f"{format_seconds(row['first'])}, {plain(row['first_engine'])} ({plain(first.name)})<br>"
+        f"{format_seconds(row['second'])}, {plain(row['second_engine'])} ({plain(second.name)})"
     )
 
 
@@ -429,8 +437,8 @@ def _by_pattern(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
         middle, least, most = _median(own["ratio"]), float(own["ratio"].min()), float(own["ratio"].max())
         starts = [_pattern_start(side, str(pattern)) for side in (first, second)]
         rows.append([
-            str(pattern), count_cell(len(own)), Cell(units.ratio(middle), middle), Cell(units.ratio(least), least),
-            Cell(units.ratio(most), most), *starts,
+            str(pattern), count_cell(len(own)), Cell(format_ratio(middle), middle), Cell(format_ratio(least), least),
+            Cell(format_ratio(most), most), *starts,
         ])  # fmt: skip
     heads = ["pattern", "#points", "#median ratio", "#least", "#most",
              f"#pays from, {first.name}", f"#pays from, {second.name}"]  # fmt: skip
@@ -446,12 +454,12 @@ def _by_pattern(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
 def _pattern_start(side: Side, pattern: str) -> Cell:
     own = side.break_evens[side.break_evens["pattern"] == pattern]
     if own.empty:
-        return Cell(units.NOTHING)
+        return Cell(NOTHING)
     start, at_lowest = overview.typical_start(own)
     if start == math.inf:
         return Cell("never", 2.0)
     sign = "at " if (own["sparsities"] == 1).all() else "≤ " if at_lowest else ""
-    return Cell(sign + units.percent_up(start), start)
+    return Cell(sign + format_percent_rounded_up(start), start)
 
 
 def _changes(changes: Sequence[Change]) -> Section:
@@ -459,12 +467,12 @@ def _changes(changes: Sequence[Change]) -> Section:
     counts = Counter(change.kind for change in changes)
     told = [change for change in changes if change.kind != SAME]
     rows: list[list[Cell | str]] = [
-        [change.kind, change_label(change), Cell(units.seconds(change.before), change.before),
-         Cell(units.seconds(change.after), change.after),
-         Cell(units.ratio(change.ratio, change.low, change.high), change.ratio, change.reason)]
+        [change.kind, change_label(change), Cell(format_seconds(change.before), change.before),
+         Cell(format_seconds(change.after), change.after),
+         Cell(format_ratio(change.ratio, change.low, change.high), change.ratio, change.reason)]
         for change in told[:CHANGES]
     ]  # fmt: skip
-    said = ", ".join(f"{units.count(counts[kind])} {kind}" for kind in KINDS if counts[kind])
+    said = ", ".join(f"{format_count(counts[kind])} {kind}" for kind in KINDS if counts[kind])
     sentences = [
         f"Point by point, judged by the samples of both and by how unlike two runs of equal work are: {said}. A time "
         "over the other's above 1× is slower."
@@ -480,7 +488,7 @@ def change_label(change: Change) -> str:
     """A point in words: shape, pattern, sparsity, engine."""
     key = change.key
     what = key["model"] or "" if key["op"] == "model" or key["m"] is None else data.shape_label(key)
-    sparsity = units.percent(key["sparsity_target"]) if key["sparsity_target"] else ""
+    sparsity = format_percent(key["sparsity_target"]) if key["sparsity_target"] else ""
     engine = data.engine_name(key["backend"], key["kernel_requested"] or "")
     return ", ".join(text for text in (what, f"{key['pattern']} {sparsity}".strip(), engine) if text)
 
@@ -489,7 +497,7 @@ def _environment(first: Side, second: Side) -> Section:
     """Machines, software and ways of measuring in two columns, what differs first."""
     known = [_facts(side) for side in (first, second)]
     names = list(dict.fromkeys([*known[0], *known[1]]))
-    rows = [(name, *(found.get(name, units.NOTHING) for found in known)) for name in names]
+    rows = [(name, *(found.get(name, NOTHING) for found in known)) for name in names]
     rows.sort(key=lambda row: row[1] == row[2])
     differ = sum(row[1] != row[2] for row in rows)
     cells = [[row[0].replace("_", " "), row[1], row[2]] for row in rows]
@@ -504,7 +512,7 @@ def _facts(side: Side) -> dict[str, str]:
         for name, value in record.items():
             if name != "env_id" and sections.says_something(value):
                 values = found.setdefault(name, [])
-                text = units.size(value) if name.endswith("_bytes") else str(value)
+                text = format_bytes(value) if name.endswith("_bytes") else str(value)
                 if text not in values:
                     values.append(text)
     facts = {name: ", ".join(values) for name, values in found.items()}
@@ -513,7 +521,7 @@ def _facts(side: Side) -> dict[str, str]:
 
 def _provenance(first: Side, second: Side, command: Sequence[str]) -> Section:
     files = [
-        [side.name, source.role, bundled.said(source.path), source.digest[:16]]
+        [side.name, source.role, format_place(source.path), source.digest[:16]]
         for side in (first, second)
         for source in side.inputs.sources
     ]

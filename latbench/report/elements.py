@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_count, format_percent
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Table:
 
 def share_cell(value: float | None) -> Cell:
     """A share of one, in percent."""
-    return Cell(units.percent(value), value)
+    return Cell(format_percent(value), value)
 
 
 def count_cell(value: int) -> Cell:
     """A count."""
-    return Cell(units.count(value), value)
+    return Cell(format_count(value), value)

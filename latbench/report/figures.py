@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import (
+    choose_time_unit,
+    format_percent,
+    format_ratio,
+    format_round_seconds,
+    format_seconds,
+)
 from sparse_kernels.patterns import VectorNM
 
 Figure = dict[str, Any]
@@ -103,7 +109,7 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
                 "marker": {"symbol": "circle-open", "size": 13, "color": look.colour, "line": {"width": 3}},
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
-    engine, seconds = plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
+    engine, seconds = plain(speedups[0]["dense_engine"]), format_seconds(speedups[0]["dense_seconds"])
     drawn = [row[name] for row in speedups for name in ("speedup", "speedup_low", "speedup_high")]
     lowest, highest = float(np.nanmin([0.9, *drawn])), float(np.nanmax([1.2, *drawn]))
     layout = {
@@ -130,10 +136,10 @@ def _heat(speedups: Sequence[Record]) -> Figure:
     limit = max(0.1, *(abs(math.log2(gain)) for gain in gains.values()))  # a range even where all equals dense
     heat = {
         "type": "heatmap",
-        "x": [units.percent(sparsity) for sparsity in sparsities],
+        "x": [format_percent(sparsity) for sparsity in sparsities],
         "y": [plain(pattern) for pattern in patterns],
         "z": [[None if gain is None else round(math.log2(gain), 2) for gain in row] for row in grid],
-        "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in grid],
+        "text": [["" if gain is None else format_ratio(gain) for gain in row] for row in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
         "colorscale": CELLS, "texttemplate": "%{text}", "textfont": {"size": 12, "color": "@ink"},
         "hovertemplate": "<b>%{y}</b> at %{x}<br>%{text} dense<extra></extra>",
@@ -205,7 +211,7 @@ def profile(layers: pd.DataFrame) -> Figure:
 
     Columns: name, pattern, sparsity, seconds, low, high.
     """
-    scale, unit = units.axis(float(layers["seconds"].max()))
+    scale, unit = choose_time_unit(float(layers["seconds"].max()))
     data = []
     look_of = looks(layers["pattern"])
     for pattern, rows in layers.groupby("pattern", sort=True):
@@ -223,7 +229,7 @@ def profile(layers: pd.DataFrame) -> Figure:
                 "shape": look_of[str(pattern)].hatch, "fillmode": "overlay", "solidity": 0.15, "size": 7,
                 "fgcolor": "#ffffff" if kind in WHITE_ON else "#000000",
             }},
-            "text": [units.percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
+            "text": [format_percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
             "textposition": "inside", "insidetextanchor": "start",
             "textfont": {"color": "#ffffff" if kind in WHITE_ON else "#000000"},
             "hovertemplate": f"<b>%{{y}}</b><br>{name}, %{{text}}<br>%{{x:.3~r}} {unit}<extra></extra>",
@@ -243,7 +249,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
 
     Columns: name, kind (dense, predicted, measured), seconds, low, high.
     """
-    scale, unit = units.axis(float(times["seconds"].max()))
+    scale, unit = choose_time_unit(float(times["seconds"].max()))
     colours = {"dense": COLOURS["dense"], "predicted": "#56B4E9", "measured": GAIN}
     data = [{
         "type": "bar", "orientation": "h", "y": [plain(name) for name in times["name"]],
@@ -253,7 +259,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
             "arrayminus": short((times["seconds"] - times["low"]) / scale),
             "color": "@ink", "thickness": 1.5, "width": 5,
         },
-        "text": [units.seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
+        "text": [format_seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
         "textposition": "none", "hovertemplate": "<b>%{y}</b><br>%{text}<extra></extra>", "showlegend": False,
     }]  # fmt: skip
     layout = {
@@ -270,7 +276,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
 
 
 def _point_text(row: Record) -> str:
-    text = f"{units.seconds(row['seconds'], row['low'], row['high'])}<br>{plain(row['kernel'])}"
+    text = f"{format_seconds(row['seconds'], row['low'], row['high'])}<br>{plain(row['kernel'])}"
     return text + "<br>noisy" if row["noisy"] else text
 
 
@@ -297,7 +303,7 @@ def time_axis(title: str, low: float, high: float) -> Figure:
     ticks = log_ticks(low, high, "")["tickvals"]
     return {
         "title": {"text": title}, "type": "log",
-        "tickvals": ticks, "ticktext": [units.round_seconds(tick) for tick in ticks],
+        "tickvals": ticks, "ticktext": [format_round_seconds(tick) for tick in ticks],
         "range": [math.log10(low) - 0.05, math.log10(high) + 0.05],
     }  # fmt: skip
 

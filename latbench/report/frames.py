@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_threads
 from latbench.tables.layer_columns import check_layers
 from latbench.tables.schema import TIMED
 from latbench.tables.table import select_timed
@@ -413,7 +413,7 @@ def shape_label(row: Mapping[Any, Any]) -> str:
 def _value_label(name: str, value: Any) -> str:
     if value is None or value != value:
         return f"{name.replace('_', ' ')} unknown"
-    return units.threads(_plainly(value)) if name == "threads" else str(value)
+    return format_threads(_plainly(value)) if name == "threads" else str(value)
 
 
 def _plainly(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_threads
 from latbench.errors import EnvironmentUnusable
 from latbench.report import accuracy, overview, roofline, sections, trade_off
 from latbench.report import frames as data
@@ -75,7 +75,7 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
     ]
     apart, shapes = ({place[part] for place in content.places} for part in (0, 1))
     ways = f" in {len(apart)} settings" if len(apart) > 1 else ""
-    facts = [settings["device"], settings["threads"] and units.threads(settings["threads"]), settings["dtype_w"],
+    facts = [settings["device"], settings["threads"] and format_threads(settings["threads"]), settings["dtype_w"],
              f"{len(shapes)} layer shapes{ways}", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
     if ways:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base import files
+from latbench.base.files import hash_file
 from latbench.errors import BadData, UsageError
 from latbench.report import accuracy as results
 from latbench.report import trade_off
@@ -20,7 +20,7 @@ from latbench.tables.latest_rows import accept_every_row, read_latest
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import find_workload_file
 from search.artifacts.profile import Profile, read_profile
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def read(
         "pruned model": pruned and pruned / "manifest.json",
         "verification": verify and verify / "verify.json",
         "layer database": database and database / "database.json",
-        "workload": workloads.find(workload) if workload else None,
+        "workload": find_workload_file(workload) if workload else None,
         "accuracies": accuracy,
     }
-    sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
+    sources = [Source(role, path, hash_file(path)) for role, path in given.items() if path]
     return replace(found, sources=(*found.sources, *sources))
 
 

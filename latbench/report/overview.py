@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+)
 from latbench.report import frames as data
 from latbench.report.elements import Cell, Section, Table, Tile, table
 from latbench.report.report_data import Content
@@ -53,13 +61,13 @@ def what_pays(content: Content, device: str) -> Headline:
     level = min(data.levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
     at_level = best[best["sparsity"] == level]
     middle = float(at_level["speedup"].median())
-    worst, top = (units.ratio(at_level["speedup"].agg(how)) for how in ("min", "max"))
+    worst, top = (format_ratio(at_level["speedup"].agg(how)) for how in ("min", "max"))
     certain = int((at_level["speedup_low"] > 1).sum())
     gains = int((at_level["speedup"] > 1).sum())
-    at = units.percent(level)
+    at = format_percent(level)
     spread = f" ({worst} to {top})" if shapes > 1 else ""
-    title = f"At {at} sparsity, layers run {units.ratio(middle)} as fast as dense{spread}"
-    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
+    title = f"At {at} sparsity, layers run {format_ratio(middle)} as fast as dense{spread}"
+    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + format_percent_rounded_up(start)
     lead = (
         f"On {device}: {_uses(uses, shapes)} Every speedup is over the fastest dense engine at the same shape. "
         f"{_alone(speedups)}At {at}, {gains} of {_things(len(at_level), 'shape')} gain"
@@ -67,7 +75,7 @@ def what_pays(content: Content, device: str) -> Headline:
         + (" Only time is compared: what accuracy a pattern costs is another matter." if gains else "")
     )  # fmt: skip
     noise = content.noise
-    width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
+    width = format_percent(float(noise["median"].median())) if len(noise) else NOTHING
     sure = int(content.break_evens.groupby(data.PLACE)["certain"].min().notna().sum())
     tiles = [
         Tile(
@@ -75,7 +83,7 @@ def what_pays(content: Content, device: str) -> Headline:
             f"{paying} of {shapes}",
             f"{sure} beyond doubt: a pattern is faster than dense up to the highest sparsity it was timed at",
         ),
-        Tile(f"Gain at {at}", units.ratio(middle), f"median shape, {worst} to {top}"),
+        Tile(f"Gain at {at}", format_ratio(middle), f"median shape, {worst} to {top}"),
         Tile("Pays from", from_there, "the fastest pattern, up to the highest sparsity, median shape"),
         Tile("Noise", width, "typical width of a time's 95% interval: smaller differences are none"),
     ]
@@ -140,7 +148,7 @@ def in_short(profile: Profile) -> str:
         found.setdefault(layer.pattern, []).append(layer.sparsity)
     texts = []
     for pattern, sparsities in sorted(found.items(), key=lambda item: (item[0] == STAY_DENSE, -len(item[1]))):
-        ends = list(dict.fromkeys(units.percent(end) for end in (min(sparsities), max(sparsities))))
+        ends = list(dict.fromkeys(format_percent(end) for end in (min(sparsities), max(sparsities))))
         at = "" if pattern == STAY_DENSE else f" at {' to '.join(ends)}"
         texts.append(f"{pattern}{at} in {_things(len(sparsities), 'layer')}")
     return f"What it uses: {', '.join(texts)}."
@@ -148,15 +156,15 @@ def in_short(profile: Profile) -> str:
 
 def promise(verdict: SpeedupVerdict, profile: Profile | None) -> Headline:
     """What was promised and what was measured."""
-    target, gain = units.ratio(verdict.target), units.ratio(verdict.measured_speedup)
-    measured, predicted = units.seconds(verdict.measured_seconds), units.seconds(verdict.predicted_seconds)
-    dense = units.seconds(verdict.dense_seconds)
+    target, gain = format_ratio(verdict.target), format_ratio(verdict.measured_speedup)
+    measured, predicted = format_seconds(verdict.measured_seconds), format_seconds(verdict.predicted_seconds)
+    dense = format_seconds(verdict.dense_seconds)
     if gain == target and not verdict.met:
         gain = f"{verdict.measured_speedup:.4f}×"
     title = f"{verdict.task} runs {gain} faster" + (", as promised" if verdict.met else f", not {target} as promised")
     narrow = verdict.measured_speedup_low < verdict.target <= verdict.measured_speedup
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
-    difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
+    difference = f"{format_percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
     where, whose = {
         "deepsparse": (" on DeepSparse", ", for latbench's own kernels,"), "numba-bf16": (" in bfloat16", ""),
@@ -164,13 +172,13 @@ def promise(verdict: SpeedupVerdict, profile: Profile | None) -> Headline:
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
-        f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
+        f"{format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
         f"{'The interval reaches below the target: it was met, but not beyond the noise. ' if narrow else ''}"
         f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
         f"{'inside' if inside else 'outside'} the interval." + (f" {in_short(profile)}" if profile else "")
     )
-    interval = f"{units.seconds(verdict.predicted_low)} to {units.seconds(verdict.predicted_high)}"
-    sure = f"{verdict.measured_speedup_low:.2f}–{units.ratio(verdict.measured_speedup_high)}"
+    interval = f"{format_seconds(verdict.predicted_low)} to {format_seconds(verdict.predicted_high)}"
+    sure = f"{verdict.measured_speedup_low:.2f}–{format_ratio(verdict.measured_speedup_high)}"
     name = verdict.score_name or "score"
     tiles = [
         Tile("Target", target, "over the fastest dense engine, end to end"),
@@ -182,10 +190,10 @@ def promise(verdict: SpeedupVerdict, profile: Profile | None) -> Headline:
         ),
     ]
     if profile and profile.ceiling and profile.ceiling < MOST_TOLD:
-        tiles.append(Tile("Ceiling", units.ratio(profile.ceiling), "if every searched layer took no time at all"))
+        tiles.append(Tile("Ceiling", format_ratio(profile.ceiling), "if every searched layer took no time at all"))
     if profile and (weights := profile.weights):
-        beside = f"all of them, packed; {units.size(weights.most)} allowed, {units.size(weights.dense)} dense"
-        tiles.append(Tile("Weights", units.size(weights.packed), beside))
+        beside = f"all of them, packed; {format_bytes(weights.most)} allowed, {format_bytes(weights.dense)} dense"
+        tiles.append(Tile("Weights", format_bytes(weights.packed), beside))
     return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
 
 
@@ -206,12 +214,12 @@ def verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence
     rows = []
     for place in places:
         first, at = fastest[place][0], {row["sparsity"]: row for row in fastest[place]}
-        cells = [_gain(at[level], strongest) if level in at else Cell(units.NOTHING) for level in shown]
-        dense = Cell(units.seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
+        cells = [_gain(at[level], strongest) if level in at else Cell(NOTHING) for level in shown]
+        dense = Cell(format_seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
         start = min((row["break_even"] for row in starts[place] if not math.isnan(row["break_even"])), default=2.0)
         verdict = Cell(verdict_sentence(starts[place], fastest[place]), start)
         rows.append([Cell(data.place_label(*place)), verdict, *cells, dense])
-    headings = [f"#at {units.percent(level)}" for level in shown]
+    headings = [f"#at {format_percent(level)}" for level in shown]
     return replace(table(["layer shape", "verdict", *headings, "#fastest dense"], rows), cards=True)
 
 
@@ -239,12 +247,12 @@ def section(content: Content, places: Sequence[tuple[str, str]], headline: Headl
 def _close(speedups: pd.DataFrame) -> list[str]:
     overlap, unknown, several = data.contested(speedups)
     said = [
-        f"Which pattern is the fastest is within the noise at {units.count(overlap)} of {units.count(several)} "
+        f"Which pattern is the fastest is within the noise at {format_count(overlap)} of {format_count(several)} "
         "shapes and sparsities: there the next one is as good a choice."
     ] if overlap else []  # fmt: skip
     if unknown:
         said.append(
-            f"How sure the fastest pattern is cannot be told at {units.count(unknown)} of {units.count(several)} "
+            f"How sure the fastest pattern is cannot be told at {format_count(unknown)} of {format_count(several)} "
             "shapes and sparsities: too few samples were kept to know the noise."
         )
     return said
@@ -265,7 +273,7 @@ def glossary(names: Iterable[str]) -> str:
 def _gain(row: Record, strongest: float) -> Cell:
     gain, unsure = float(row["speedup"]), not (row["speedup_low"] > 1 or row["speedup_high"] < 1)
     tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(gain) / strongest))
-    return Cell(("≈ " if unsure else "") + units.ratio(gain), gain, str(row["pattern"]), tint)
+    return Cell(("≈ " if unsure else "") + format_ratio(gain), gain, str(row["pattern"]), tint)
 
 
 def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> str:
@@ -279,7 +287,7 @@ def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> s
         if top["speedup"] <= 1:
             return "Stay dense: nothing measured is faster."
         doubt = " beyond the noise" if any(not math.isnan(row["possible"]) for row in break_evens) else ""
-        at_best = f"{top['pattern']} at {units.percent(top['sparsity'])}, {units.ratio(top['speedup'])}"
+        at_best = f"{top['pattern']} at {format_percent(top['sparsity'])}, {format_ratio(top['speedup'])}"
         return f"Stay dense: nothing stays faster up to the highest sparsity{doubt}; at best {at_best}."
     paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
     earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
@@ -299,7 +307,7 @@ def loses(start: Record) -> str:
         return "never, within the noise"
     if start["best"] <= 1:
         return "never"
-    return f"not for good, at best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
+    return f"not for good, at best {format_ratio(start['best'])} at {format_percent(start['best_sparsity'])}"
 
 
 def favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record | None:
@@ -311,7 +319,7 @@ def favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record |
 
 def begins(start: Record) -> str:
     """From where on a pattern pays: `from 62%`, `at 50% and above`."""
-    at = units.percent_up(float(start["break_even"]))
+    at = format_percent_rounded_up(float(start["break_even"]))
     if start["sparsities"] == 1:
         return f"at {at}"
     return f"at {at} and above" if start["at_lowest"] else f"from {at}"
@@ -325,4 +333,4 @@ def _doubt(start: Record) -> str:
         return " (not certain: within the noise)"
     if start["certain"] - start["break_even"] < 0.01:
         return ""
-    return f" (certain from {units.percent_up(float(start['certain']))})"
+    return f" (certain from {format_percent_rounded_up(float(start['certain']))})"

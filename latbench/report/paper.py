@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
 from latbench.base.files import write_bytes_atomically, write_text_atomically
+from latbench.base.number_format import choose_time_unit, format_percent
 from latbench.errors import EnvironmentUnusable
 from latbench.report import frames as data
 from latbench.report import predictions, roofline, trade_off
@@ -125,7 +125,7 @@ def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
 
 def _times(figure: Any, rows: pd.DataFrame, budget: float) -> None:
     axes = figure.subplots()
-    scale, unit = units.axis(float(rows["seconds"].max()))
+    scale, unit = choose_time_unit(float(rows["seconds"].max()))
     colours = {"dense": COLOURS["dense"], "predicted": OTHER_COLOURS[0], "measured": GAIN}
     _bars(axes, rows, scale, [colours[kind] for kind in rows["kind"]], list(rows["name"]))
     axes.axvline(budget / scale, color="black", linestyle="--", linewidth=0.8)
@@ -134,9 +134,9 @@ def _times(figure: Any, rows: pd.DataFrame, budget: float) -> None:
 
 def _profile(figure: Any, rows: pd.DataFrame) -> None:
     axes = figure.subplots()
-    scale, unit = units.axis(float(rows["seconds"].max()))
+    scale, unit = choose_time_unit(float(rows["seconds"].max()))
     names = [
-        f"{row.name_} {row.pattern}" + (f" {units.percent(row.sparsity)}" if row.sparsity else "")
+        f"{row.name_} {row.pattern}" + (f" {format_percent(row.sparsity)}" if row.sparsity else "")
         for row in rows.rename(columns={"name": "name_"}).itertuples()
     ]
     _bars(axes, rows, scale, [colour(family(pattern)) for pattern in rows["pattern"]], names)
@@ -273,7 +273,7 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
             )
     x = np.array([_position(starts[place], columns) for place in places])
     axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
-    axes.set_xticks(range(len(columns)), [units.percent(sparsity) for sparsity in columns])
+    axes.set_xticks(range(len(columns)), [format_percent(sparsity) for sparsity in columns])
     axes.set_yticks(range(len(places)), [data.place_label(*place) for place in places])
     axes.set_title("speedup of the fastest pattern over the fastest dense engine")
     axes.set_xlabel("sparsity (line: break-even)")

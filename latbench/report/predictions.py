@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_count, format_percent, format_seconds
 from latbench.report import frames as data
 from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
 
@@ -106,10 +106,10 @@ def sentence(rows: pd.DataFrame) -> str:
         return "Too little was measured for intervals."
     inside, whole_shapes = float(rows.loc[known, "inside"].mean()), rows["held_out"].eq(SHAPES).all()
     return (
-        f"Below, {units.count(int(known.sum()))} held-out points"
+        f"Below, {format_count(int(known.sum()))} held-out points"
         f"{' of a fifth of the shapes, those that the model does not refuse,' if whole_shapes else ''} "
-        f"with their {units.percent(COVERAGE)} intervals: "
-        f"{units.percent(round(inside, 3))} of the measurements lie inside."
+        f"with their {format_percent(COVERAGE)} intervals: "
+        f"{format_percent(round(inside, 3))} of the measurements lie inside."
     )
 
 
@@ -174,9 +174,9 @@ def _ratio_ticks(low: float, high: float) -> Figure:
 def _hover(row: Mapping[Any, Any]) -> str:
     interval = "" if math.isnan(row["low"]) else f"<br>{'inside' if row['inside'] else 'outside'} the interval"
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}, "
+        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {format_percent(row['sparsity'])}, "
         f"{plain(row['engine'])}"
-        f"<br>measured {units.seconds(row['measured'], row['measured_low'], row['measured_high'])}"
-        f"<br>predicted {units.seconds(row['predicted'], row['low'], row['high'])}: "
+        f"<br>measured {format_seconds(row['measured'], row['measured_low'], row['measured_high'])}"
+        f"<br>predicted {format_seconds(row['predicted'], row['low'], row['high'])}: "
         f"{100 * (row['ratio'] - 1):+.1f}%{interval}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import choose_time_unit, format_percent, format_ratio, format_seconds
 from latbench.report import frames as data
 from latbench.report.elements import Cell, Table, count_cell, table
 from latbench.report.figures import Figure, colour, line_at, plain, reach, short
@@ -45,9 +45,9 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 def summary_table(rows: pd.DataFrame) -> Table:
     """`summary` for the reader."""
     cells = [
-        [Cell("dense" if row["pattern"] == "dense" else units.percent(row["sparsity"]), row["sparsity"]),
+        [Cell("dense" if row["pattern"] == "dense" else format_percent(row["sparsity"]), row["sparsity"]),
          row["pattern"], row["engine"], count_cell(row["shapes"]), count_cell(row["first"]),
-         Cell("the fastest" if row["behind"] == 1 else units.ratio(row["behind"]), row["behind"])]
+         Cell("the fastest" if row["behind"] == 1 else format_ratio(row["behind"]), row["behind"])]
         for row in rows.to_dict("records")
     ]  # fmt: skip
     heads = ["#sparsity", "pattern", "engine", "#shapes", "#fastest in", "#median time over the fastest's"]
@@ -57,7 +57,7 @@ def summary_table(rows: pd.DataFrame) -> Table:
 def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
     """The kernels of one setting and shape, the fastest on top: bars with intervals, a line at the fastest dense."""
     ordered = sorted(rows, key=lambda row: float(row["seconds"]))
-    scale, unit = units.axis(max(float(row["seconds"]) for row in ordered))
+    scale, unit = choose_time_unit(max(float(row["seconds"]) for row in ordered))
     bars = {
         "type": "bar", "orientation": "h", "showlegend": False, "y": list(range(len(ordered))),
         "x": short(row["seconds"] / scale for row in ordered),
@@ -87,12 +87,12 @@ def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
 
 
 def _name(row: Record) -> str:
-    sparse = "" if row["pattern"] == "dense" else f" {units.percent(row['sparsity'])}"
+    sparse = "" if row["pattern"] == "dense" else f" {format_percent(row['sparsity'])}"
     return f"{plain(row['pattern'])}{sparse}, {plain(row['engine'])}"
 
 
 def _hover(row: Record, dense_seconds: float) -> str:
-    time = units.seconds(row["seconds"], row["low"], row["high"])
-    gain = units.ratio(dense_seconds / row["seconds"])
+    time = format_seconds(row["seconds"], row["low"], row["high"])
+    gain = format_ratio(dense_seconds / row["seconds"])
     noisy = "<br>noisy" if row["noisy"] else ""
     return f"<b>{_name(row)}</b><br>{time}, {gain} the fastest dense<br>{plain(row['kernel'])}{noisy}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_flop_rate, format_percent, format_seconds
 from latbench.report.elements import Chart, Section, count_cell, share_cell, table
 from latbench.report.figures import COLOURS, Figure, colour, log_ticks, plain, short, symbol, thinned
 
@@ -54,7 +54,7 @@ def section(points: pd.DataFrame) -> Section | None:
         "and still be faster."
     ]
     if len(near):
-        best, typical = near.iloc[0], units.percent(round(near["median"].iloc[0], 3))
+        best, typical = near.iloc[0], format_percent(round(near["median"].iloc[0], 3))
         sentences.append(
             "A grey dash is the roof of a point: what this device could do at most for that work. "
             f"Nearest comes {best['pattern']} on {best['engine']}, with {typical} of its roof at the median; far "
@@ -112,10 +112,10 @@ def _axis(ends: tuple[float, float]) -> Figure:
 
 
 def _hover(row: Mapping[Any, Any]) -> str:
-    what = f"{row['pattern']} at {units.percent(row['sparsity'])}" if row["sparsity"] else row["pattern"]
+    what = f"{row['pattern']} at {format_percent(row['sparsity'])}" if row["sparsity"] else row["pattern"]
     share = float(row["share"])
-    near = "" if math.isnan(share) else f", {units.percent(round(share, 3))} of its roof"
+    near = "" if math.isnan(share) else f", {format_percent(round(share, 3))} of its roof"
     return (
         f"<b>{plain(what)}</b>, {plain(row['engine'])}<br>{plain(row['shape'])}<br>"
-        f"{units.seconds(row['seconds'])}: {units.flop_rate(row['flop_per_second'])}{near}"
+        f"{format_seconds(row['seconds'])}: {format_flop_rate(row['flop_per_second'])}{near}"
     )

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import bundled_data as bundled
-from latbench.base import number_format as units
+from latbench.base.bundled_data import format_place
+from latbench.base.number_format import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+    format_threads,
+)
 from latbench.report import figures, overview, predictions, ranking
 from latbench.report import frames as data
 from latbench.report.elements import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
@@ -59,7 +68,7 @@ def shapes(content: Content, places: Sequence[Place]) -> Section:
         sentences.append(f"The chart carries the {len(choices)} shapes with the longest dense time, the table more.")
     if left_out := data.without_dense(content.points):
         sentences.append(
-            f"{units.count(left_out)} sparse points have no dense time at their shape and setting, "
+            f"{format_count(left_out)} sparse points have no dense time at their shape and setting, "
             "so no speedup: sweep a dense engine at these shapes to see them."
         )
     overall = ranking.summary(ordered)
@@ -88,7 +97,7 @@ def _that_fit(places: Sequence[Place], *frames: pd.DataFrame) -> Sequence[Place]
 
 
 def _listed(levels: Sequence[float]) -> str:
-    *others, last = [units.percent(level) for level in levels]
+    *others, last = [format_percent(level) for level in levels]
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -97,18 +106,18 @@ def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: 
     rows = []
     for place in places:
         starts = {row["pattern"]: _start_cell(row) for row in break_evens[place]}
-        cells = [starts.get(pattern, Cell(units.NOTHING)) for pattern in patterns]
+        cells = [starts.get(pattern, Cell(NOTHING)) for pattern in patterns]
         rows.append([Cell(data.place_label(*place)), *cells])
     return table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
 
 
 def _start_cell(start: Mapping[str, Any]) -> Cell:
-    best = f"best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
+    best = f"best {format_ratio(start['best'])} at {format_percent(start['best_sparsity'])}"
     if math.isnan(start["break_even"]):
         if not math.isnan(start["possible"]):
             return Cell("≈ never", 2.0, best, 0.0)  # sorts after every sparsity
         return Cell("not for good" if start["best"] > 1 else "never", 2.0, best, -0.35)
-    text = units.percent_up(start["break_even"], 3)
+    text = format_percent_rounded_up(start["break_even"], 3)
     if start["sparsities"] == 1:
         text = f"at {text}"
     elif start["at_lowest"]:
@@ -155,8 +164,8 @@ def _method(frame: pd.DataFrame) -> Table:
         middle, fewest, most = (int(counts.agg(how)) for how in ("median", "min", "max"))
         pairs.append(("samples a point", f"{middle} at the median, {fewest} to {most}"))
     if flags := data.flag_counts(frame):
-        said = ", ".join(f"{FLAGS.get(flag, flag)} {units.count(found)}" for flag, found in flags.items())
-        pairs.append(("points that carry a flag", f"{said}, of {units.count(len(data.timed_rows(rows)))}"))
+        said = ", ".join(f"{FLAGS.get(flag, flag)} {format_count(found)}" for flag, found in flags.items())
+        pairs.append(("points that carry a flag", f"{said}, of {format_count(len(data.timed_rows(rows)))}"))
     first, last = rows["started_at"].min(), rows["started_at"].max()
     if pd.notna(first):
         pairs.append(("measured", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
@@ -169,7 +178,7 @@ def _names(column: pd.Series) -> str:
 
 def _fact(name: str, value: Any) -> tuple[str, object]:
     title = name.removesuffix("_bytes").replace("_", " ")
-    return title, units.size(value) if name.endswith("_bytes") else value
+    return title, format_bytes(value) if name.endswith("_bytes") else value
 
 
 def says_something(value: object) -> bool:
@@ -221,11 +230,11 @@ def _pace(ratios: pd.Series) -> str:
     """How slow the machine was while points were timed, as the fixed work beside them told; empty where unknown."""
     if ratios.empty:
         return ""
-    middle, most = units.ratio(float(ratios.median())), units.ratio(float(ratios.max()))
+    middle, most = format_ratio(float(ratios.median())), format_ratio(float(ratios.max()))
     slow = int((ratios > SLOW).sum())
     return (
         f"Fixed work that was timed beside the points took {middle} as long as usual at the median point, {most} at "
-        f"most; beside {units.count(slow)} of {units.count(len(ratios))} it took over {units.ratio(SLOW)}, and "
+        f"most; beside {format_count(slow)} of {format_count(len(ratios))} it took over {format_ratio(SLOW)}, and "
         "these may be too slow by as much. Times are shown as they were measured."
     )
 
@@ -233,31 +242,32 @@ def _pace(ratios: pd.Series) -> str:
 def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
     """Layer by layer: pattern, sparsity, predicted time. `layers`: content.profile_layers."""
     total = chosen.predicted_seconds
-    predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
-    fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
+    predicted = format_seconds(total, chosen.predicted_low, chosen.predicted_high)
+    fixed = format_seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
     ceiling = "So nothing but the layers' own times bounds the speedup."
     if chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
-        ceiling = f"So the ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
+        ceiling = f"So the ceiling is {format_ratio(chosen.ceiling)}: the speedup if searched layers took no time."
     sentences = [
-        f"Predicted for the whole model: {predicted}, for a target of {units.ratio(chosen.target)} over "
-        f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
-        f"{units.threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}.",
-        f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
+        f"Predicted for the whole model: {predicted}, for a target of {format_ratio(chosen.target)} over "
+        f"{chosen.dense_engine} at {format_seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
+        f"{format_threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}.",
+        f"{fixed} of it, {format_percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
         f"searched. {ceiling}",
         f"The sum of the layers' times, each on its own, missed the whole model by "
-        f"{units.percent(chosen.additivity_before)} (median); with what was fitted around them, by "
-        f"{units.percent(chosen.additivity_after)}. A verification meets the target with a probability of "
-        f"{units.percent(chosen.risk)}.",
+        f"{format_percent(chosen.additivity_before)} (median); with what was fitted around them, by "
+        f"{format_percent(chosen.additivity_after)}. A verification meets the target with a probability of "
+        f"{format_percent(chosen.risk)}.",
     ]
     if (weights := chosen.weights) is not None:
         sentences.append(
-            f"All weights of the model, packed, take {units.size(weights.packed)} of the {units.size(weights.most)} "
-            f"that they were allowed; dense they take {units.size(weights.dense)}."
+            f"All weights of the model, packed, take {format_bytes(weights.packed)} of the "
+            f"{format_bytes(weights.most)} "
+            f"that they were allowed; dense they take {format_bytes(weights.dense)}."
         )
     rows = [
-        [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
-         Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         Cell(units.percent(row["seconds"] / total), row["seconds"]), Cell(f"{row['error']:.3g}", row["error"])]
+        [row["name"], row["pattern"], Cell(format_percent(row["sparsity"]), row["sparsity"]),
+         Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
+         Cell(format_percent(row["seconds"] / total), row["seconds"]), Cell(f"{row['error']:.3g}", row["error"])]
         for row in layers.to_dict("records")
     ]  # fmt: skip
     heads = ["layer", "pattern", "#sparsity", "#predicted time", "#share of the model", "#relative error"]
@@ -269,10 +279,10 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
     """What is left of the weights, and what each stage of pruning made of loss and score."""
     layers = list(manifest["layers"].values())
     weights, kept, size = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights", "packed_bytes"))
-    share = units.percent(1 - kept / weights) if weights else units.NOTHING
+    share = format_percent(1 - kept / weights) if weights else NOTHING
     sentence = (
-        f"{units.count(kept)} of {units.count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
-        f"packed they take {units.size(size)}, dense {units.size(4 * weights)}."
+        f"{format_count(kept)} of {format_count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
+        f"packed they take {format_bytes(size)}, dense {format_bytes(4 * weights)}."
     )
     if "stages" not in manifest:  # saved from a user's own training
         return Section("pruned", "The pruned model", [sentence], [], [])
@@ -292,7 +302,7 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
 
 
 def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
-    return share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
+    return share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(NOTHING)
 
 
 def promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
@@ -300,20 +310,20 @@ def promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.DataFrame
     budget = verdict.dense_seconds / verdict.target
     sentences = [
         "Dense engines and pruned model were timed end to end, each engine in a process of its own, in turns. "
-        f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
+        f"The target of {format_ratio(verdict.target)} leaves {format_seconds(budget)}."
     ]
     if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
-        ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
+        ceiling, reached = format_ratio(chosen.ceiling), format_percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
 
     def gain(row: Mapping[Any, Any]) -> Cell:
         # The measured one is that of dense and pruned calls in turns, not of two medians.
         found = verdict.measured_speedup if row["kind"] == "measured" else verdict.dense_seconds / row["seconds"]
-        return Cell(units.ratio(found), found)
+        return Cell(format_ratio(found), found)
 
     rows = [
-        [row["name"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
+        [row["name"], Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
         for row in times.to_dict("records")
     ]
     heads = ["what", "#time", "#speedup"]
@@ -328,7 +338,7 @@ def promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.DataFrame
 
 def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
     """Where it all comes from: files with their hashes, versions, the command; whether the files belong together."""
-    files = [[source.role, bundled.said(source.path), source.digest[:16]] for source in inputs.sources]
+    files = [[source.role, format_place(source.path), source.digest[:16]] for source in inputs.sources]
     tables = [("Files", table(["what", "file", "hash"], files)), *made_with(command)]
     return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_percent, format_percent_rounded_up, format_ratio, format_seconds
 from latbench.report import frames as data
 from latbench.report.elements import Chart, Section
 from latbench.report.figures import CELLS, Figure, plain
@@ -56,7 +56,7 @@ def slices(content: Content, places: Sequence[Place]) -> list[tuple[str, Figure]
     def by_sparsity(rows: pd.DataFrame, begins: Mapping[Place, float]) -> Figure:
         found = {(*place_of(row), row["sparsity"]): row for row in rows.to_dict("records")}
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
-        figure = _map(grid, [units.percent(sparsity) for sparsity in columns], labels, limit)
+        figure = _map(grid, [format_percent(sparsity) for sparsity in columns], labels, limit)
         figure["data"].append(_line([begins[place] for place in places], columns, labels))
         return figure
 
@@ -70,7 +70,7 @@ def slices(content: Content, places: Sequence[Place]) -> list[tuple[str, Figure]
         own = [pattern for pattern in patterns if any(key[-1] == pattern for key in found)]
         grid = [[found.get((*place, pattern)) for pattern in own] for place in places]
         figures.append(
-            (f"all patterns at {units.percent(level)}", _map(grid, list(map(plain, own)), labels, limit, "pattern"))
+            (f"all patterns at {format_percent(level)}", _map(grid, list(map(plain, own)), labels, limit, "pattern"))
         )
     return figures
 
@@ -140,11 +140,11 @@ def _map(
 
 
 def _hover(row: Record) -> str:
-    dense = units.seconds(row["dense_seconds"])
+    dense = format_seconds(row["dense_seconds"])
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}<br>"
-        f"{units.ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
-        f"{units.seconds(row['seconds'])} instead of {dense} ({plain(row['dense_engine'])})"
+        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {format_percent(row['sparsity'])}<br>"
+        f"{format_ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
+        f"{format_seconds(row['seconds'])} instead of {dense} ({plain(row['dense_engine'])})"
     )
 
 
@@ -157,10 +157,10 @@ def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[st
         if math.isnan(start):
             place, said = len(columns) - 0.5, "not faster up to the highest sparsity measured"
         elif start <= columns[0]:
-            place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest sparsity measured"
+            place, said = -0.5, f"faster from {format_percent(columns[0])}, the lowest sparsity measured"
         else:
             place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
-            said = f"breaks even at {units.percent_up(start, 3)}"
+            said = f"breaks even at {format_percent_rounded_up(start, 3)}"
         x += [place, place]
         y += [row - 0.5, row + 0.5]
         text += [f"<b>{label}</b><br>{said}"] * 2

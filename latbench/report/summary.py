@@ -7,7 +7,7 @@ from typing import Any
 import rich.table
 from rich.markup import escape
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_bytes, format_ratio, format_seconds
 from latbench.report import overview
 from latbench.report.inputs import Inputs
 
@@ -37,20 +37,20 @@ def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
     promise, verdict = inputs.verdict or inputs.profile, inputs.verdict
     if promise:
         shown.add_row("task", escape(promise.task))
-        shown.add_row("target", units.ratio(promise.target))
+        shown.add_row("target", format_ratio(promise.target))
     if verdict:
         name = verdict.score_name or "score"
         dense, pruned = (overview.score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
         shown.add_row(escape(name), f"{dense} dense, {pruned} pruned")
     if promise:
         predicted = (promise.predicted_seconds, promise.predicted_low, promise.predicted_high)
-        shown.add_row("predicted", units.seconds(*predicted))
+        shown.add_row("predicted", format_seconds(*predicted))
     if inputs.profile and (weights := inputs.profile.weights):
-        packed, most, dense = map(units.size, (weights.packed, weights.most, weights.dense))
+        packed, most, dense = map(format_bytes, (weights.packed, weights.most, weights.dense))
         shown.add_row("weights", f"{packed} of {most} allowed, {dense} dense")
     if verdict:
-        gain = units.ratio(verdict.measured_speedup)
-        shown.add_row("measured", f"{units.seconds(verdict.measured_seconds)}, {gain} faster")
+        gain = format_ratio(verdict.measured_speedup)
+        shown.add_row("measured", f"{format_seconds(verdict.measured_seconds)}, {gain} faster")
         shown.add_row("promise", "[green]met[/]" if verdict.met else "[red]missed[/]")
     shown.add_row("report", escape(path))
     return shown

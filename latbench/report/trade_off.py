@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from latbench.base import number_format as units
+from latbench.base.number_format import format_ratio, format_seconds
 from latbench.errors import BadData
 from latbench.report import frames as data
 from latbench.report.elements import Cell, Chart, Section, table
@@ -30,12 +30,12 @@ from latbench.report.figures import (
     short,
     time_axis,
 )
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import read_workload
 from search.artifacts.profile import Profile
 from search.inputs import layer_errors, problem_from_table
 from search.knapsack.arrays import sum_in_order
 from search.knapsack.pareto import frontier
-from search.problem.layers import DENSE, every_option, uniform_choice
+from search.problem.layers import DENSE, build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     """
     from search.artifacts.layer_database import Database
 
-    layers = {layer.name: layer.shape for layer in workloads.load(workload).layers}
+    layers = {layer.name: layer.shape for layer in read_workload(workload).layers}
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]}, which the profile has: give its own, of latbench trace")
     problem = problem_from_table(
@@ -72,7 +72,7 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     ))  # fmt: skip
     if not any(len(layer.options) > 1 for layer in problem.layers):
         raise BadData(f"{database} holds no pruned layer of the profile: give the --database of its search")
-    return tidy(problem.with_errors(layer_errors.output_errors(problem, pruned)), profile)
+    return tidy(problem.with_errors(layer_errors.read_output_errors(problem, pruned)), profile)
 
 
 def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
@@ -83,8 +83,8 @@ def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
     kept = np.unique(np.searchsorted(every.seconds, np.linspace(every.seconds[0], every.seconds[-1], POINTS)))
     kept = kept.clip(0, len(every.seconds) - 1)
     rows = [(EFFICIENT, "", "", float(every.seconds[i]), float(every.errors[i])) for i in kept]
-    for option in every_option(problem.layers):
-        choice = uniform_choice(problem.layers, option)
+    for option in list_options(problem.layers):
+        choice = build_uniform_choice(problem.layers, option)
         of = zip(seconds, problem.errors, choice, strict=True)
         spent, lost = map(sum_in_order, zip(*((float(t[j]), float(e[j])) for t, e, j in of), strict=True))
         rows.append((UNIFORM, str(option), option.pattern, spent, lost))
@@ -116,11 +116,11 @@ def section(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None
     ]
     fastest = efficient["speedup"].max()
     sentences.append(
-        f"The chosen profile has a total error of {profile.error:.3g} for {units.ratio(profile.speedup[0])}; the "
-        f"fastest efficient one reaches {units.ratio(fastest)} for {efficient['error'].max():.3g}."
+        f"The chosen profile has a total error of {profile.error:.3g} for {format_ratio(profile.speedup[0])}; the "
+        f"fastest efficient one reaches {format_ratio(fastest)} for {efficient['error'].max():.3g}."
     )
     cells = [
-        [Cell(units.ratio(row["speedup"]), row["speedup"]), Cell(units.seconds(row["seconds"]), row["seconds"]),
+        [Cell(format_ratio(row["speedup"]), row["speedup"]), Cell(format_seconds(row["seconds"]), row["seconds"]),
          Cell(f"{row['error']:.3g}", row["error"])]
         for row in steps(efficient).to_dict("records")
     ]  # fmt: skip
@@ -146,7 +146,7 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None,
         "type": "scatter", "mode": "lines", "name": "least error",
         "line": {"color": "@ink", "width": 2, "shape": "hv"},
         "x": short(efficient["seconds"]), "y": short(efficient["error"]),
-        "text": [units.ratio(value) for value in efficient["speedup"]],
+        "text": [format_ratio(value) for value in efficient["speedup"]],
         "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra>least error</extra>",
     }]  # fmt: skip
     uniform = shown[shown["kind"] == UNIFORM]
@@ -156,7 +156,7 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None,
             "type": "scatter", "mode": "markers", "name": f"all {plain(pattern)}",
             "x": short(own["seconds"]), "y": short(own["error"]),
             "marker": line_and_marker(look_of[str(pattern)], 8)["marker"],
-            "text": [f"all {plain(row['name'])}: {units.ratio(row['speedup'])}" for row in own.to_dict("records")],
+            "text": [f"all {plain(row['name'])}: {format_ratio(row['speedup'])}" for row in own.to_dict("records")],
             "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra></extra>",
         })  # fmt: skip
     times = [float(shown["seconds"].min()), float(shown["seconds"].max()), budget]
@@ -183,7 +183,7 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None,
 
 
 def _point(name: str, seconds: float, low: float, high: float, error: float, symbol: str, fill: str) -> Figure:
-    said = units.seconds(seconds, low, high)
+    said = format_seconds(seconds, low, high)
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": short([seconds]), "y": short([error]),
         "error_x": {

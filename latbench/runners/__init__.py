@@ -1,1 +1,1 @@
-"""Where a point runs: a process of its own on this machine."""
+"""Where points run: worker processes on this machine, nodes of a cluster; and the lock of a device."""

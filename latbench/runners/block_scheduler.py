@@ -1,7 +1,7 @@
-"""Hands work to whole nodes of a cluster, one thing at a time on each; what a lost node had goes to another.
+"""Scheduling of work on whole nodes of a cluster, one item at a time per node; lost items go to another node.
 
-How nodes are taken, how they are spoken to and what is known of their end is the affair of what manages the cluster:
-`latbench.runners.ray_nodes`, `latbench.runners.slurm_nodes`.
+How nodes are acquired, addressed and lost depends on the cluster: `latbench.runners.ray_nodes`,
+`latbench.runners.slurm_nodes`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ ASK_SECONDS = 120.0  # a node's first process may have to load its libraries fro
 MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
 
 Item = TypeVar("Item")
-Call = tuple[Any, ...]
+FunctionCall = tuple[Any, ...]
 """The name of a function, "module:function", and its arguments."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, as what manages it counts it."""
+    """A machine of the cluster."""
 
     id: str
     name: str
@@ -35,8 +35,8 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
+class LostNodes:
+    """The answer to an item whose nodes were all lost, with a reason for each."""
 
     reasons: tuple[str, ...]
 
@@ -45,6 +45,16 @@ class Lost:
 class _Attempt(Generic[Item]):
     item: Item
     losses: list[str] = field(default_factory=list)
+
+    def settle(self, answer: Any, tries: int, todo: deque[_Attempt[Item]]) -> Iterator[tuple[Item, Any]]:
+        """Yield the item with its answer; a lost item goes back to `todo` until it has lost `tries` nodes."""
+        if isinstance(answer, LostNodes):
+            self.losses += answer.reasons
+            if len(self.losses) < tries:
+                todo.append(self)
+                return
+            answer = LostNodes(tuple(self.losses))
+        yield self.item, answer
 
 
 class WholeNodes(ABC):
@@ -59,27 +69,44 @@ class WholeNodes(ABC):
 
     def run(
         self,
-        prepare: Call,
+        prepare: FunctionCall,
         items: Iterable[Item],
         arguments: Callable[[Item], tuple[Any, ...]],
         *,
         tries: int = 2,
         waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Item, Any]]:
-        """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
-        this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
+        """Yield each of `items` with its answer, in the order of completion.
 
-        An item that loses its node goes to another, to `tries` of them at most, and then its answer is Lost. A node
-        whose callable raises EnvironmentUnusable, or what comes of a full disk or a missing library, is done without;
-        what it had goes to another all the same. `waiting` is called now and then while all nodes are others'. Raises
-        Incomplete when no node is left, and any other LatbenchError of the callable.
+        An item that loses its node goes to another. A node that raises EnvironmentUnusable, or the error of a full
+        disk or a missing library, is no longer used; its item goes to another node.
+
+        Parameters
+        ----------
+        prepare
+            Call that returns a callable on each node, once in the life of this object.
+        items
+            The items; they are taken as nodes become free.
+        arguments
+            Returns the arguments of the callable for an item.
+        tries
+            Nodes that an item may lose; after that its answer is LostNodes.
+        waiting
+            Is called now and then while all nodes are in use by others.
+
+        Raises
+        ------
+        Incomplete
+            No node is left.
+        LatbenchError
+            Any other expected failure of the callable.
         """
         source = iter(items)
         todo: deque[_Attempt[Item]] = deque()
 
         def any_to_do() -> bool:
             if not todo:
-                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
+                todo.extend(map(_Attempt, itertools.islice(source, 1)))
             return bool(todo)
 
         running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
@@ -106,49 +133,44 @@ class WholeNodes(ABC):
                     if attempt_of is not None:
                         todo.appendleft(attempt_of)
                     continue
-                if attempt_of is None:
-                    continue
-                if isinstance(answer, Lost):
-                    attempt_of.losses += answer.reasons
-                    if len(attempt_of.losses) < tries:
-                        todo.append(attempt_of)
-                        continue
-                    answer = Lost(tuple(attempt_of.losses))
-                yield attempt_of.item, answer
+                if attempt_of is not None:
+                    yield from attempt_of.settle(answer, tries, todo)
 
     @abstractmethod
-    def _take_all(self, prepare: Call) -> None:
-        """Ask for every node that is not held yet, to prepare it; each of `_starting` comes as soon as it is free."""
+    def _take_all(self, prepare: FunctionCall) -> None:
+        """Request every node that is not held yet and prepare it; each of `_starting` arrives when it is free."""
 
     @abstractmethod
     def _give(self, node: Node, arguments: tuple[Any, ...]) -> Any:
-        """Call what waits on an idle node; returns what the answer is waited for by."""
+        """Call the callable on an idle node; return a reference to the answer."""
 
     @abstractmethod
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Those of `refs` that have an outcome, as soon as there is one; none after a while without."""
+        """Return those of `refs` that have an outcome, as soon as there is one; none after a while without."""
 
     @abstractmethod
     def _outcome(self, ref: Any, node: Node) -> Any:
-        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up.
-        Raises what was raised there.
+        """Return the answer, after which the node is idle, or LostNodes, after which it is acquired again or given
+        up.
+
+        Raises what was raised on the node.
         """
 
     @abstractmethod
     def _do_without(self, node: Node, why: str) -> None:
-        """Give a node back that cannot do what it is asked to, for a reason that goes to `lost`."""
+        """Release a node that cannot do its work, for a reason that goes to `lost`."""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its class where it says nothing."""
+def take_first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its class where it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def raised(cause: BaseException, node: Node) -> LatbenchError | None:
-    """What is said to the user of an exception on a node; None of one that nobody foresaw."""
+def convert_node_error(cause: BaseException, node: Node) -> LatbenchError | None:
+    """Return the message to the user for an exception on a node; None for an unexpected one."""
     if isinstance(cause, LatbenchError):
         cause.args = (f"on node {node.name}: {cause}",)
         return cause
     if isinstance(cause, OSError | ImportError):
-        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {first_line(cause)}")
+        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {take_first_line(cause)}")
     return None

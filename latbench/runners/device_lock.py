@@ -1,7 +1,11 @@
-"""One lock a device, machine-wide: two measurements at a time would time each other.
+"""One lock per device and machine, because two measurements at a time would disturb each other.
 
-A lock is a file in a folder that all users of the machine share, locked as long as its holder lives, however that
-ends. The holder writes into it who it is, for those who wait.
+A lock is a file in a folder that all users of the machine share. The kernel holds it as long as its holder lives,
+however that ends. The holder writes its name into the file, for those who wait.
+
+This is flock(2) itself, not the package filelock. Old versions of filelock truncate the file while they wait, and
+erase the holder's name. Where a file system has no flock, filelock falls back to locks that a killed holder leaves
+behind. Its import also takes 25 ms or more.
 """
 
 from __future__ import annotations
@@ -23,28 +27,41 @@ WAIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.2
 
 
-FOLDER = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
+FOLDER_VARIABLE = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
 
 
-def lock_folder() -> Path:
-    """Where locks lie: LATBENCH_LOCKS, else /tmp, which all users of a machine may write."""
-    return Path(os.environ.get(FOLDER) or "/tmp")
+def find_lock_folder() -> Path:
+    """Return the folder of the locks: LATBENCH_LOCKS, else /tmp, where all users of a machine may write."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "/tmp")
 
 
 @contextlib.contextmanager
-def device_lock(
+def lock_device(
     device: str,
     unit: str | None = None,
     *,
     wait_seconds: float = WAIT_SECONDS,
     waiting: Callable[[str], None] = lambda holder: None,
 ) -> Iterator[None]:
-    """Have `device` for oneself; `unit` tells it from others of its name in this machine, where there may be several.
+    """Lock `device` exclusively for the length of the context.
 
-    Waits for another holder for `wait_seconds`, then raises EnvironmentUnusable. `waiting` is told once, in a
-    sentence, who that is, if there is something to wait for.
+    Parameters
+    ----------
+    device
+        The device's name in tables.
+    unit
+        Identifies the device among several of its name in this machine.
+    wait_seconds
+        Longest wait for another holder.
+    waiting
+        Is called once with a sentence on the holder, if there is one.
+
+    Raises
+    ------
+    EnvironmentUnusable
+        Another process held the lock for `wait_seconds`, or the lock file cannot be opened.
     """
-    path = lock_folder() / ("latbench-" + "-".join(filter(None, (device, unit))) + ".lock")
+    path = find_lock_folder() / ("latbench-" + "-".join(filter(None, (device, unit))) + ".lock")
     try:
         handle = _opened(path)
     except OSError as error:
@@ -56,7 +73,8 @@ def device_lock(
             while not _taken(handle):
                 if time.monotonic() >= end:
                     raise EnvironmentUnusable(
-                        f"{_holder(handle, device)}; two at a time would time each other: wait for it or end it"
+                        f"{_holder(handle, device)}; two measurements at a time would disturb each other: "
+                        "wait for it or end it"
                     )
                 time.sleep(_LOOK_EVERY_SECONDS)
         _sign(handle)
@@ -66,7 +84,7 @@ def device_lock(
 
 
 def _opened(path: Path) -> int:
-    """The lock's file, which whoever came first has made; everybody may lock it."""
+    """Open the lock's file, which the first process makes for everybody."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # Linux refuses O_CREAT on the files of others in /tmp
@@ -77,7 +95,7 @@ def _opened(path: Path) -> int:
 
 
 def _taken(handle: int) -> bool:
-    """Whether it is ours now."""
+    """Try to take the lock; return whether it is ours now."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,7 +104,7 @@ def _taken(handle: int) -> bool:
 
 
 def _sign(handle: int) -> None:
-    """Write into the file who holds it, since when. Where the disk is full it says nothing, and is locked."""
+    """Write into the file who holds it and since when. On a full disk the file stays empty, and locked."""
     command = " ".join([Path(sys.argv[0]).name, *map(hide_secrets, sys.argv[1:])])
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
@@ -94,7 +112,7 @@ def _sign(handle: int) -> None:
 
 
 def _holder(handle: int, device: str) -> str:
-    """Who holds the lock, as far as it says so."""
+    """Return who holds the lock, as far as the file says so."""
     said = " ".join(os.pread(handle, 500, 0).decode(errors="replace").split())
     return f"another latbench process measures on {device}" + (f" ({said})" if said else "")
 

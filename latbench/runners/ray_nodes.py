@@ -1,13 +1,13 @@
 """Whole nodes of a Ray cluster, each of which does one thing at a time.
 
     with RayNodes("a100") as nodes:
-        seen = nodes.ask("package.module:look")                         # each node, without taking it
+        answers = nodes.ask("package.module:look")                      # each node, without holding it
         for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
-            ...                                                         # tool(item), a Lost if its nodes were lost
+            ...                                                         # tool(item), or LostNodes
 
-Ray queues and places: a node is held by an actor that asks for all of its CPUs and GPUs, so that nothing else that
-Ray knows of runs there meanwhile; and Ray says when a node is lost. Functions are named as for the workers of
-`latbench.runners.worker_process`, and latbench has to be installed on the nodes. Ray's usage statistics are off.
+Ray queues and places the work. An actor that requests all CPUs and GPUs holds a node, so that nothing else that Ray
+manages runs there. Ray also reports lost nodes. Functions are named as for the workers of
+`latbench.runners.worker_process`, and latbench must be installed on the nodes. Ray's usage statistics are off.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import gpu_names as names
+from latbench.machines.gpu_names import matches_name
 from latbench.runners.block_scheduler import (
     ASK_SECONDS,
     MOST_LOSSES,
-    Call,
-    Lost,
+    FunctionCall,
+    LostNodes,
     Node,
     WholeNodes,
-    first_line,
-    raised,
+    convert_node_error,
+    take_first_line,
 )
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 
-ADDRESS = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
 REACH_SECONDS = 5.0
 TICK_SECONDS = 10.0
 
@@ -44,18 +44,18 @@ _KEEP_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"
 
 
 class RayNodes(WholeNodes):
-    """The nodes of the cluster that RAY_ADDRESS names, or that runs on this machine, with the accelerator that the
-    user calls `wanted`; None: with CPUs and no accelerator.
+    """Nodes of the cluster that RAY_ADDRESS names, or that runs on this machine.
 
-    Raises EnvironmentUnusable where Ray is not installed, there is no cluster, or no such node in it.
+    `wanted` is the accelerator as the user calls it; None: nodes with CPUs and no accelerator. Raises
+    EnvironmentUnusable where Ray is not installed, there is no cluster, or it has no such node.
     """
 
     def __init__(self, wanted: str | None) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
         try:
-            self._ray = self._stack.enter_context(connected())
-            self.nodes = choose(nodes_of(self._ray.nodes()), wanted)
+            self._ray = self._stack.enter_context(open_ray())
+            self.nodes = select_nodes(parse_nodes(self._ray.nodes()), wanted)
         except BaseException:
             self.close()
             raise
@@ -69,17 +69,17 @@ class RayNodes(WholeNodes):
         self.close()
 
     def close(self) -> None:
-        """Give all nodes back; what still runs there is killed."""
+        """Release all nodes and kill what still runs there."""
         self._stack.close()
 
     def keep(self, nodes: Iterable[Node]) -> None:
-        """Use no others than these from now on."""
+        """Use no other nodes than these from now on."""
         self.nodes = list(nodes)
 
     def ask(self, function: str, *args: Any) -> dict[Node, Any]:
-        """What "module:function" answers on each node, whatever else runs there now.
+        """Return the answer of "module:function" on each node, whatever else runs there.
 
-        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
         called = self._ray.remote(_called)
         asked = {
@@ -95,11 +95,11 @@ class RayNodes(WholeNodes):
         try:
             return self._ray.get(ref, timeout=ASK_SECONDS)
         except exceptions.RayTaskError as error:
-            raise raised(error.cause, node) or error from None
+            raise convert_node_error(error.cause, node) or error from None
         except exceptions.RayError as error:
-            raise EnvironmentUnusable(f"node {node.name} gives no answer: {why(error)}") from None
+            raise EnvironmentUnusable(f"node {node.name} gives no answer: {explain_loss(error)}") from None
 
-    def _take_all(self, prepare: Call) -> None:
+    def _take_all(self, prepare: FunctionCall) -> None:
         for node in self.nodes:
             if node.id not in self._actors:
                 actor = self._ray.remote(_Holder).options(
@@ -120,15 +120,15 @@ class RayNodes(WholeNodes):
         try:
             answer = self._ray.get(ref)
         except exceptions.RayTaskError as error:
-            raise raised(error.cause, node) or error from None
+            raise convert_node_error(error.cause, node) or error from None
         except exceptions.RayError as error:
             self._end(node)
             self._losses[node.id] += 1
             if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
                 self.nodes.remove(node)
-            reason = f"node {node.name} was lost: {why(error)}"
+            reason = f"node {node.name} was lost: {explain_loss(error)}"
             self.lost.setdefault(node.name, reason)  # to be taken again may fail as well
-            return Lost((reason,))
+            return LostNodes((reason,))
         self._idle.append(node)
         return answer
 
@@ -138,12 +138,12 @@ class RayNodes(WholeNodes):
         self.lost.setdefault(node.name, why)
 
     def _end(self, node: Node) -> None:
-        """Its actor, whatever that does."""
+        """Kill the actor of a node."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._actors.pop(node.id))
 
     def _alive(self) -> set[str]:
-        return {node.id for node in nodes_of(self._ray.nodes())}
+        return {node.id for node in parse_nodes(self._ray.nodes())}
 
     def _on(self, node: Node) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -151,12 +151,14 @@ class RayNodes(WholeNodes):
         return NodeAffinitySchedulingStrategy(node.id, soft=False)
 
 
-_ADVICE = f"start one with `ray start --head`, or name it in {ADDRESS}, such as {ADDRESS}=10.0.0.1:6379"
+_ADVICE = (
+    f"start one with `ray start --head`, or name it in {ADDRESS_VARIABLE}, such as {ADDRESS_VARIABLE}=10.0.0.1:6379"
+)
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Any]:
-    """The module `ray`, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
+def open_ray() -> Iterator[Any]:
+    """Connect the module `ray` to the cluster that RAY_ADDRESS names, or that runs on this machine.
 
     Raises EnvironmentUnusable where Ray is not installed, or there is no cluster.
     """
@@ -165,21 +167,21 @@ def connected() -> Iterator[Any]:
         import ray
     except ImportError:
         raise EnvironmentUnusable("Ray is not installed here: pip install ray") from None
-    reach(address := os.environ.get(ADDRESS, "auto"))
+    check_reachable(address := os.environ.get(ADDRESS_VARIABLE, "auto"))
     # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
     with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):  # noqa: PTH123 - no file of ours
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({first_line(error)}): {_ADVICE}") from None
+            raise EnvironmentUnusable(f"cannot reach a Ray cluster ({take_first_line(error)}): {_ADVICE}") from None
         try:
             yield ray
         finally:
             ray.shutdown()
 
 
-def reach(address: str) -> None:
-    """Raise EnvironmentUnusable where nobody listens at `address`, host:port: Ray itself would wait for minutes."""
+def check_reachable(address: str) -> None:
+    """Raise EnvironmentUnusable where nothing listens at `address`, host:port. Ray itself would wait for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdigit()):
         return  # a word of Ray's own
@@ -187,11 +189,11 @@ def reach(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EnvironmentUnusable(f"no Ray cluster to be reached at {address} ({reason}): {_ADVICE}") from None
+        raise EnvironmentUnusable(f"cannot reach a Ray cluster at {address} ({reason}): {_ADVICE}") from None
 
 
-def nodes_of(described: Iterable[dict[str, Any]]) -> list[Node]:
-    """The nodes that are alive, from what `ray.nodes()` tells of them."""
+def parse_nodes(described: Iterable[dict[str, Any]]) -> list[Node]:
+    """Return the nodes that are alive, from the descriptions of `ray.nodes()`."""
     kind = "accelerator_type:"
     return [
         Node(
@@ -206,10 +208,10 @@ def nodes_of(described: Iterable[dict[str, Any]]) -> list[Node]:
     ]
 
 
-def choose(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
-    """The nodes with the accelerator that the user calls `wanted`; None: with CPUs and no accelerator.
+def select_nodes(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
+    """Return the nodes with the accelerator `wanted`; None: with CPUs and no accelerator.
 
-    Raises EnvironmentUnusable where there is none, with those that there are.
+    Raises EnvironmentUnusable where there is none, and names the existing accelerators.
     """
     if wanted is None:
         found = [node for node in nodes if node.cpus and not node.gpus]
@@ -234,30 +236,30 @@ def _same(accelerator: str, wanted: str) -> bool:
 
     Either may be the longer one: Ray shortens "NVIDIA A100-SXM4-80GB" to "A100".
     """
-    return names.matches(accelerator, wanted) or names.matches(wanted, accelerator)
+    return matches_name(accelerator, wanted) or matches_name(wanted, accelerator)
 
 
-def why(error: Exception) -> str:
-    """What Ray says of a node that it lost, in a few words of its pages."""
+def explain_loss(error: Exception) -> str:
+    """Return Ray's reason for a lost node in a few words."""
     text = str(error)
     found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
     if found:
         return found[1]
-    return "it cannot be reached any more" if "unavailable" in text else first_line(error)
+    return "it cannot be reached any more" if "unavailable" in text else take_first_line(error)
 
 
 # On the nodes ------------------------------------------------------------------------------------------------------
 
 
 def _called(function: str, args: tuple[Any, ...]) -> Any:
-    return resolve(function)(*args)
+    return load_function(function)(*args)
 
 
 class _Holder:
-    """Holds a node, and on it a callable."""
+    """An actor that holds a node, and a callable on it."""
 
     def prepare(self, function: str, *args: Any) -> None:
-        self._call = resolve(function)(*args)
+        self._call = load_function(function)(*args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
         return self._call(*args)

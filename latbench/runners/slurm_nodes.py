@@ -1,16 +1,16 @@
 """Whole nodes of a Slurm cluster, each of which does one thing at a time; as `latbench.runners.ray_nodes`.
 
     with SlurmNodes("a100", ["nodes=4", "partition=gpu"]) as nodes:
-        seen = nodes.ask("package.module:look")                         # each node that Slurm has started by then
+        answers = nodes.ask("package.module:look")                      # each node that Slurm has started by then
         for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
             ...
 
-A node is a job that has a machine for itself and waits there for work. Slurm queues, places, and tells which jobs
-wait and why; submitit submits. A job connects to this process, by TCP and with a key that only its submission holds,
-and does what it is told until the connection ends: the end of either is known at once. What a lost job did goes to
-another, and the lost one is submitted again as long as that gets anything done.
+A node is a job that has a machine for itself and waits there for work. Slurm queues and places jobs, and tells which
+jobs wait and why; submitit submits them. A job connects to this process by TCP with a key that only its submission
+holds. It does what it is asked until the connection ends, so each side notices at once when the other is gone. The
+work of a lost job goes to another, and the lost job is submitted again as long as that makes progress.
 
-Jobs are known by squeue, never by sacct: clusters may do without accounting.
+Jobs are watched with squeue, never with sacct, because clusters may run without accounting.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, Self
 
-from latbench.base.files import cache_folder
+from latbench.base.files import find_cache_folder
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
-from latbench.machines.devices import slug
+from latbench.machines.devices import make_slug
 from latbench.runners.block_scheduler import (
     ASK_SECONDS,
     MOST_LOSSES,
-    Call,
-    Lost,
+    FunctionCall,
+    LostNodes,
     Node,
     WholeNodes,
-    first_line,
-    raised,
+    convert_node_error,
+    take_first_line,
 )
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 
 MINUTES = 60  # of a job, by default
 TICK_SECONDS = 10.0
@@ -61,8 +61,14 @@ _OURS = {"array", "error", "exclusive", "job-name", "ntasks", "open-mode", "outp
 
 @dataclass(eq=False)
 class _Job:
-    """A node's job, from its submission on; connected once Slurm has started it. `request`: what it does now, or will
-    do then; `held`: whether a callable waits there, or will.
+    """A node's job from its submission on; connected once Slurm has started it.
+
+    Parameters
+    ----------
+    request
+        The present work, or the work to do once connected.
+    held
+        Whether a callable waits there, or will.
     """
 
     handle: Any
@@ -76,20 +82,20 @@ class _Job:
         return f"{self.host} (job {self.handle.job_id})" if self.host else f"job {self.handle.job_id}"
 
     def ask(self, *request: Any) -> None:
-        """Send it now, or as soon as there is somebody to send it to."""
+        """Send the request now, or as soon as the job is connected."""
         self.request = request
         if self.connection is not None:
             with contextlib.suppress(OSError):  # who waits for the answer finds out
                 self.connection.send(request)
 
     def end(self) -> None:
-        """Whatever it does now."""
+        """End the job, whatever it does now."""
         if self.connection is not None:
             self.connection.close()
         subprocess.run(["scancel", self.handle.job_id], capture_output=True, check=False)
 
     def why_lost(self) -> str:
-        """What became of it, as far as its log says so."""
+        """Return why the job was lost, as far as its log says so."""
         log = ""
         with contextlib.suppress(OSError):
             log = self.handle.paths.stderr.read_text(errors="replace")
@@ -102,19 +108,31 @@ class _Job:
 
 
 class SlurmNodes(WholeNodes):
-    """As many nodes as the `options` say, texts such as "nodes=4" or "partition=gpu": nodes is by default 1, all else
-    is an option of sbatch, such as time (in minutes, by default 60). Each is to have the GPU that the user calls
-    `wanted`, one of which is asked for; None: CPUs alone. `tell` hears what it waits for.
+    """As many nodes as the options ask for.
 
-    Raises UsageError for options that are none, EnvironmentUnusable where submitit or Slurm is not installed, or
-    Slurm refuses the job because no node will ever have what it asks for.
+    Parameters
+    ----------
+    wanted
+        The GPU as the user calls it, one of which each node must have; None: CPUs alone.
+    options
+        Texts such as "nodes=4" (default 1); all others are options of sbatch, such as "time=60" (minutes, the
+        default).
+    tell
+        Gets sentences on what it waits for.
+
+    Raises
+    ------
+    UsageError
+        An option is invalid.
+    EnvironmentUnusable
+        submitit or Slurm is not installed, or Slurm refuses the job because no node will ever fit.
     """
 
     def __init__(
         self, wanted: str | None, options: Sequence[str] = (), tell: Callable[[str], None] = lambda line: None
     ) -> None:
         super().__init__()
-        count, given = parse(options)
+        count, given = parse_slurm_options(options)
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
         self._fruitless: Counter[str] = Counter()  # losses of a node since it did anything
@@ -136,7 +154,7 @@ class SlurmNodes(WholeNodes):
         self.close()
 
     def close(self) -> None:
-        """Give all nodes back; what still runs there is killed."""
+        """Release all nodes and kill what still runs there."""
         while self._jobs:
             self._jobs.popitem()[1].end()
         self._stack.close()
@@ -154,8 +172,8 @@ class SlurmNodes(WholeNodes):
                 "there is no Slurm here, no command sbatch: sweep from where jobs are submitted"
             )
         if wanted is not None:
-            given = {"gres": f"gpu:{slug(wanted)}:1", **given}
-        shared = cache_folder().absolute() / "slurm"
+            given = {"gres": f"gpu:{make_slug(wanted)}:1", **given}
+        shared = find_cache_folder().absolute() / "slurm"
         try:
             shared.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(dir=shared)
@@ -179,9 +197,9 @@ class SlurmNodes(WholeNodes):
         address = socket.gethostname(), self._server.getsockname()[1]
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # where submitit prints what it raises as well
-                handle = self._executor.submit(serve, address, self._key, node.id)
+                handle = self._executor.submit(run_node_job, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
-            said = re.sub(r"^sbatch: (error: |fatal: )?", "", first_line(error)).rstrip(".")
+            said = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
             raise EnvironmentUnusable(
                 f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
                 "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
@@ -189,15 +207,15 @@ class SlurmNodes(WholeNodes):
         self._jobs[node.id] = _Job(handle, node)
 
     def keep(self, nodes: Iterable[Node]) -> None:
-        """Of those that have started use no others than these from now on."""
+        """Use no other nodes than these from now on, among those that have started."""
         kept = {node.id for node in nodes}
         for job in [job for job in self._jobs.values() if job.connection is not None and job.node.id not in kept]:
             self._leave(job)
 
     def ask(self, function: str, *args: Any) -> dict[Node, Any]:
-        """What "module:function" answers on each node that has started when the first one has.
+        """Return the answer of "module:function" on each node that has started when the first one has.
 
-        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
         said = "no node is left"
         self._tell(
@@ -220,7 +238,7 @@ class SlurmNodes(WholeNodes):
             for job in self._wait(list(asked)):
                 asked.remove(job)
                 answer = self._answer(job)
-                if isinstance(answer, Lost):
+                if isinstance(answer, LostNodes):
                     said = answer.reasons[0]
                     self._leave(job)
                 else:
@@ -232,12 +250,12 @@ class SlurmNodes(WholeNodes):
         return answers
 
     def _leave(self, job: _Job) -> None:
-        """Do without this node from now on."""
+        """Do not use this node any more."""
         self._jobs.pop(job.node.id, None)
         self.nodes.remove(job.node)
         job.end()
 
-    def _take_all(self, prepare: Call) -> None:
+    def _take_all(self, prepare: FunctionCall) -> None:
         for node in list(self.nodes):
             if node.id not in self._jobs:
                 try:
@@ -265,11 +283,11 @@ class SlurmNodes(WholeNodes):
         if ready:
             return [connected[one] for one in ready if one in connected]
         # A machine that loses its power says nothing, and a job may end before it gets here.
-        self._queued = queued(job.handle.job_id for job in self._jobs.values())
+        self._queued = list_queued_jobs(job.handle.job_id for job in self._jobs.values())
         return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
 
     def _why_waiting(self) -> str:
-        """Slurm's reasons for those that it has not started, when it was asked last."""
+        """Return Slurm's latest reasons for the jobs that it has not started."""
         jobs: dict[str, list[str]] = {}
         for job in self._jobs.values():
             reason = (self._queued or {}).get(job.handle.job_id, "None")
@@ -278,7 +296,7 @@ class SlurmNodes(WholeNodes):
         return "; ".join(f"{reason} ({', '.join(which)})" for reason, which in jobs.items())
 
     def _welcome(self) -> None:
-        """Somebody wants to connect: a job, if it has the key."""
+        """Accept a connection: a job's, if it has the key."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError, pickle.UnpicklingError):
             connection = _connection(self._server.accept()[0], patient=False)
             deliver_challenge(connection, self._key)
@@ -291,7 +309,7 @@ class SlurmNodes(WholeNodes):
 
     def _outcome(self, job: _Job, node: Node) -> Any:
         answer = self._answer(job)
-        if isinstance(answer, Lost):
+        if isinstance(answer, LostNodes):
             self.lost.setdefault(str(job), answer.reasons[0])
             self._fruitless[node.id] += 1
             if self._fruitless[node.id] >= MOST_LOSSES:
@@ -310,23 +328,24 @@ class SlurmNodes(WholeNodes):
         self.lost.setdefault(str(job), why)
 
     def _answer(self, job: _Job) -> Any:
-        """What it answers to its request, or Lost; raises what it raised there."""
+        """Return a job's answer to its request, or LostNodes; raise what it raised."""
         try:
             if job.connection is None:
                 raise EOFError
             kind, value = job.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
-            return Lost((job.why_lost(),))
+            return LostNodes((job.why_lost(),))
         if kind == "ok":
             return value
         if isinstance(value, BaseException):
-            raise raised(value, replace(job.node, name=str(job))) or value
+            raise convert_node_error(value, replace(job.node, name=str(job))) or value
         raise RuntimeError(f"on node {job}:\n{value}")
 
 
-def queued(numbers: Iterable[str]) -> dict[str, str] | None:
-    """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
-    that run; None where Slurm does not say.
+def list_queued_jobs(numbers: Iterable[str]) -> dict[str, str] | None:
+    """Return those of the jobs that have not ended, with Slurm's reason for waiting; "None" for running ones.
+
+    None where Slurm does not answer.
     """
     # Variables of that name would leave some of them out.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
@@ -341,8 +360,8 @@ def queued(numbers: Iterable[str]) -> dict[str, str] | None:
     return {number: reason.strip() for number, _, reason in lines}
 
 
-def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """How many nodes `options` ask for, and the options of sbatch among them. Raises UsageError for others."""
+def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """Return the number of nodes in `options`, and the options of sbatch. Raises UsageError for invalid ones."""
     given: dict[str, str] = {}
     for option in options:
         found = re.fullmatch(r"-{0,2}([a-z][a-z0-9_-]*)=(\S.*)", option)
@@ -350,11 +369,9 @@ def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
             raise UsageError(f"--slurm takes key=value, such as partition=gpu, account=me or nodes=4, not {option!r}")
         key = found[1].replace("_", "-")
         if key in _OURS or key.startswith("ntasks-"):
-            raise UsageError(f"--slurm {key}= is not yours to give: a job is one process that has a node for itself")
+            raise UsageError(f"--slurm {key}= is not allowed: a job is one process that has a node for itself")
         if key == "clusters":  # the numbers of jobs are told apart within one
-            raise UsageError(
-                "--slurm clusters= is not yours to give: sweep from where that cluster's jobs are submitted"
-            )
+            raise UsageError("--slurm clusters= is not allowed: sweep from where that cluster's jobs are submitted")
         given[key] = found[2]
     count = given.pop("nodes", "1")
     if not (count.isdecimal() and int(count) > 0):
@@ -363,7 +380,7 @@ def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
 
 
 def _connection(peer: socket.socket, *, patient: bool) -> Connection:
-    """A connection that notices when the other machine is gone; and when it stops in a message, unless `patient`."""
+    """Return a connection that notices a dead machine, and unless `patient` a stop within a message."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 2),
@@ -381,8 +398,8 @@ def _connection(peer: socket.socket, *, patient: bool) -> Connection:
 # On the nodes ------------------------------------------------------------------------------------------------------
 
 
-def serve(address: tuple[str, int], key: bytes, node: str) -> None:
-    """A job: does what the process at `address` asks for, until that is gone."""
+def run_node_job(address: tuple[str, int], key: bytes, node: str) -> None:
+    """Run a node's job: do what the process at `address` asks for, until it is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit passes it by, and scancel would have to wait
     try:
         peer = socket.create_connection(address, timeout=SILENT_SECONDS)
@@ -400,9 +417,9 @@ def serve(address: tuple[str, int], key: bytes, node: str) -> None:
             try:
                 match request:
                     case ("ask", function, args):
-                        answer: Any = resolve(function)(*args)
+                        answer: Any = load_function(function)(*args)
                     case ("prepare", function, *args):
-                        answer, held = None, resolve(function)(*args)
+                        answer, held = None, load_function(function)(*args)
                     case ("call", args):
                         assert held is not None
                         answer = held(*args)

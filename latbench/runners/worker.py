@@ -1,13 +1,13 @@
-"""The child's side of `latbench.runners.worker_process`: obeys one parent over a socket, and dies with it.
+"""The child's side of `latbench.runners.worker_process`: serves one parent over a socket, and ends with it.
 
     python -m latbench.runners.worker DESCRIPTOR PARENT_PID
 
 A request is a pickled tuple (verb, ...), an answer ("ok", value) or ("error", kind, message, traceback). The socket
-is its own descriptor: libraries print to stdout and stderr as they like, into a log that the parent quotes if the
-worker dies.
+has a descriptor of its own, because libraries print to stdout and stderr. Their output goes to a log, which the
+parent quotes if the worker dies.
 
-A worker that is asked to begin anew forks: the process that was started has then imported what is needed, and only
-waits; one child after the other serves in its place, and as the last one ends, so does it.
+A worker that is asked to renew itself forks. The first process then only holds the imported modules and waits. One
+child after the other serves in its place. When the last child ends, so does the first process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import Timer, WallClock
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -42,8 +42,8 @@ def main() -> None:
 
 
 def _obey(connection: Connection) -> bool:
-    """Serve requests until the parent closes the socket (False), or asks for a new process (True)."""
-    prepared: dict[int, measure.Timer] = {}
+    """Serve requests until the parent closes the socket (False) or asks for a new process (True)."""
+    prepared: dict[int, Timer] = {}
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
@@ -51,7 +51,7 @@ def _obey(connection: Connection) -> bool:
             return False
         try:
             if request[0] == "renew":
-                resolve(request[1])
+                load_function(request[1])
                 return True
             answer = pickle.dumps(("ok", _serve(request, prepared)))
         except BaseException as error:  # noqa: BLE001 - a task may raise anything, and the parent has to hear of it
@@ -61,10 +61,10 @@ def _obey(connection: Connection) -> bool:
 
 
 def _begin_anew(connection: Connection) -> NoReturn:
-    """Serve in one child after the other, as often as the parent asks for a new one; then end as the last one did.
+    """Serve in one child after the other, as often as the parent asks for a new one; then end as the last did.
 
-    Only the child has the connection, so that the parent hears of it when that breaks off; for the next it is given
-    back.
+    Only the child holds the connection, so that the parent notices its end. For the next child the connection is
+    handed back.
     """
     ours = os.getpid()
     while True:
@@ -95,14 +95,14 @@ def _begin_anew(connection: Connection) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
+def _serve(request: tuple[Any, ...], prepared: dict[int, Timer]) -> Any:
     match request:
         case ("call", function, args):
-            return resolve(function)(*args)
+            return load_function(function)(*args)
         case ("prepare", key, function, args):
-            run = resolve(function)(*args)
+            run = load_function(function)(*args)
             # A GPU's work is timed by the GPU's own events: it comes with a timer.
-            timer = run if hasattr(run, "burst") else measure.WallClock(run)
+            timer = run if hasattr(run, "burst") else WallClock(run)
             prepared[key] = timer
             return timer.inner_loops, timer.facts
         case ("burst", key, seconds):
@@ -117,8 +117,8 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
     raise ValueError(f"a worker knows path, renew, call, prepare, burst and drop, not {request[0]!r}")
 
 
-def resolve(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" or "path/to/file.py:function" names."""
+def load_function(name: str) -> Callable[..., Any]:
+    """Return the function that "package.module:function" or "path/to/file.py:function" names."""
     module, _, attribute = name.rpartition(":")
     if module.endswith(".py"):
         path = Path(module).resolve()
@@ -137,12 +137,12 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch raises a RuntimeError for it, NumPy a MemoryError of its own."""
+    """Return whether an error means that memory ran out: torch raises a RuntimeError for it."""
     return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _die_with(parent: int) -> None:
-    """Be killed with the parent, however it ends; and be the first to go when memory runs out."""
+    """Make the kernel kill this process with its parent, and first when memory runs out."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(OSError):  # a container may forbid it: then the kernel chooses by size

@@ -1,12 +1,12 @@
-"""A worker process on this machine: one engine each, with thread settings of its own, that may crash without harm.
+"""A worker process on this machine: one engine each, with thread settings of its own, isolated from crashes.
 
     with Worker(threads=2, name="torch") as worker:
         layer = worker.prepare("latbench.backends:prepare", point)   # "module:function" returns a callable
         samples = worker.sample(layer, 0.05)                         # seconds a call
 
-Engines are timed each in a process of its own, because spinning threads of one slow the next. A worker that crashes,
-hangs or is killed for memory is reported as `WorkerDied`; the next request starts a fresh one, in which everything
-has to be prepared again. Works on Linux; a worker dies with its parent, however that ends.
+Each engine is timed in a process of its own, because spinning threads of one slow the next. A worker that crashes,
+hangs or is killed for memory raises `WorkerDied`. The next request starts a new process, in which everything must be
+prepared again. Workers need Linux, and end with their parent, however that ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUOTED_BYTES = 1 << 16  # of a worker's log, from its end
 
 
 class WorkerDied(LatbenchError):
-    """The process is gone. `reason` is crash, timeout, oom, or late: the caller's own time is over."""
+    """A process that is gone. `reason` is crash, timeout, oom, or late (the caller's own time is over)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -48,9 +48,9 @@ class WorkerDied(LatbenchError):
 
 
 class TaskFailed(LatbenchError):
-    """The function raised; the process lives. `kind` is the exception's class name, `details` its traceback.
+    """An exception in a worker that lives on. `kind` is its class name, `details` its traceback.
 
-    Whatever an engine raises when it runs out of memory has the kind MemoryError.
+    The kind is MemoryError whenever an engine runs out of memory.
     """
 
     def __init__(self, kind: str, message: str, details: str) -> None:
@@ -59,8 +59,8 @@ class TaskFailed(LatbenchError):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A callable that waits in a worker. `facts` is what the callable carries in its attribute of that name."""
+class PreparedTask:
+    """A callable that waits in a worker. `facts` is its attribute of that name."""
 
     key: int
     generation: int
@@ -69,11 +69,21 @@ class Prepared:
 
 
 class Worker:
-    """One process for one engine. `threads` bounds what OpenMP, MKL, OpenBLAS and Numba start in it.
+    """One process for one engine; it starts with the first request.
 
-    `environment` adds variables to the process's own. The process starts with the first request.
+    Parameters
+    ----------
+    threads
+        Threads that OpenMP, MKL, OpenBLAS and Numba may start in it.
+    name
+        Its name in messages.
+    environment
+        Additional environment variables.
 
-    `seconds_left` bounds every request: the seconds that the caller still has, None for any time.
+    Attributes
+    ----------
+    seconds_left
+        Returns the seconds that the caller still has, which bound every request; None: no limit.
     """
 
     _generations = itertools.count(1)
@@ -97,10 +107,10 @@ class Worker:
         self.close()
 
     def renew(self, function: str, timeout: float = START_SECONDS) -> None:
-        """Go on in a new process, which holds nothing but the imported module of "module:function".
+        """Continue in a new process, which holds nothing but the imported module of "module:function".
 
-        That is imported once, and each new process is a fork from then: torch alone takes two seconds to import, and
-        with more workers than cores that adds up. Raises as `call` does.
+        The module is imported once, and each new process is a fork from then. torch alone takes two seconds to
+        import, which adds up with more workers than cores. Raises as `call` does.
         """
         if not self._forks:  # what it has done may have left threads, which a fork would be without
             self.close()
@@ -109,53 +119,52 @@ class Worker:
         self.generation = next(self._generations)
 
     def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
-        """The result of "module:function" called in the worker. Arguments and result are pickled.
+        """Return the result of "module:function" called in the worker. Arguments and result are pickled.
 
         Raises TaskFailed if it raises, WorkerDied if the process crashes or gives no answer within `timeout` seconds,
         or within `seconds_left`.
         """
         return self._request(("call", function, args), timeout)
 
-    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Prepared:
-        """Call "module:function", which returns a callable without arguments, or a measure.Timer; keep that in the
-        worker, ready to time.
+    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> PreparedTask:
+        """Call "module:function", which returns a callable without arguments or a Timer, and keep that in the worker.
 
         Raises as `call` does.
         """
         key = next(self._keys)
         inner_loops, facts = self._request(("prepare", key, function, args), timeout)
-        return Prepared(key, self.generation, inner_loops, facts)
+        return PreparedTask(key, self.generation, inner_loops, facts)
 
-    def holds(self, prepared: Prepared) -> bool:
-        """Whether `prepared` still waits in this worker: false once the process died."""
+    def holds(self, prepared: PreparedTask) -> bool:
+        """Return whether `prepared` still waits in this worker; false once the process died."""
         return prepared.generation == self.generation
 
-    def burst(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
-        """Time `prepared` for about `seconds`. Raises as `call` does."""
+    def burst(self, prepared: PreparedTask, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
+        """Sample `prepared` for about `seconds`. Raises as `call` does."""
         if not self.holds(prepared):
             raise WorkerDied("crash", f"the {self.name} worker that had this prepared is gone")
         sampled: Burst = self._request(("burst", prepared.key, seconds), timeout)
         return sampled
 
-    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
-        """The samples of a burst, whatever else ran meanwhile: seconds a call, one value a sample."""
+    def sample(self, prepared: PreparedTask, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
+        """Return the samples of a burst in seconds a call, disturbed or not."""
         return self.burst(prepared, seconds, timeout).samples
 
-    def drop(self, prepared: Iterable[Prepared], timeout: float = CALL_SECONDS) -> None:
-        """Free what the worker still holds of these. Raises as `call` does."""
+    def drop(self, prepared: Iterable[PreparedTask], timeout: float = CALL_SECONDS) -> None:
+        """Free these tasks in the worker. Raises as `call` does."""
         keys = [item.key for item in prepared if self.holds(item)]
         if keys:
             self._request(("drop", keys), timeout)
 
     def kill(self) -> None:
-        """Kill the process and return at once. Another thread may call this: its request then raises WorkerDied."""
+        """Kill the process and return at once. Another thread may call this; its request then raises WorkerDied."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process; it is killed, nothing in it is worth a farewell."""
+        """Kill the process and free its resources."""
         if self._process is not None:
             self.kill()
             # A process that hangs inside of a driver cannot even be killed: do not wait for it for ever.
@@ -195,7 +204,7 @@ class Worker:
             case ("error", str(kind), str(message), str(details)):
                 raise TaskFailed(kind, message, details)
         self.close()
-        raise WorkerDied("crash", f"the {self.name} worker gave an answer that is none: {answer[:20]!r}")
+        raise WorkerDied("crash", f"the {self.name} worker gave an invalid answer: {answer[:20]!r}")
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -211,7 +220,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={**os.environ, **thread_settings(self.threads), **self._environment},
+                env={**os.environ, **build_thread_variables(self.threads), **self._environment},
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
         self._connection = Connection(ours.detach())
@@ -224,7 +233,7 @@ class Worker:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.close()
-            return WorkerDied("crash", f"the {self.name} worker broke its connection off and went on ({error})")
+            return WorkerDied("crash", f"the {self.name} worker closed its connection but still runs ({error})")
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _QUOTED_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -236,20 +245,20 @@ class Worker:
 
 
 def _read(answer: bytes) -> object:
-    """What a worker answered; None where it is no pickle, because something in it wrote to its connection."""
+    """Return a worker's answer; None where it is no pickle, because a library wrote to the connection."""
     try:
         return pickle.loads(answer)
     except Exception:  # noqa: BLE001 - bytes that are no pickle raise anything
         return None
 
 
-def thread_settings(threads: int) -> dict[str, str]:
-    """The environment variables that give every engine `threads` threads.
+def build_thread_variables(threads: int) -> dict[str, str]:
+    """Return the environment variables that give every engine `threads` threads.
 
-    GNU OpenMP's threads spin for milliseconds by default before they sleep. On a core that anything else wants, that
-    costs whole scheduler slices (a 1 ms layer took 16 ms beside one busy process); with no spinning at all waking up
-    costs up to 0.3 ms a call. Spinning briefly is as fast as the default on a quiet machine and robust on a busy one.
-    OpenBLAS's threads spin for 2**26 cycles, 20 ms in which another engine is timed; 2**4 is the least it takes.
+    By default GNU OpenMP's threads spin for milliseconds before they sleep. On a core that another process wants,
+    that costs whole scheduler slices: a 1 ms layer took 16 ms beside one busy process. Without spinning, waking up
+    costs up to 0.3 ms a call. Brief spinning is as fast as the default on a quiet machine and robust on a busy one.
+    OpenBLAS's threads spin for 2**26 cycles, 20 ms in which another engine is timed; 2**4 is the least value.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     brief = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_THREAD_TIMEOUT": "4"}

@@ -1,1 +1,1 @@
-"""Sweeps: what is measured in which order, on this machine or on many, and what of it is kept."""
+"""Sweeps: what is measured in which order, on this machine or a cluster, and what is kept."""

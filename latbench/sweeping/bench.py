@@ -1,7 +1,7 @@
 """A machine with its engines, which measures blocks of points.
 
-All points of a block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a
-kernel that has killed its process twice is left alone for the rest of the run.
+All points of a block are prepared and checked first, and then sampled in turn. A failure is a row as well. A kernel
+that has killed its process twice is not tried again in the run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from latbench.base import files
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
+from latbench.base.files import delay_interrupts
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.settings import NO_ROOFLINE, Keep, Row, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep_machine import SweepMachine, estimate_cpu_bytes
 from latbench.tables.plausibility import MOST_UTILISATION, explain_impossible
-from latbench.timing import sampling as measure
-from latbench.workloads import points as plan
-from latbench.workloads.minimum_work import inside_share
-from latbench.workloads.points import Point
+from latbench.timing.sampling import NOISY_ERROR, Burst, Sampler, Timing, sample_interleaved
+from latbench.workloads.minimum_work import compute_inside_share
+from latbench.workloads.points import Point, format_shape
 
 MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
 
@@ -49,7 +48,7 @@ class Bench:
         self.environment = machine.environment()
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
-            self.environment = {**environment, "env_id": env_id(environment)}
+            self.environment = {**environment, "env_id": hash_environment(environment)}
         self.deaths: dict[str, list[str]] = {}  # of workers, with their reasons, by the kernel that they died of
         self.block = 0
         self.chance = 0
@@ -64,7 +63,7 @@ class Bench:
         self.engines.close()
 
     def fitting(self, points: list[Point]) -> Iterator[list[Point]]:
-        """`points` in parts that fit into the memory that there is now."""
+        """Yield `points` in parts that fit into the available memory."""
         return split_to_fit(points, self.machine.available_bytes(), self.machine.needed_bytes)
 
     def measure_block(
@@ -76,11 +75,24 @@ class Bench:
         tell: Callable[[str, int], None] = lambda activity, finished: None,
         time_left: TimeLeft | None = None,
     ) -> None:
-        """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
+        """Measure `points` in turns and pass what is finished to `keep`, also when interrupted.
 
-        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
-        `chance`: then it is what there is, and the row says so in its flags. `tell` is called with what is done and
-        how many points have an outcome. Raises TimeUsedUp when the time is over, also in the middle of a request.
+        Where other processes take the cores all the time, a steady median counts as noisy. On the last chance it is
+        accepted, and the row's flags say so. Raises TimeUsedUp when the time is over, also in the middle of a
+        request.
+
+        Parameters
+        ----------
+        points
+            The points.
+        keep
+            Gets the environment and the rows.
+        chance
+            How often the points were measured before because they were disturbed.
+        tell
+            Gets the present activity and the number of points with an outcome.
+        time_left
+            Bounds every request; None: no limit.
         """
         self.chance, self._tell, self._time_left = chance, tell, time_left or TimeLeft()
         rows: list[Row] = []
@@ -90,14 +102,14 @@ class Bench:
                 rows.append(self._row(point, outcome, len(rows), started))
         finally:
             if rows:
-                with files.uninterrupted():
+                with delay_interrupts():
                     state = watched()
                     keep(self.environment, [{**state, **row} for row in rows])
         self.block += 1
         self.engines.drop()
 
     def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
-        """Each point with its timing, or with how it failed; as they finish."""
+        """Yield each point with its timing, or with its failure, as they finish."""
         failed = set()
         for number, failure in self._prepare_all(points):
             if failure is not None:
@@ -109,8 +121,8 @@ class Bench:
         # in: never in a burst of its own, where the time would count.
         failures = self._restore(ready)
 
-        def sampler(name: str) -> measure.Sampler:
-            def sample(seconds: float) -> measure.Burst:
+        def sampler(name: str) -> Sampler:
+            def sample(seconds: float) -> Burst:
                 self._check_time()
                 failure = failures.get(name) or self._given_up(ready[name])
                 if failure is None:
@@ -121,7 +133,7 @@ class Bench:
                 failures[name] = failure
                 others = {other: point for other, point in ready.items() if other not in failures}
                 failures.update(self._restore(others))
-                return measure.Burst([])
+                return Burst([])
 
             return sample
 
@@ -134,17 +146,14 @@ class Bench:
             order.shuffle(left)
             failures.update(self._restore({name: ready[name] for name in left}))
 
-        finished = measure.interleave(
+        finished = sample_interleaved(
             {name: sampler(name) for name in ready},
-            rel_error=self.settings.rel_error,
-            max_seconds=self.settings.max_seconds,
-            round_seconds=self.settings.round_seconds,
+            self.settings.stop_rule,
             order=order,
             between=self._keep_pace,
-            sessions=self.settings.sessions,
             renew=renew,
         )
-        activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
+        activity = f"timing: {len(points)} points from {format_shape(points[0].shape)} on"
         self._tell(activity, done)
         for count, (name, timing) in enumerate(finished, start=done + 1):
             self._tell(activity, count)
@@ -152,15 +161,16 @@ class Bench:
             yield point, failures.get(name) or self._timed(point, timing)
 
     def _keep_pace(self) -> None:
-        """Before every burst: time the reference kernels, if it is their turn."""
+        """Time the reference kernels before a burst, if it is their turn."""
         try:
             self.engines.keep_pace()
         except (TaskFailed, WorkerDied) as error:
             self._tell(f"no roofline: {error}", 0)
 
     def _prepare_all(self, points: Sequence[Point]) -> Iterator[tuple[int, _Outcome | None]]:
-        """The number of each point as it is ready (None) or has failed: one after the other, or side by side in the
-        processes of their engines where the machine has threads for them.
+        """Yield the number of each point when it is ready (None) or has failed.
+
+        Points are prepared one after the other, or in parallel where the machine has threads for its processes.
         """
         threads = self.machine.threads_of_processes
         if threads is None:
@@ -201,7 +211,7 @@ class Bench:
             self._stop.clear()
 
     def _prepare(self, point: Point) -> _Outcome | None:
-        """Get a point ready; if that cannot be, how it failed."""
+        """Prepare a point; return its failure if that is impossible."""
         self._check_time()
         if (skipped := self._given_up(point)) is not None:
             return skipped
@@ -220,7 +230,7 @@ class Bench:
             raise TimeUsedUp
 
     def _restore(self, points: Mapping[str, Point]) -> dict[str, _Outcome]:
-        """Prepare again those of `points` that were lost with their workers; how those failed that could not be."""
+        """Prepare those of `points` again that died with their workers; return the failures."""
         failures: dict[str, _Outcome] = {}
         while lost := [
             name for name, point in points.items() if name not in failures and not self.engines.holds(point)
@@ -238,16 +248,16 @@ class Bench:
         return _failed(failure)
 
     def _given_up(self, point: Point) -> _Outcome | None:
-        """The outcome of a point that is not tried, because its like have killed enough workers."""
+        """Return the outcome of a point that is not tried, because its kernel killed too many workers."""
         deaths = self.deaths.get(_kernel(point), [])
         if len(deaths) < MOST_DEATHS:
             return None
         reason = f"not tried in this run: {len(deaths)} workers died of {_kernel(point)} points"
         return {"status": "error", "error": f"{reason}, the last because {deaths[-1]}"}
 
-    def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
+    def _timed(self, point: Point, timing: Timing) -> _Outcome:
         prepared = self.engines.prepared(point)
-        known = timing.relative_error <= measure.NOISY_ERROR
+        known = timing.relative_error <= NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
         why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
@@ -281,18 +291,19 @@ class Bench:
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         if outcome["status"] == "throttled":
-            by = outcome["event_reasons"] or "what it does not say"
-            outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + self.settings.noisy_chances}"
+            by = outcome["event_reasons"] or "an unknown reason"
+            outcome["error"] = f"slowed down by {by} on try {self.chance + 1} of {1 + self.settings.noisy_chances}"
         return outcome
 
-    def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The columns that compare a time with what the machine can and with its pace meanwhile; whether it was timed
-        in a spell in which the machine was slower than in the rest of this sweep.
+    def _beside(self, point: Point, timing: Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the columns that compare a time with the roofline and the reference, and whether it is a slow spell.
+
+        In a slow spell the machine is slower than in the rest of this sweep.
         """
         pace = self.engines.pace
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
             return {}, False
-        flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
+        flop, size = facts["flop_nnz"] * compute_inside_share(point.shape), facts["bytes_min"]
         columns = {"roofline_seconds": pace.seconds(point, facts.get("kernel_used", ""), flop, size)}
         reference = pace.reference([burst.began for burst in timing.counted], flop, size)
         if reference is None:
@@ -332,7 +343,7 @@ class Bench:
 
 
 def _kernel(point: Point) -> str:
-    """What a point runs, in words: its backend, the kernel if one was asked for, and its format."""
+    """Return what a point runs, in words: its backend, the requested kernel if any, and its format."""
     asked = "" if point.kernel == "auto" else f" {point.kernel}"
     return f"{point.backend}{asked} {point.pattern.format}"
 
@@ -348,7 +359,7 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 def split_to_fit(
     points: list[Point], available: float, needed: Callable[[Point], float] = estimate_cpu_bytes
 ) -> Iterator[list[Point]]:
-    """`points` in parts that together need no more than `available` bytes, one point at least."""
+    """Yield `points` in parts that together need at most `available` bytes, at least one point each."""
     part: list[Point] = []
     total = 0.0
     for point in points:

@@ -1,10 +1,10 @@
-"""A sweep on nodes elsewhere: each measures one block at a time on a bench of its own; this process writes the table.
+"""A sweep on nodes of a cluster: each measures one block at a time; this process writes the table.
 
-What is handed out is a block, not a point, because the points of a block are sampled in turns, beside the same fixed
-work, and judged beside each other: on a node as here. A node times one point at a time, and nothing else runs there.
+The unit of work is a block, not a point. The points of a block are sampled in turns, beside the same reference work,
+and judged beside each other, on a node as here. A node times one point at a time, and nothing else runs there.
 
-A block that loses its node goes to another, whole, because nodes get lost for reasons of their own. One that loses
-two is suspected: its points go out alone, and one that then loses a third node gets a row that says so.
+A block that loses its node goes to another as a whole, because nodes get lost for many reasons. After two losses, its
+points go out alone. A point that then loses a third node gets a row that says so.
 """
 
 from __future__ import annotations
@@ -27,55 +27,66 @@ from latbench import backends
 from latbench.backends.gpu_installation import installed
 from latbench.backends.gpu_versions import Versions
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
+from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import find_gpu
-from latbench.runners.block_scheduler import Call, Lost, Node
-from latbench.runners.device_lock import WAIT_SECONDS, device_lock
-from latbench.runners.worker import resolve
+from latbench.runners.block_scheduler import FunctionCall, LostNodes, Node
+from latbench.runners.device_lock import WAIT_SECONDS, lock_device
+from latbench.runners.worker import load_function
 from latbench.sweeping.bench import Bench
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.settings import Row, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep import Sweep
 from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables.point_ids import hash_key
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Block = list[Point]
-Measured = tuple[Mapping[str, Any], Sequence[Row]]
+MeasuredRows = tuple[Mapping[str, Any], Sequence[Row]]
 """An environment, and the rows that were measured in it."""
 
 
-class Nodes(Protocol):
-    """What hands work to nodes; see `latbench.runners.block_scheduler`."""
+class NodePool(Protocol):
+    """A pool of nodes that runs work; see `latbench.runners.block_scheduler`."""
 
     nodes: list[Node]
 
     def keep(self, nodes: Iterable[Node]) -> None:
-        """Use no others than these from now on."""
+        """Use no other nodes than these from now on."""
 
     def ask(self, function: str, *args: Any) -> dict[Node, Any]:
-        """What "module:function" answers on each node."""
+        """Return the answer of "module:function" on each node."""
 
     def run(
         self,
-        prepare: Call,
+        prepare: FunctionCall,
         items: Iterable[Block],
         arguments: Callable[[Block], tuple[Any, ...]],
         *,
         tries: int = 2,
         waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Block, Any]]:
-        """Each of `items` with the answer of what `prepare` gives on a node, or with Lost."""
+        """Yield each of `items` with the answer of the callable that `prepare` gives on a node, or with LostNodes."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a node has: the device's name in tables, cores, installed backends for it, the `sources` of latbench; of a
-    GPU the versions that its times depend on. Of several nodes: what they have in common, and the versions of all.
+class NodeInventory:
+    """What a node has, or what several nodes have in common.
+
+    Parameters
+    ----------
+    device
+        The device's name in tables.
+    cores
+        Cores of the CPU.
+    backends
+        Installed backends for the device.
+    sources
+        Hash of the sources of latbench (`hash_sources`).
+    versions
+        For a GPU, the versions that its times depend on; for several nodes, those of all.
     """
 
     device: str
@@ -85,24 +96,25 @@ class Seen:
     versions: tuple[Versions, ...] = ()
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Return which rows of a table timed the versions of any of the nodes; of a CPU all."""
+        """Return which rows of a table timed the versions of any of the nodes; all rows for a CPU."""
         if not self.versions:
             return np.ones(len(table), bool)
-        return np.logical_or.reduce([versions.current(table) for versions in self.versions])
+        current: NDArray[np.bool_] = np.logical_or.reduce([versions.current(table) for versions in self.versions])
+        return current
 
 
-def look(gpu: str | None) -> Seen:
-    """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as find_gpu does."""
+def inspect_node(gpu: str | None) -> NodeInventory:
+    """Return the inventory of this node for its CPU, or for the GPU of that name; raises as `find_gpu`."""
     if gpu is not None:
         machine = GpuMachine(find_gpu(gpu))
         backends_here = frozenset(installed())
-        return Seen(machine.device, devices.cores(), backends_here, sources(), (machine.versions,))
+        return NodeInventory(machine.device, count_cores(), backends_here, hash_sources(), (machine.versions,))
     there = frozenset(name for name, version in backends.available().items() if version is not None)
-    return Seen(devices.cpu_device(), devices.cores(), there, sources())
+    return NodeInventory(name_cpu(), count_cores(), there, hash_sources())
 
 
-def sources() -> str:
-    """The hash of the sources of latbench and its kernels: what measures must be the same everywhere."""
+def hash_sources() -> str:
+    """Return the hash of the sources of latbench and its kernels, which must be equal on all nodes."""
     found = hashlib.sha256()
     for package in (latbench, sparse_kernels):
         root = Path(package.__path__[0])
@@ -111,15 +123,15 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
-    """What all `nodes` have in common, after those of another device are left out, of which `tell` hears.
+def survey_nodes(nodes: NodePool, gpu: str | None, tell: Callable[[str], None]) -> NodeInventory:
+    """Return what all nodes have in common, after nodes with another device are dropped.
 
-    A table is of one device: of several, the one that most nodes have. Raises EnvironmentUnusable where a node's
-    latbench is another than this one.
+    A table belongs to one device: the one that most nodes have. `tell` gets a sentence on each dropped node. Raises
+    EnvironmentUnusable where a node has other sources of latbench than this machine.
     """
-    seen: dict[Node, Seen] = nodes.ask("latbench.sweeping.cluster:look", gpu)
+    seen: dict[Node, NodeInventory] = nodes.ask("latbench.sweeping.cluster:inspect_node", gpu)
     for node, its in seen.items():
-        if its.sources != sources():
+        if its.sources != hash_sources():
             raise EnvironmentUnusable(f"node {node.name} has another latbench than this one: install the same on all")
     counts = Counter(its.device for its in seen.values())
     device = min(counts, key=lambda name: (-counts[name], name))
@@ -132,47 +144,48 @@ def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
     versions: list[Versions] = []
     for its in alike.values():
         versions += (each for each in its.versions if each not in versions)
-    return Seen(device, min(its.cores for its in alike.values()), common, sources(), tuple(versions))
+    return NodeInventory(device, min(its.cores for its in alike.values()), common, hash_sources(), tuple(versions))
 
 
-def gpu_machine(name: str) -> GpuMachine:
-    """The GPU of this machine that the user calls `name`."""
+def open_gpu_machine(name: str) -> GpuMachine:
+    """Return the GPU of this machine that the user calls `name`."""
     return GpuMachine(find_gpu(name))
 
 
-def machine_like(common: Seen, gpu: str | None, machine: Call) -> SweepMachine:
-    """Run on a node: what the call `machine` gives; raises EnvironmentUnusable where it is not what the table is of,
-    `common`, which may be so of a node that came after the survey.
+def open_matching_machine(common: NodeInventory, gpu: str | None, machine: FunctionCall) -> SweepMachine:
+    """Return the machine of this node, if it matches the nodes of the survey.
+
+    A node that arrives after the survey may differ; then EnvironmentUnusable is raised.
     """
-    its = look(gpu)
+    its = inspect_node(gpu)
     if (its.device, its.sources) != (common.device, common.sources) or not its.backends >= common.backends:
         missing = ", ".join(sorted(common.backends - its.backends)) or "another latbench than the other nodes"
         what = its.device if its.device != common.device else missing
         raise EnvironmentUnusable(f"it has {what}")
     name, *args = machine
-    found: SweepMachine = resolve(name)(*args)
+    found: SweepMachine = load_function(name)(*args)
     return found
 
 
-class OnNode:
-    """Run on a node: measures blocks on the machine that the call `machine` gives, for which it waits so long."""
+class NodeBench:
+    """A bench on a node: measures blocks on the machine that the call `machine` gives, and locks its device."""
 
-    def __init__(self, machine: Call, seed: int, settings: SweepSettings, wait_seconds: float) -> None:
+    def __init__(self, machine: FunctionCall, seed: int, settings: SweepSettings, wait_seconds: float) -> None:
         name, *args = machine
-        self._bench = Bench(resolve(name)(*args), seed, settings)
+        self._bench = Bench(load_function(name)(*args), seed, settings)
         self._wait_seconds = wait_seconds
 
-    def __call__(self, points: Block, chance: int, seconds: float | None) -> list[Measured]:
-        """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
+    def __call__(self, points: Block, chance: int, seconds: float | None) -> list[MeasuredRows]:
+        """Return what is measured of `points` within `seconds`, in parts where they do not fit into memory."""
         end = None if seconds is None else monotonic() + seconds
 
         def seconds_left() -> float | None:
             return None if end is None else end - monotonic()
 
-        measured: list[Measured] = []
+        measured: list[MeasuredRows] = []
         unit = self._bench.environment["device_uuid_hash"]
         with (
-            device_lock(self._bench.machine.device, unit, wait_seconds=self._wait_seconds),
+            lock_device(self._bench.machine.device, unit, wait_seconds=self._wait_seconds),
             contextlib.suppress(TimeUsedUp),
         ):
             for chunk in self._bench.fitting(points):
@@ -189,33 +202,50 @@ class OnNode:
         self._bench.engines.close()
 
 
-class Elsewhere:
-    """Where a sweep measures (`latbench.sweeping.sweep.Where`): on the machine that the call `machine` gives on each
-    node, where it waits `wait_seconds` for another that measures there.
+class ClusterSite:
+    """A MeasurementSite on the nodes of a cluster.
+
+    Parameters
+    ----------
+    nodes
+        The nodes.
+    device
+        The device's name in tables.
+    machine
+        Call that gives the machine on each node.
+    seed
+        Random seed for the order of points.
+    settings
+        How carefully points are measured.
+    wait_seconds
+        Longest wait for another process that measures on a node.
+    current
+        Returns which rows of a table are of the present versions; by default all.
     """
 
     def __init__(
-        self, nodes: Nodes, device: str, machine: Call, seed: int, settings: SweepSettings,
+        self, nodes: NodePool, device: str, machine: FunctionCall, seed: int, settings: SweepSettings,
         wait_seconds: float = WAIT_SECONDS, current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None,
     ) -> None:  # fmt: skip
         self.device = device
         self._nodes, self._current = nodes, current
-        self._bench: Call = ("latbench.sweeping.cluster:OnNode", machine, seed, settings, wait_seconds)
+        self._bench: FunctionCall = ("latbench.sweeping.cluster:NodeBench", machine, seed, settings, wait_seconds)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See Where: every row, unless `current` tells which."""
+        """See MeasurementSite."""
         return np.ones(len(table), bool) if self._current is None else self._current(table)
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
-        """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""
+        """See MeasurementSite. Blocks are smaller than usual where there would be fewer of them than nodes."""
         share = -(-len(points) // max(1, len(self._nodes.nodes)))
-        blocks = plan.blocks(points, sweep.seed, min(sweep.settings.block_points, share))
+        blocks = group_into_blocks(points, sweep.options.seed, min(sweep.settings.block_points, share))
         suspects = self._spread(blocks, sweep, chance, tries=2)
         self._spread([[point] for block in suspects for point in block], sweep, chance, tries=1)
 
     def _spread(self, blocks: Sequence[Block], sweep: Sweep, chance: int, tries: int) -> list[Block]:
-        """Measure and keep `blocks`; returns those of several points that lost `tries` nodes, a single point gets a
-        row. Raises TimeUsedUp where points are left because of it.
+        """Measure and keep `blocks`; return those of several points that lost `tries` nodes.
+
+        A single point that did gets a row. Raises TimeUsedUp where points are left because of it.
         """
         left = {point.id for block in blocks for point in block}
         suspects: list[Block] = []
@@ -238,7 +268,7 @@ class Elsewhere:
             sweep.tell("waiting: others use the nodes")
 
         for block, answer in self._nodes.run(self._bench, in_time(), arguments, tries=tries, waiting=waiting):
-            if isinstance(answer, Lost):
+            if isinstance(answer, LostNodes):
                 left -= {point.id for point in block}
                 if len(block) > 1:
                     suspects.append(block)

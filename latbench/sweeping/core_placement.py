@@ -1,10 +1,10 @@
-"""Do the cores of this machine share a cache just now? A host may move those of a virtual machine apart, and back.
+"""Detection of cores that do not share a cache at the moment.
 
-On two virtual cores of an AMD EPYC it does so every few seconds or minutes. 256 KiB that one core has changed take
-the next one 3 us, or 9 us then; threads start in 1.2 us, or 2.2; a 1x1 convolution whose threads read what the other
-laid out takes 101 us, or 240. Nothing that a thread does by itself is any slower, nor does a counter show it. Between
-such states no median means anything, so bursts from when the cores were apart count as disturbed.
-`tests/benchmarks/placement.py` shows both on any machine.
+A host may move the cores of a virtual machine apart, and back. On two virtual cores of an AMD EPYC this happens every
+few seconds or minutes. Then 256 KiB that one core has changed take the next one 9 us instead of 3 us; threads start
+in 2.2 us instead of 1.2 us; a 1x1 convolution whose threads read each other's layout takes 240 us instead of 101 us.
+Work of a single thread is not slower, and no counter shows the change. A median over both states means nothing, so
+bursts with the cores apart count as disturbed. `tests/benchmarks/placement.py` shows both states on any machine.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
-TASK = "latbench.backends.reference:handed_on"
-APART = "cores_apart"  # how a burst's reasons name it
+HANDOVER_TASK = "latbench.backends.reference:handed_on"
+CORES_APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 
 # Fixed work that takes longer than this hangs; a worker that died so often in a row would cost as long again.
@@ -27,31 +27,35 @@ MOST_DEATHS = 2
 
 # How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
 # was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
-TIMES = 2.3
-AT_BEST = 0.1  # this quantile of the readings
+APART_RATIO = 2.3
+BEST_QUANTILE = 0.1  # this quantile of the readings
 MOST_READINGS = 100_000  # that are kept: of half an hour
-FEW, SELDOM = 200, 50  # with more readings than that, what they are at best is worked out once in so many
+UPDATE_ALWAYS_UNTIL, UPDATE_EVERY = (
+    200,
+    50,
+)  # with more readings than that, what they are at best is worked out once in so many
 
 Result = TypeVar("Result")
 
 
-class Placement:
-    """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said.
+class CorePlacement:
+    """Measures how long cores take for data that another core has changed, and keeps the readings.
 
-    What was timed before cores were first seen together counts: how fast they are at best is not known until then.
+    Bursts before the cores were first together count as undisturbed, because the best reading is unknown until then.
     """
 
     def __init__(self, worker: Worker, threads: int) -> None:
         self._worker, self._threads = worker, threads
         self._known = threads > 1
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedTask | None = None
         self._readings: deque[float] = deque(maxlen=MOST_READINGS)
         self._last = self._at_best = 0.0
         self._count = self._deaths = 0
 
     def apart(self) -> bool:
-        """Whether cores are further apart than they were at best, now or when this was asked last. False where that
-        cannot be known: of one thread, or where threads cannot choose their core.
+        """Return whether cores are further apart than at best, now or at the last call.
+
+        False where that cannot be known: with one thread, or where threads cannot choose their core.
         """
         reading = self._read() if self._known else None
         if reading is None:
@@ -59,12 +63,12 @@ class Placement:
         before, self._last = self._last, reading
         self._readings.append(reading)
         self._count += 1
-        if self._count <= FEW or self._count % SELDOM == 0:
-            self._at_best = float(np.quantile(self._readings, AT_BEST, method="lower"))
-        return max(before, reading) > TIMES * self._at_best
+        if self._count <= UPDATE_ALWAYS_UNTIL or self._count % UPDATE_EVERY == 0:
+            self._at_best = float(np.quantile(self._readings, BEST_QUANTILE, method="lower"))
+        return max(before, reading) > APART_RATIO * self._at_best
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
-        """What `timed` returns, called so often at most, until cores are together; and whether they were."""
+        """Call `timed` until cores are together, at most `tries` times; return its result and whether they were."""
         for _ in range(tries):
             result = timed()
             if not self.apart():
@@ -72,10 +76,10 @@ class Placement:
         return result, False
 
     def _read(self) -> float | None:
-        """The seconds that a core takes; None if nothing says so this time."""
+        """Return the seconds that a core takes; None if this reading failed."""
         try:
             if self._prepared is None or not self._worker.holds(self._prepared):
-                self._prepared = self._worker.prepare(TASK, self._threads, timeout=PREPARE_SECONDS)
+                self._prepared = self._worker.prepare(HANDOVER_TASK, self._threads, timeout=PREPARE_SECONDS)
             burst = self._worker.burst(self._prepared, READING_SECONDS, timeout=BURST_SECONDS)
             self._deaths = 0
             return float(np.median(burst.samples))

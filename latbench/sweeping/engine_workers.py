@@ -1,4 +1,4 @@
-"""The worker processes of a machine, one an engine, and in them the points of the block that is measured."""
+"""The worker processes of a machine, one per engine, and in them the points of the present block."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from latbench.runners.worker_process import Prepared, Worker, WorkerDied
-from latbench.sweeping import core_placement as placement
-from latbench.sweeping.roofline_pace import Roofline
+from latbench.runners.worker_process import PreparedTask, Worker, WorkerDied
+from latbench.sweeping.core_placement import CORES_APART
+from latbench.sweeping.roofline_pace import SweepRoofline
 from latbench.sweeping.settings import TimeLeft
 from latbench.sweeping.sweep_machine import SweepMachine
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 
 
 class EngineWorkers:
-    """A machine's workers, and in them the points of the block. `time_left` bounds every request to them."""
+    """A machine's workers and the points that they hold. `time_left` bounds every request to them."""
 
     def __init__(self, machine: SweepMachine, time_left: TimeLeft) -> None:
         self.machine, self._time_left = machine, time_left
-        self.pace: Roofline[Any] | None = None
+        self.pace: SweepRoofline[Any] | None = None
         self.without_pace = False  # because it could not be had
         self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
-        self._prepared: dict[Point, Prepared] = {}
+        self._prepared: dict[Point, PreparedTask] = {}
         self._served: dict[str, int] = {}  # the generation of each worker that was asked for a point
 
     def close(self) -> None:
@@ -36,18 +36,20 @@ class EngineWorkers:
             self.pace.close()
 
     def kill(self) -> None:
-        """Kill the workers while other threads wait for their answers. `restart` when no thread does any more."""
+        """Kill the workers while other threads wait for their answers; `restart` when no thread waits any more."""
         for worker in list(self._workers.values()):
             worker.kill()
 
     def restart(self) -> None:
-        """End the workers that have points; the next that is asked of them starts new ones."""
+        """End the workers that hold points; the next request starts new ones."""
         for worker in self._workers.values():
             worker.close()
 
     def keep_pace(self) -> None:
-        """Before every burst: time the reference kernels, if it is their turn. The first time, and then only, raises
-        TaskFailed or WorkerDied where there will be none: points are worth having without them, if their rows say so.
+        """Time the reference kernels before a burst, if it is their turn.
+
+        The first call, and no other, raises TaskFailed or WorkerDied where they cannot run. Points are worth
+        measuring without them, if their rows say so.
         """
         if not self._asked_for_pace:
             self._asked_for_pace = self.without_pace = True
@@ -57,13 +59,13 @@ class EngineWorkers:
             self.pace.turn()
 
     def prepare_on_host(self, point: Point) -> None:
-        """Do what leaves the device alone, where the machine tells the two apart."""
+        """Do the part of the preparation that leaves the device alone, where the machine separates it."""
         if self.machine.host_task is not None:
             worker = self._worker(point.backend)
             worker.call(self.machine.host_task, point, timeout=self._prepare_seconds(worker))
 
     def prepare(self, point: Point) -> None:
-        """Get the point ready in the worker of its engine."""
+        """Prepare the point in the worker of its engine."""
         worker = self._worker(point.backend)
         seconds = self._prepare_seconds(worker)
         try:
@@ -72,20 +74,22 @@ class EngineWorkers:
             self._served[worker.name] = worker.generation
 
     def _prepare_seconds(self, worker: Worker) -> float:
-        """A process may take longer until it has been asked for its first point: it imports and starts the device."""
+        """Return the time limit; a process may take longer for its first point, because it imports and starts the
+        device.
+        """
         served = worker.generation and self._served.get(worker.name) == worker.generation
         return self.machine.prepare_seconds + (0 if served else self.machine.start_seconds)
 
-    def prepared(self, point: Point) -> Prepared:
-        """The point as it was prepared last; its worker may be gone since."""
+    def prepared(self, point: Point) -> PreparedTask:
+        """Return the point as it was prepared last; its worker may be gone."""
         return self._prepared[point]
 
     def holds(self, point: Point) -> bool:
-        """Whether the point is ready: false once the worker that had it died."""
+        """Return whether the point is ready; false once its worker died."""
         return self._worker(point.backend).holds(self._prepared[point])
 
-    def burst(self, point: Point, seconds: float) -> measure.Burst:
-        """Time the point for about `seconds`."""
+    def burst(self, point: Point, seconds: float) -> Burst:
+        """Sample the point for about `seconds`."""
         worker = self._worker(point.backend)
         taken = worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
         if self.pace is None:
@@ -93,10 +97,10 @@ class EngineWorkers:
         began = perf_counter()
         apart = self.pace.apart()
         taken = replace(taken, rest_seconds=taken.rest_seconds + perf_counter() - began)  # no time of the point's
-        return replace(taken, preempted=True, reasons=(*taken.reasons, placement.APART)) if apart else taken
+        return replace(taken, preempted=True, reasons=(*taken.reasons, CORES_APART)) if apart else taken
 
     def drop(self) -> None:
-        """Free all points; the workers stay, with what they imported and compiled."""
+        """Free all points; the workers keep what they imported and compiled."""
         for worker in self._workers.values():
             with contextlib.suppress(WorkerDied):  # then all is freed
                 worker.drop(self._prepared.values(), timeout=self.machine.burst_seconds)

@@ -1,7 +1,7 @@
-"""How long a sweep of a GPU takes and how much disk its table, before it begins; no GPU is needed to say so.
+"""Estimates of the time and disk that a sweep of a GPU needs; no GPU is needed.
 
-From what a sweep asks of itself (`machine.SETTINGS`), and from what else a point costs: weights that are drawn,
-pruned and packed on the host, the float64 product that a result is compared with, kernels to compile, processes to
+The time follows from the settings of a sweep (`GPU_SETTINGS`) and from the other costs of a point: weights that are
+drawn, pruned and packed on the host, the float64 product that checks a result, kernels to compile, processes to
 start.
 """
 
@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.sweeping.gpu_machine import SETTINGS
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.sweeping.gpu_machine import GPU_SETTINGS
+from latbench.workloads.points import Point, estimate_bytes
 from sparse_kernels.shapes import Shape
 
-ASSUMED = "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
+GPU_ESTIMATE_ASSUMPTION = (
+    "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
+)
 
 _START_SECONDS = 10.0  # of a process, about: importing torch or CuPy, and starting CUDA
 _CEILINGS_SECONDS = 5.0  # beside the start of their process
@@ -33,9 +34,10 @@ _CHECKED_FLOP_PER_SECOND, _SLOWLY_CHECKED = 5e12, 2.5e11
 _MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb200"}
 
 
-def seconds(wanted: Iterable[Point]) -> float:
-    """About how long measuring takes, within a factor of two or so; longer where a GPU gets hot: throttled points get
-    other chances. See ASSUMED.
+def estimate_gpu_seconds(wanted: Iterable[Point]) -> float:
+    """Return about how long measuring takes in seconds, within a factor of two; see GPU_ESTIMATE_ASSUMPTION.
+
+    It takes longer where a GPU gets hot, because throttled points are measured again.
     """
     every = list(wanted)
     if not every:
@@ -53,12 +55,12 @@ def seconds(wanted: Iterable[Point]) -> float:
         + _CEILINGS_SECONDS
         + _COMPILE_SECONDS * len(kernels)
         + sum(_preparing(points, processes, rate) for points in by_shape.values())
-        + SETTINGS.max_seconds * len(every)
+        + GPU_SETTINGS.max_seconds * len(every)
     )
 
 
 def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -> float:
-    """Seconds to prepare points of one shape: on the GPU they take turns, on the host processes run side by side."""
+    """Return the seconds to prepare points of one shape: on the GPU in turns, on the host in parallel."""
     shape = points[0].shape
     check = 2 * 2 * math.prod((shape.m, shape.k, shape.n)) / rate
     on_gpu = {
@@ -77,6 +79,6 @@ def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -
     return max(sum(on_gpu.values()), alone)
 
 
-def table_bytes(wanted: Iterable[Point]) -> int:
-    """About how much disk the table takes."""
-    return plan.estimated_bytes(wanted, SETTINGS.block_points, _SAMPLES)
+def estimate_gpu_table_bytes(wanted: Iterable[Point]) -> int:
+    """Return about how much disk the table takes."""
+    return estimate_bytes(wanted, GPU_SETTINGS.block_points, _SAMPLES)

@@ -1,4 +1,4 @@
-"""A GPU as what `latbench.sweeping.sweep` measures on: its name, its processes, its memory."""
+"""A GPU as the machine of a sweep: its name, its processes, its memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from latbench.backends.gpu_installation import installed
 from latbench.backends.gpu_probe import Probed
 from latbench.backends.gpu_versions import DRIVER, Versions
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
-from latbench.base.environments import env_id
-from latbench.machines import cuda_libraries as libraries
-from latbench.machines import devices, nvml
+from latbench.base.environments import hash_environment
+from latbench.machines.cuda_libraries import find_library_versions
+from latbench.machines.devices import count_cores, read_cpu_times, read_telemetry
 from latbench.machines.gpu_names import Gpu
+from latbench.machines.nvml import describe_gpu_environment, open_observer, summarise_gpu_states
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from latbench.sweeping import gpu_points as points
-from latbench.sweeping import gpu_roofline as roofline
-from latbench.sweeping.gpu_roofline import GpuPace
+from latbench.sweeping.gpu_points import build_probe_points
+from latbench.sweeping.gpu_roofline import GpuPace, build_cached_gpu_ceilings
 from latbench.sweeping.settings import SecondsLeft, SweepSettings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
@@ -37,7 +37,7 @@ from sparse_kernels.registry import NoDevice
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
+GPU_SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 """A GPU alone repeats itself within a percent; a burst is a few batches."""
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
@@ -69,14 +69,16 @@ class GpuMachine:
 
     @property
     def threads_of_processes(self) -> ThreadPoolExecutor:
-        """See Machine."""
+        """See SweepMachine."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_PROCESSES, "latbench-gpu")
         return self._threads
 
     def start(self, backends: Iterable[str]) -> dict[str, str]:
-        """Start the processes of these backends, of the ceilings and of the reference at the same time, and have each
-        backend prepare a small point. A process takes five to ten seconds to import what it needs and to start CUDA.
+        """Start the processes of these backends, of the ceilings and of the reference, and test each backend.
+
+        All start at the same time, and each backend prepares a small point. A process takes five to ten seconds to
+        import its libraries and to start CUDA.
 
         Returns
         -------
@@ -105,7 +107,7 @@ class GpuMachine:
         return refusals
 
     def _fingerprint(self) -> None:
-        if (architecture := architecture_of(nvml.environment(self.gpu)["compute_capability"])) is not None:
+        if (architecture := find_architecture(describe_gpu_environment(self.gpu)["compute_capability"])) is not None:
             for family in FAMILIES:
                 fingerprint.of_family(family, architecture)
 
@@ -118,14 +120,14 @@ class GpuMachine:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", points.probes(self.device, backends), timeout=seconds
+                "latbench.backends.gpu_probe:probe", build_probe_points(self.device, backends), timeout=seconds
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
         return found
 
     def close(self) -> None:
-        """End what was started and not asked for."""
+        """End the processes that were started and never used."""
         for worker in self._started.values():
             worker.kill()  # another thread may wait for its answer
         wait(self._loading.values())
@@ -137,38 +139,42 @@ class GpuMachine:
             self._threads = None
 
     def environment(self) -> dict[str, Any]:
-        """See Machine: with the versions of the libraries that the processes have loaded; all of them, where those of
-        torch and of CuPy differ.
+        """See SweepMachine.
+
+        It includes the versions of the libraries that the processes have loaded; all of them, where torch and CuPy
+        differ.
         """
-        row = {**nvml.environment(self.gpu), **libraries.versions()}
-        for name in libraries.versions():
+        row = {**describe_gpu_environment(self.gpu), **find_library_versions()}
+        for name in find_library_versions():
             every = {loaded[name]: None for loaded in self._loaded.values() if loaded.get(name) is not None}
             row[name] = " and ".join(map(str, every)) or row[name]
         del row["env_id"]
-        return {"env_id": env_id(row), **row}
+        return {"env_id": hash_environment(row), **row}
 
     @functools.cached_property
     def versions(self) -> Versions:
-        """What the times of a row depend on; after `start` as the processes have loaded it."""
-        facts = nvml.environment(self.gpu)
-        architecture = self._architecture or architecture_of(facts["compute_capability"])
-        known = {**libraries.versions(), DRIVER: facts["driver"]}
+        """The versions that the times of a row depend on; after `start` as the processes have loaded them."""
+        facts = describe_gpu_environment(self.gpu)
+        architecture = self._architecture or find_architecture(facts["compute_capability"])
+        known = {**find_library_versions(), DRIVER: facts["driver"]}
         return Versions(installed(), known, dict(self._loaded), architecture)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
-        """See Machine."""
+        """See SweepMachine."""
         return self.versions.text(point, families)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See Machine."""
+        """See SweepMachine."""
         return self.versions.current(table)
 
     def process(self, backend: str) -> str:
-        """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
+        """Return the process of a backend. Libraries share one, which saves loading; our own backends may crash
+        alone.
+        """
         return BACKENDS[backend].process
 
     def worker(self, process: str) -> Worker:
-        """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
+        """Return a process that sees only this GPU: the one that `start` began, or a new one."""
         if process in self._started:
             worker = self._started.pop(process)
             if (loading := self._loading.pop(process, None)) is not None and wait([loading], BUSY_SECONDS).not_done:
@@ -176,25 +182,25 @@ class GpuMachine:
                 wait([loading])
             return worker
         environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
-        return Worker(threads=devices.cores(), name=process, environment=environment)
+        return Worker(threads=count_cores(), name=process, environment=environment)
 
     def watch(self) -> Callable[[], dict[str, Any]]:
-        """The host's load and stolen time; the GPU's state comes with each burst."""
-        before = devices.cpu_times()
+        """Watch the host's load and stolen time; the GPU's state comes with each burst."""
+        before = read_cpu_times()
 
         def since() -> dict[str, Any]:
-            return {**devices.telemetry(before), "clock_hertz": None}
+            return {**read_telemetry(before), "clock_hertz": None}
 
         return since
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        """See Machine."""
-        return nvml.columns(states)
+        """See SweepMachine."""
+        return summarise_gpu_states(states)
 
     def pace(self, seconds_left: SecondsLeft) -> GpuPace:
-        """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
+        """Return the GPU's reference work (a dense product, reads of memory) and its ceilings.
 
-        Beside them clocks and event reasons come with every burst.
+        The ceilings are measured unless they are cached. Clocks and event reasons come with every burst.
         """
 
         def find() -> GpuCeilings:
@@ -207,26 +213,28 @@ class GpuMachine:
         reference = self.worker("reference")
         reference.seconds_left = seconds_left
         try:
-            return GpuPace(reference, roofline.kept(self.environment(), find))
+            return GpuPace(reference, build_cached_gpu_ceilings(self.environment(), find))
         except BaseException:
             reference.close()
             raise
 
     def available_bytes(self) -> float:
-        """Half of what is free on the GPU."""
-        with nvml.observing(self.gpu.uuid) as observer:
+        """Return half of the GPU's free memory."""
+        with open_observer(self.gpu.uuid) as observer:
             return _MEMORY_SHARE * observer.free_bytes()
 
     def needed_bytes(self, point: Point) -> float:
-        """Copies enough to be rotated: two at least, and of small layers as many as there may be."""
+        """Return the memory of the copies to rotate: at least two, and for small layers as many as allowed."""
         shape = point.shape
         weight = 2 * shape.m * shape.k * (1 - point.sparsity)
         each = weight + 2 * shape.n * (shape.m + shape.k)
         return float(min(MOST_COPIES[point.launch_mode] * each, 2 * each + ROTATED_TIMES_L2 * _LARGEST_L2))
 
 
-def architecture_of(compute_capability: str | None) -> str | None:
-    """What our kernels are compiled for on a GPU ("9.0"); None where there are none, or where it is not known."""
+def find_architecture(compute_capability: str | None) -> str | None:
+    """Return the architecture that our kernels are compiled for on a GPU ("9.0"); None if there is none or it is
+    unknown.
+    """
     if compute_capability is None:
         return None
     major, minor = compute_capability.split(".")
@@ -236,8 +244,8 @@ def architecture_of(compute_capability: str | None) -> str | None:
         return None
 
 
-def repository_on_path() -> None:
-    """Let workers import from where this process does, though nothing is installed."""
+def add_repository_to_path() -> None:
+    """Let workers import from the same repository as this process, even if nothing is installed."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:

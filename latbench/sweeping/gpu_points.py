@@ -1,6 +1,6 @@
-"""What is measured on a GPU: points in float16, and the standard sweep, most telling first.
+"""Points of a GPU sweep: float16, and the standard sweep with the most informative points first.
 
-Kernels are timed without bias or activation, because not all of the peers can fuse them. The mode is rotated weights
+Kernels are timed without bias or activation, because some peers cannot fuse them. Weights are rotated and calls run
 in a CUDA graph (see `latbench.timing.gpu_events`), where a library can be captured.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.workloads import workload as workloads
-from latbench.workloads.points import Point, sparsities_of
+from latbench.workloads.points import Point, select_sparsities
+from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 MOST_POINTS = 500
 BLOCK_POINTS = 16  # what a block has prepared is lost if time runs out before it is timed
 
-SPARSITIES = (0.5, 0.75, 0.9, 0.95)
+GPU_SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 
 # Kernels by what they multiply: backend, kernel, layout.
 Kernel = tuple[str, str, str]
@@ -68,12 +68,26 @@ CONVOLUTIONS = (
 
 @dataclass(frozen=True)
 class Wish:
-    """Kernels for a pattern at sparsities, of one tier: the lower, the more it tells. For all shapes, or for some."""
+    """Kernels for a pattern at sparsities, for all shapes or for some.
+
+    Parameters
+    ----------
+    tier
+        Tiers are measured in rising order; lower ones are more informative.
+    kernels
+        The kernels.
+    pattern
+        The pattern.
+    sparsities
+        The sparsities.
+    shapes
+        The shapes; empty: all.
+    """
 
     tier: int
     kernels: tuple[Kernel, ...]
     pattern: Pattern
-    sparsities: tuple[float, ...] = SPARSITIES
+    sparsities: tuple[float, ...] = GPU_SPARSITIES
     shapes: tuple[Shape, ...] = ()
 
 
@@ -115,8 +129,10 @@ CONV_WISHES = (
 )
 
 
-def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0) -> Point:
-    """A point in the mode that its backend allows."""
+def build_gpu_point(
+    device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0
+) -> Point:
+    """Return a point in the mode that its backend allows."""
     backend, name, layout = kernel
     launch = "graph" if BACKENDS[backend].captured else "call"
     return Point(
@@ -125,33 +141,33 @@ def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: 
     )  # fmt: skip
 
 
-def wished(
+def list_wished_points(
     device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
 ) -> list[Point]:
-    """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
+    """Return the points of `wishes` for one shape on `backends`, without patterns that do not fit it."""
     found: dict[Point, None] = {}
     for wish in wishes:
         if wish.pattern.refuses(shape) is not None:
             continue
-        for sparsity in sparsities_of(wish.pattern, wish.sparsities):
+        for sparsity in select_sparsities(wish.pattern, wish.sparsities):
             for kernel in wish.kernels:
                 if kernel[0] in backends:
-                    found[point(device, shape, wish.pattern, sparsity, kernel, seed=seed)] = None
+                    found[build_gpu_point(device, shape, wish.pattern, sparsity, kernel, seed=seed)] = None
     return list(found)
 
 
-def standard_shapes() -> list[Shape]:
-    """The shapes of the standard sweep, most telling first: large ones, linear layers of workloads, convolutions."""
+def list_standard_shapes() -> list[Shape]:
+    """Return the shapes of the standard sweep: large ones, linear layers of workloads, convolutions."""
     linear = [
-        layer.shape for name in WORKLOADS for layer in workloads.load(name).layers
+        layer.shape for name in WORKLOADS for layer in read_workload(name).layers
         if layer.shape.m * layer.shape.n <= LARGEST_RESULT
     ]  # fmt: skip
-    resnet = {layer.name: layer.shape for layer in workloads.load("resnet50-batch16").layers}
+    resnet = {layer.name: layer.shape for layer in read_workload("resnet50-batch16").layers}
     return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
-def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
-    """Return a small point of each of these backends, by backend, that shows whether it works at all."""
+def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Point]:
+    """Return a small point for each of these backends, which shows whether it works at all."""
     kernels: dict[str, tuple[Kernel, Pattern, float]] = {
         "torch_gpu": (DENSE[0], Dense(), 0.0),
         "torch_sparse": (CUSPARSELT[0], NM(2, 4), 0.5),
@@ -161,63 +177,63 @@ def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
         "numba_cuda": (NUMBA[0], VectorWise(64), 0.75),
     }
     return {
-        name: point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
+        name: build_gpu_point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
         for name, (kernel, pattern, sparsity) in kernels.items() if name in backends
     }  # fmt: skip
 
 
-def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
-    """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
+def list_smoke_points(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+    """Return one point for every kernel of every engine on small layers; together they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}
     for shape in (SMOKE_LINEAR, SMOKE_CONV):
-        for each in wished(device, shape, _wishes(shape), backends, seed):
+        for each in list_wished_points(device, shape, _wishes(shape), backends, seed):
             ours = each.pattern if BACKENDS[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
     return list(found.values())
 
 
-def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
-    """The standard sweep: the first MOST_POINTS of `staged` on the standard shapes, without its last tier."""
+def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+    """Return the standard sweep: the first MOST_POINTS of all tiers but the last, on the standard shapes."""
     blocks: list[list[Point]] = []
     left = MOST_POINTS
-    for block in _tiers(standard_shapes(), device, backends, _wishes, seed):
+    for block in _tiers(list_standard_shapes(), device, backends, _wishes, seed):
         if left > 0:
             blocks.append(block[:left])
             left -= len(block)
     return blocks
 
 
-def staged(
+def list_staged_blocks(
     shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
 ) -> list[list[Point]]:  # fmt: skip
-    """Every point of every distinct shape, in blocks of one shape each, the most telling first.
+    """Return every point of every distinct shape in blocks of one shape each, the most informative first.
 
     Parameters
     ----------
     shapes
-        Layers, the most telling first.
+        Layers, the most informative first.
     device
-        Its name in tables.
+        The device's name in tables.
     backends
-        Those that are used: dense by all libraries, each pattern by our kernels and by its peers.
+        Backends to use: dense by all libraries, each pattern by our kernels and by its peers.
     patterns
         By default those of the wishes; one that no wish names is measured by our kernels.
     sparsities
-        By default each wish's own first and, in a last tier, SPARSITIES.
+        By default each wish's own first and, in a last tier, GPU_SPARSITIES.
     seed
-        Of the synthetic weights.
+        Random seed of the synthetic weights.
 
     Returns
     -------
     list of list of Point
-        BLOCK_POINTS at most in each, no point twice.
+        At most BLOCK_POINTS in each, no point twice.
     """
 
     def chosen(shape: Shape) -> list[Wish]:
         wishes = list(_wishes(shape))
         last = max(wish.tier for wish in wishes) + 1
-        given = SPARSITIES if sparsities is None else tuple(sparsities)
+        given = GPU_SPARSITIES if sparsities is None else tuple(sparsities)
         everywhere = [replace(wish, tier=last, sparsities=given, shapes=()) for wish in wishes]
         if sparsities is not None:
             wishes = [replace(wish, sparsities=given) for wish in wishes]
@@ -237,14 +253,14 @@ def _tiers(
     chosen: Callable[[Shape], Sequence[Wish]],
     seed: int,
 ) -> list[list[Point]]:
-    """Blocks of one shape each, a tier of all shapes after the other."""
+    """Return blocks of one shape each, one tier of all shapes after the other."""
     wishes = {shape: chosen(shape) for shape in dict.fromkeys(shapes)}
     blocks: list[list[Point]] = []
     seen: set[Point] = set()
     for tier in sorted({wish.tier for of_shape in wishes.values() for wish in of_shape}):
         for shape, of_shape in wishes.items():
             here = [wish for wish in of_shape if wish.tier == tier and shape in (wish.shapes or (shape,))]
-            found = [each for each in wished(device, shape, here, backends, seed) if each not in seen]
+            found = [each for each in list_wished_points(device, shape, here, backends, seed) if each not in seen]
             seen.update(found)
             parts = -(-len(found) // BLOCK_POINTS)
             blocks += [found[len(found) * i // parts : len(found) * (i + 1) // parts] for i in range(parts)]
@@ -258,7 +274,7 @@ def _wishes(shape: Shape) -> tuple[Wish, ...]:
 def _unforeseen(
     shape: Shape, wishes: Sequence[Wish], patterns: Sequence[Pattern], sparsities: Sequence[float]
 ) -> list[Wish]:
-    """Patterns that no wish names, by our kernels."""
+    """Return wishes for patterns that no wish names, by our kernels."""
     ours = OURS_CONV if isinstance(shape, Conv2dShape) else OURS
     named = {wish.pattern for wish in wishes}
     return [Wish(1, ours, pattern, tuple(sparsities)) for pattern in patterns if pattern not in named]

@@ -1,9 +1,9 @@
-"""What a GPU's table says, in text: every kernel against the fastest dense one and against its peers.
+"""A summary of a GPU's table as text: every kernel against the fastest dense one and against its peers.
 
-A ratio above 1 means faster than what it is compared with. Only rows of equal shape, element type and cache mode are
-compared. Times marked (call) were not taken in a CUDA graph: they have the gaps between launches in them. Those
-marked throttled were taken while heat or the power supply slowed the device down: nothing is compared with them, and
-no median counts them. Those marked in_l2 are of layers so small that the L2 may have held them.
+A ratio above 1 means faster. Only rows of equal shape, element type and cache mode are compared. Times marked (call)
+were not taken in a CUDA graph, and include the gaps between launches. Times marked throttled were taken while heat or
+the power supply slowed the device down; they are not compared and not in any median. Times marked in_l2 are of layers
+so small that the L2 may have held them.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ import pandas as pd
 from latbench.tables.schema import TIMED
 from latbench.tables.table import select_timed
 
-OURS = ("cupy", "numba_cuda")
+OUR_ENGINES = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
 LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
 
-SHAPE = [
+SHAPE_COLUMNS = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
     "c_out", "padding_h", "padding_w", "dilation_h", "dilation_w", "dtype_w", "epilogue", "cache_mode",
 ]  # fmt: skip
-_WORK = [*SHAPE, "pattern", "sparsity_target"]
+_WORK = [*SHAPE_COLUMNS, "pattern", "sparsity_target"]
 
 
-def compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold a time, the throttled ones of points that have no other among them, with the time of the
-    fastest dense kernel (dense_seconds) and of the fastest peer that does the same sparse work (peer_seconds,
-    peer_kernel); missing where there is none.
+def compare_kernels(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with a time, with the times of their fastest dense kernel and fastest peer.
+
+    Throttled rows are included for points that have no other. The columns dense_seconds, peer_seconds (the same
+    sparse work) and peer_kernel are missing where there is none.
     """
     frame = frame.reset_index(drop=True)
     rows = frame.loc[[*select_timed(frame).index, *_throttled(frame).index]]
-    sizes = rows[SHAPE].select_dtypes("number").columns
+    sizes = rows[SHAPE_COLUMNS].select_dtypes("number").columns
     # A linear layer has no filters; groups of missing values would be left out.
     rows[sizes] = rows[sizes].fillna(-1)
     quiet = rows[rows["status"] != THROTTLED]
     dense = quiet[quiet["pattern"] == "dense"]
-    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OURS)]
-    return rows.join(_fastest(dense, SHAPE, "dense"), on=SHAPE).join(_fastest(peers, _WORK, "peer"), on=_WORK)
+    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OUR_ENGINES)]
+    return rows.join(_fastest(dense, SHAPE_COLUMNS, "dense"), on=SHAPE_COLUMNS).join(
+        _fastest(peers, _WORK, "peer"), on=_WORK
+    )
 
 
 def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
-    """The latest throttled row of each point that has no time of its own."""
+    """Return the latest throttled row of each point that has no valid time."""
     known = set(select_timed(frame)["point_id"])
     rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
     return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
@@ -56,8 +59,8 @@ def _fastest(rows: pd.DataFrame, key: list[str], name: str) -> pd.DataFrame:
     return first.rename(columns={"median_seconds": f"{name}_seconds", "kernel_used": f"{name}_kernel"})
 
 
-def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
-    """The whole summary: the device, what was measured, medians of ratios, every time, and what failed."""
+def format_gpu_summary(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
+    """Return the whole summary: the device, counts, medians of ratios, every time, and failures."""
     lines = [
         f"{environment.get('device')}: driver {environment.get('driver')}, CUDA {environment.get('cuda_driver')}, "
         f"torch {environment.get('torch')}, cupy "
@@ -66,10 +69,10 @@ def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]
         *remarks,
         "rows: " + ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items()),
     ]
-    rows = compared(frame)
+    rows = compare_kernels(frame)
     lines += ["", "median over shapes of the speedup over the fastest dense kernel, and over the fastest peer:"]
     lines += list(_medians(rows))
-    for _, of_shape in rows.groupby(SHAPE, sort=False):
+    for _, of_shape in rows.groupby(SHAPE_COLUMNS, sort=False):
         lines += ["", *_of_shape(of_shape)]
     failures = list(_failures(frame))
     lines += ["", "not timed:", *failures] if failures else []
@@ -84,7 +87,7 @@ def _medians(rows: pd.DataFrame) -> Iterator[str]:
         over_peer = group["peer_seconds"] / group["median_seconds"]
         yield (
             f"  {op:6} {pattern:13} {sparsity:4.0%} {backend:12} {kernel:10} {_ratio(over_dense)} dense"
-            f"  {_ratio(over_peer) if backend in OURS else '':6}{' peer' if backend in OURS else ''}"
+            f"  {_ratio(over_peer) if backend in OUR_ENGINES else '':6}{' peer' if backend in OUR_ENGINES else ''}"
             f"  {len(group)} shapes"
         )
 
@@ -120,7 +123,7 @@ def _remarks(row: pd.Series) -> str:
 
 
 def _clock(row: pd.Series) -> str:
-    """The median clock of the multiprocessors while the row was sampled."""
+    """Return the median clock of the multiprocessors while the row was sampled."""
     hertz = row["clock_hertz"]
     return f"{hertz / 1e9:.2f} GHz" if pd.notna(hertz) else "  - GHz "
 

@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU (`-m gpu`) in a process of their own and for a bounded time, and sums them up."""
+"""Tests that need a GPU (`-m gpu`), run in a process of their own for a bounded time, and their summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.timing.sampling import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +44,17 @@ _SUMMED_UP = re.compile(r"^(?:FAILED|ERROR) \S*\.py.*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How the GPU's tests went: `status` is passed, failed, or late if there was no time for all and none failed;
-    `verdict` says it in a few words, `output` is what pytest printed.
+class GpuTestOutcome:
+    """The result of the GPU's tests.
+
+    Parameters
+    ----------
+    status
+        passed, failed, or late if there was no time for all and none failed.
+    verdict
+        The result in a few words.
+    output
+        What pytest printed.
     """
 
     status: str
@@ -54,34 +62,36 @@ class Outcome:
     output: str
 
 
-def commands() -> list[list[str]]:
-    """What runs the tests: first those that may share the GPU, in several processes where xdist is installed; then
-    those that compare times, which have it to themselves.
+def build_test_commands() -> list[list[str]]:
+    """Return the commands that run the tests.
+
+    First the tests that may share the GPU, in several processes where xdist is installed; then those that compare
+    times, which have the GPU to themselves.
     """
     alone = [sys.executable, "-P", *PYTEST, "-m"]
     beside: list[str] = []
     if importlib.util.find_spec("xdist") is not None:
-        beside = ["-p", "xdist", "-n", str(min(MOST_SIDE_BY_SIDE, devices.cores())), "--dist", "worksteal"]
+        beside = ["-p", "xdist", "-n", str(min(MOST_SIDE_BY_SIDE, count_cores())), "--dist", "worksteal"]
     return [[*alone, "gpu and not timed", *beside], [*alone, "gpu and timed"]]
 
 
-def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> Outcome:
+def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> GpuTestOutcome:
     """Run the GPU's tests for at most `seconds` altogether."""
     end = clock() + seconds
-    untimed, timed = commands()
+    untimed, timed = build_test_commands()
     first = run_tests(UNTIMED_SHARE * seconds, untimed)
-    return both(first, run_tests(max(0.0, end - clock()), timed, "GPU tests of times"))
+    return combine_outcomes(first, run_tests(max(0.0, end - clock()), timed, "GPU tests of times"))
 
 
-def both(first: Outcome, second: Outcome) -> Outcome:
-    """Two runs as one: it failed if one of them did, and was late if one was."""
+def combine_outcomes(first: GpuTestOutcome, second: GpuTestOutcome) -> GpuTestOutcome:
+    """Return two runs as one: it failed if one of them did, and was late if one was."""
     statuses = first.status, second.status
     worst = next(status for status in ("failed", "late", "passed") if status in statuses)
-    return Outcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
+    return GpuTestOutcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
 
 
-def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> Outcome:
-    """Run tests for at most `seconds`, in a process of their own: a kernel may take it down."""
+def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> GpuTestOutcome:
+    """Run tests for at most `seconds`, in a process of their own, because a kernel may end it."""
     # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -103,17 +113,19 @@ def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -
         ended = [match[1] or match[2] for match in _ENDED.finditer(text)]
         failed = ended.count("FAILED") + ended.count("ERROR")
         so_far = f"{ended.count('PASSED')} passed and {failed} failed so far"
-        return Outcome("failed" if failed else "late", f"{name}: not done after {seconds:.0f} s, {so_far}", text)
+        return GpuTestOutcome(
+            "failed" if failed else "late", f"{name}: not done after {seconds:.0f} s, {so_far}", text
+        )
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
     if code == _NO_TESTS:
-        return Outcome("failed", f"{name}: there are none", text)
+        return GpuTestOutcome("failed", f"{name}: there are none", text)
     passed = code == 0 and " passed" in last  # pytest is content where everything is skipped
     how = "passed" if passed else f"FAILED (exit code {code})"
-    return Outcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
+    return GpuTestOutcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
 
 
-def failures(output: str) -> list[str]:
-    """A line for each test that failed: as pytest sums them up, or as it went on where it did not come to that."""
+def list_failures(output: str) -> list[str]:
+    """Return a line for each failed test: as pytest sums them up, or from its progress where it did not finish."""
     found = _SUMMED_UP.findall(output)
     summed_up = {line.split(" - ")[0].partition(" ")[2] for line in found}
     for match in _ENDED.finditer(output):

@@ -1,4 +1,4 @@
-"""Writes results again and again while a sweep goes on: whatever is finished is there ten seconds later."""
+"""Repeated writing of results during a sweep: what is finished is published ten seconds later."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PUBLISH_SECONDS = 10.0
 
 
 class Publisher:
-    """Calls `write` in a thread of its own, `seconds` after the last time at the earliest, when something changed.
+    """Calls `write` in a thread of its own after changes, at least `seconds` after the last call.
 
-    A process that hangs in the middle of a block does not keep it from writing what was finished before. It writes
-    once more when its context is left, however that is.
+    So a process that hangs within a block does not delay results that were finished before. It writes once more when
+    its context is left, however that is.
 
     Parameters
     ----------
     write
-        Writes everything that is finished. It must not change anything else. EnvironmentUnusable, from a disk that
-        refuses, ends the sweep; any other failure is told, and the next change tries again.
+        Writes everything that is finished and changes nothing else. EnvironmentUnusable, from a disk that refuses,
+        ends the sweep. Any other failure is reported, and the next change tries again.
     tell
-        Takes a line for the user.
+        Gets a line for the user.
     seconds
-        Between two times, and so the longest that something finished waits.
+        Least time between two calls, and so the longest delay of a result.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Publisher:
             raise self._failure
 
     def changed(self) -> None:
-        """Say that something is finished. Raises EnvironmentUnusable where the disk refused the last time."""
+        """Announce a change. Raises EnvironmentUnusable where the disk refused the last time."""
         with self._condition:
             if self._failure is not None:
                 raise self._failure

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from latbench.errors import Incomplete
+from latbench.runners.device_lock import WAIT_SECONDS
+from latbench.timing.sampling import StopRule
 
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
 
@@ -23,8 +25,14 @@ Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
 
 
 class TimeLeft(NamedTuple):
-    """The seconds that are left for points, which have any time while a run has measured nothing; and for what is
-    timed beside them, which is worth no more than the run's budget.
+    """The seconds that are left in a run.
+
+    Parameters
+    ----------
+    points
+        For points. The first points of a run have no limit, because a run without any result could never continue.
+    beside
+        For reference work, which must stay within the run's budget.
     """
 
     points: SecondsLeft = lambda: None
@@ -33,11 +41,23 @@ class TimeLeft(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`, in bursts of
-    `round_seconds` that take turns with those of `block_points` points at least.
+    """How carefully points are measured.
 
-    In each of several `sessions` the engines' processes are new, and get the points in another order: where in memory
-    things lie speeds a point up or slows it down by a percent or two for as long as they lie there.
+    Parameters
+    ----------
+    rel_error
+        Wanted relative error of the median.
+    max_seconds
+        Most seconds of sampling per point and session.
+    round_seconds
+        Seconds of a burst.
+    block_points
+        Least points of a block, whose bursts take turns.
+    sessions
+        Sessions with new processes and another order of points. Memory placement changes times by a percent or two
+        for as long as a process lives; several sessions average that out.
+    noisy_chances
+        How often a disturbed point is measured again.
     """
 
     rel_error: float = 0.01
@@ -47,14 +67,50 @@ class SweepSettings:
     sessions: int = 1
     noisy_chances: int = NOISY_CHANCES
 
+    @property
+    def stop_rule(self) -> StopRule:
+        """When the sampling of a point ends."""
+        return StopRule(self.rel_error, self.max_seconds, self.round_seconds, self.sessions)
+
 
 CPU_SETTINGS = SweepSettings()
 """Of a CPU."""
 
 
 @dataclass(frozen=True)
+class SweepOptions:
+    """Order, limits and repetitions of a sweep.
+
+    Parameters
+    ----------
+    seed
+        Random seed for the order of blocks and points.
+    time_budget
+        Seconds after which the sweep stops; None: no limit.
+    remeasure
+        Measure points again whose row in the table is noisy.
+    wait_seconds
+        Longest wait for another process that measures on the device.
+    expected
+        Number of points for the progress display, where a chooser names them step by step.
+    chances_last
+        Measure disturbed points again after all others, instead of after the choice that named them.
+    """
+
+    seed: int = 0
+    time_budget: float | None = None
+    remeasure: bool = False
+    wait_seconds: float = WAIT_SECONDS
+    expected: int = 0
+    chances_last: bool = False
+
+
+DEFAULT_OPTIONS = SweepOptions()
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Where a sweep is: `done` of `total` points have a row; `activity` says what it does now."""
+    """The state of a sweep: `done` of `total` points have a row; `activity` is what it does now."""
 
     done: int
     total: int
@@ -63,21 +119,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep did: the status of each point measured now, by point_id, and how many the table had before."""
+    """The result of a sweep: the status of each point measured now, by point_id, and the number of skipped points."""
 
     statuses: dict[str, str]
     skipped: int
 
 
 class SweepStopped(Incomplete):
-    """A sweep that was interrupted (by the user), or used up its time; `summary` is of what it measured."""
+    """A sweep that was interrupted by the user or used up its time; `summary` is its result so far."""
 
     summary: SweepSummary
     interrupted = False
 
 
 class TimeUsedUp(Exception):
-    """The time budget of a run is over."""
+    """The end of a run's time budget."""
 
     def __str__(self) -> str:
         return "the time budget is used up"

@@ -1,15 +1,15 @@
 """A sweep: measures points block by block and writes each finished block to the table at once.
 
-A block is a layer's shape; shapes of few points share one. Each engine has a process of its own; all points of a
-block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a kernel that has
-killed its process twice is left alone for the rest of the run. A point that the table has already is skipped, so that
-the same sweep goes on where it was stopped, in whatever way it was. A `Bench` measures blocks, on this machine or on
-a node elsewhere (`latbench.sweeping.cluster`); a `Sweep` keeps the books and writes what was measured.
+A block is a layer's shape; shapes of few points share one. Each engine has a process of its own. All points of a
+block are prepared and checked first, and then sampled in turn. A failure is a row as well, and a kernel that has
+killed its process twice is not tried again in the run. Points that the table has already are skipped, so the same
+command continues an interrupted sweep. A `Bench` measures blocks, on this machine or on a node
+(`latbench.sweeping.cluster`); a `Sweep` keeps the records and writes the rows.
 
-Every few bursts fixed work is timed (`latbench.sweeping.roofline_pace`). How much slower it is than usual stands in
-each row (reference_ratio), and the time corrected for it in a column of its own; a point that was timed in a slow
-spell gets other chances. Bursts from when a host had moved the cores apart do not count
-(`latbench.sweeping.core_placement`). What is not physically possible, or far off its neighbours, is a status
+Fixed work is timed every few bursts (`latbench.sweeping.roofline_pace`). Each row says how much slower than usual it
+was (reference_ratio), and has a column with the time corrected for that. A point that was timed in a slow spell is
+measured again. Bursts during which the host had moved the cores apart do not count
+(`latbench.sweeping.core_placement`). Times that are impossible, or far off their neighbours, get a status
 (`latbench.tables.plausibility`).
 """
 
@@ -27,14 +27,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base import files
+from latbench.base.files import delay_interrupts, remove_abandoned
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
-from latbench.runners.device_lock import WAIT_SECONDS, device_lock
+from latbench.runners.device_lock import WAIT_SECONDS, lock_device
 from latbench.sweeping.bench import Bench
 from latbench.sweeping.settings import (
     CPU_SETTINGS,
+    DEFAULT_OPTIONS,
     Progress,
     Row,
+    SweepOptions,
     SweepSettings,
     SweepStopped,
     SweepSummary,
@@ -48,112 +50,121 @@ from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIM
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
+PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far without its samples (None while there is none); called until it names
 nothing new.
 """
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
-def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
-    """Return a Choose that gives a sweep one block after the other, in this order. No block may be empty."""
+def choose_in_order(blocks: Sequence[Sequence[Point]]) -> PointChooser:
+    """Return a PointChooser that names one block after the other. No block may be empty."""
     left = iter(blocks)
     return lambda table: next(left, [])
 
 
-def run(
+def run_sweep(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
     machine: SweepMachine,
-    seed: int = 0,
     settings: SweepSettings = CPU_SETTINGS,
-    time_budget: float | None = None,
-    remeasure: bool = False,
-    wait_seconds: float = WAIT_SECONDS,
+    options: SweepOptions = DEFAULT_OPTIONS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
-    expected: int = 0,
-    chances_last: bool = False,
 ) -> SweepSummary:
-    """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
-    block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`). `expected`:
-    how many points `choose` will name altogether, where it names them by and by; `chances_last`: disturbed points are
-    measured again after all others, not after the choice that named them.
+    """Measure points on `machine` and write them to the table in `folder`.
 
-    Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
-    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read: at
-    once, or where it is damaged meanwhile after all is measured;
-    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
-    where another process has measured on the device for `wait_seconds`.
+    Points that have a finished row in the table are skipped.
+
+    Parameters
+    ----------
+    folder
+        The table; it is created where it does not exist.
+    choose
+        Names the points.
+    machine
+        Measures them.
+    settings
+        How carefully each point is measured.
+    options
+        Order, limits and repetitions.
+    report
+        Gets the progress.
+    saved
+        Is called after each block that was written.
+
+    Returns
+    -------
+    SweepSummary
+        The status of each measured point, and the number of skipped ones.
+
+    Raises
+    ------
+    SweepStopped
+        The sweep was interrupted or its time is over; everything finished is written.
+    UsageError
+        The table is of another device.
+    BadData
+        The table cannot be read. Damage that comes during the sweep is raised at its end.
+    EnvironmentUnusable
+        The disk refuses a block, which alone is lost; or another process measures on the device.
     """
-    with alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
-        here = _Here(bench)
-        return _carry_out(
-            Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected),
-            choose,
-            chances_last,
-        )
+    with (
+        lock_machine(machine, options.wait_seconds, report),
+        Bench(machine, options.seed, settings) as bench,
+    ):
+        return _carry_out(Sweep(folder, LocalSite(bench), settings, options, report, saved), choose)
 
 
-def spread(
+def run_sweep_on_cluster(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
-    elsewhere: Where,
-    seed: int = 0,
+    elsewhere: MeasurementSite,
     settings: SweepSettings = CPU_SETTINGS,
-    time_budget: float | None = None,
-    remeasure: bool = False,
-    wait_seconds: float = WAIT_SECONDS,
+    options: SweepOptions = DEFAULT_OPTIONS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
-    expected: int = 0,
-    chances_last: bool = False,
 ) -> SweepSummary:
-    """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
+    """Measure several blocks at a time `elsewhere`; this process writes the table.
 
-    Raises Stopped also where nobody is left there to measure.
+    Raises SweepStopped also when no node is left; all else is as in `run_sweep`.
     """
-    # Who measures holds its own device; of writers there may be one a table.
+    # Each node locks its own device; this lock is for the table, which needs one writer at a time.
     table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
-        return _carry_out(
-            Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected),
-            choose,
-            chances_last,
-        )
+    with lock_device(elsewhere.device, table, wait_seconds=options.wait_seconds, waiting=_waiting(report)):
+        return _carry_out(Sweep(folder, elsewhere, settings, options, report, saved), choose)
 
 
-def alone(
+def lock_machine(
     machine: SweepMachine,
     wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no other process of this machine measures on the device.
+    """Return a context that locks the machine's device exclusively.
 
-    Raises EnvironmentUnusable where another one has measured there for `wait_seconds`.
+    Raises EnvironmentUnusable where another process has held the lock for `wait_seconds`.
     """
     unit = machine.environment()["device_uuid_hash"]
-    return device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
+    return lock_device(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
 
 
 def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
     return lambda holder: report(Progress(0, 0, f"waiting: {holder}"))
 
 
-def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary:
-    """Measure until `choose` is content, and what was disturbed a few times more: after each choice, or at last."""
+def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
+    """Measure until `choose` names nothing new; measure disturbed points again after each choice or at the end."""
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
-        files.remove_abandoned(sweep.folder)
+        remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
-        raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
+        raise UsageError(f"{sweep.folder} is a file, but a sweep writes into a folder: give one with -o")
     measured: list[Point] = []
     try:
         while (wanted := sweep.new(choose(sweep.table()))) is not None:
@@ -161,9 +172,9 @@ def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary
                 sweep.make_folder()
                 sweep.measure_all(todo)
                 measured += todo
-            if not chances_last:
+            if not sweep.options.chances_last:
                 sweep.measure_disturbed(todo)
-        if chances_last:
+        if sweep.options.chances_last:
             sweep.measure_disturbed(measured)
     except (KeyboardInterrupt, TimeUsedUp, Incomplete) as end:
         why = "interrupted" if isinstance(end, KeyboardInterrupt) else str(end)
@@ -177,45 +188,42 @@ def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
 
-class Where(Protocol):
-    """Where blocks are measured: this machine, or several elsewhere."""
+class MeasurementSite(Protocol):
+    """A place where blocks are measured: this machine, or a cluster."""
 
     @property
     def device(self) -> str:
-        """Its name in tables, the same for all."""
+        """The device's name in tables."""
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Of each row of a table, whether it timed versions that are there now."""
+        """Return for each row of a table whether it timed the present versions of the engines."""
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
-        """Measure `points` block by block and give `sweep.keep` the rows of each block. Raises TimeUsedUp when
-        `sweep.check_time` does.
+        """Measure `points` block by block and pass the rows of each block to `sweep.keep`.
+
+        Raises TimeUsedUp when `sweep.check_time` does.
         """
 
 
 class Sweep:
-    """The books of one run: what has a row by now, and how much time is left."""
+    """The records of one run: which points have a row, and how much time is left."""
 
     def __init__(
         self,
         folder: Place,
-        where: Where,
-        seed: int,
+        site: MeasurementSite,
         settings: SweepSettings,
-        time_budget: float | None,
-        remeasure: bool,
+        options: SweepOptions,
         report: Callable[[Progress], None],
         saved: Callable[[], None],
-        expected: int = 0,
     ) -> None:
-        self._expected = expected
-        self.finished = FINISHED if remeasure else (*FINISHED, "noisy")
-        self.folder, self.where, self.seed, self.settings = folder, where, seed, settings
+        self.finished = FINISHED if options.remeasure else (*FINISHED, "noisy")
+        self.folder, self.site, self.settings, self.options = folder, site, settings, options
         self._report, self._saved = report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
-        self.end = None if time_budget is None else monotonic() + time_budget
+        self.end = None if options.time_budget is None else monotonic() + options.time_budget
         self.growing = GrowingTable(folder, _CHOSEN_BY)
         self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
         self.total = 0
@@ -230,24 +238,24 @@ class Sweep:
         return len(self.statuses) + len(self.skipped)
 
     def table(self) -> pd.DataFrame | None:
-        """The table so far, without rows of versions that are not here any more; None while there is none."""
+        """Return the table so far, without rows of other versions of the engines; None while there is none."""
         table = self._every_row()
-        return None if table is None else table[self.where.current(table)]
+        return None if table is None else table[self.site.current(table)]
 
     def _every_row(self) -> pd.DataFrame | None:
         table = self.growing.frame()
         if table is None:
             return None
-        others = set(table["device"]) - {self.where.device}
+        others = set(table["device"]) - {self.site.device}
         if others:
             raise UsageError(
                 f"{self.folder} is a table of {', '.join(sorted(others))}, and what measures now is "
-                f"{self.where.device}: give another folder with -o"
+                f"{self.site.device}: give another folder with -o"
             )
         return table
 
     def new(self, points: Iterable[Point]) -> list[Point] | None:
-        """Return `points`, or None if none of them is wanted for the first time."""
+        """Return `points`, or None if the run knows all of them already."""
         wanted = list(points)
         ids = {point.id for point in wanted}
         if ids <= self._named:
@@ -256,7 +264,7 @@ class Sweep:
         return wanted
 
     def remaining(self, points: Iterable[Point]) -> list[Point]:
-        """Of `points` those without a finished row that this run has not tried yet."""
+        """Return the points without a finished row that this run has not tried yet."""
         wanted = {point.id: point for point in points}
         table = self.table()
         finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
@@ -269,7 +277,7 @@ class Sweep:
         return list(left.values())
 
     def make_folder(self) -> None:
-        """Raises EnvironmentUnusable where that cannot be, before anything is measured that could not be kept."""
+        """Create the folder before anything is measured. Raises EnvironmentUnusable where that is impossible."""
         if isinstance(self.folder, Path):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -277,41 +285,42 @@ class Sweep:
                 raise EnvironmentUnusable(f"cannot write {self.folder}: {error.strerror}") from error
 
     def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
-        """Measure `points` block by block, for the first time or as their so many-th chance after that."""
+        """Measure `points` block by block; `chance` counts their earlier tries in this run."""
         named = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
-        self.total = max(self._expected, named)
-        self.where.measure(points, self, chance)
+        self.total = max(self.options.expected, named)
+        self.site.measure(points, self, chance)
 
     def time_left(self) -> TimeLeft:
-        """What bounds the requests of this run."""
+        """Return the limits of this run's requests."""
         return TimeLeft(self.seconds_left, lambda: None if self.end is None else self.end - monotonic())
 
     def measure_disturbed(self, points: Sequence[Point]) -> None:
-        """Measure those of `points` again that were disturbed, as often as they have chances."""
+        """Measure the disturbed ones of `points` again, as often as the settings allow."""
         for chance in range(1, self.settings.noisy_chances + 1):
             again = [point for point in points if self.statuses[point.id] in DISTURBED]
             self.measure_all(again, chance)
 
     def seconds_left(self) -> float | None:
-        """How long what is begun now may take: any time where there is no budget. A run that measures nothing at all
-        would never get anywhere by being repeated, so its first block goes on.
+        """Return the seconds for what begins now; None: no limit.
+
+        The first block of a run has no limit, because a run without any result could never continue.
         """
         return self.end - monotonic() if self.end is not None and self.statuses else None
 
     def check_time(self, even_first: bool = False) -> None:
-        """Raise TimeUsedUp when the time is over, to whoever has measured something; `even_first`: to all."""
+        """Raise TimeUsedUp when the time is over and something is measured; with `even_first` in any case."""
         if self.end is not None and (self.statuses or even_first) and monotonic() >= self.end:
             raise TimeUsedUp
 
     def tell(self, activity: str, finished: int = 0) -> None:
-        """Report what is done now; `finished` points have an outcome that is not kept yet."""
+        """Report the present activity; `finished` points have an outcome that is not kept yet."""
         self._report(Progress(min(self.done + finished, self.total), self.total, activity))
 
     def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
-        """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
+        """Write the rows of a block as a part of the table; `environment` is None if nothing was measured."""
         rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
-        with files.uninterrupted():
+        with delay_interrupts():
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
@@ -321,10 +330,10 @@ class Sweep:
             self._saved()
 
     def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
-        """A point far above its neighbours in sparsity is no time before it has been seen twice, about alike.
+        """Give a point far above its neighbours in sparsity the status spike, unless a second measurement agrees.
 
-        Its neighbours are of this block, or of earlier ones and runs: those of one curve mostly share a block, but an
-        adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to be.
+        Its neighbours are of this block, or of earlier blocks and runs. Points of one curve mostly share a block, but
+        an adaptive sweep returns to it. A written row stays as it is.
         """
         timed = [row for row in rows if row["status"] in TIMED]
         for row in timed:
@@ -341,7 +350,7 @@ class Sweep:
                 row |= {"status": "spike", "error": f"{SPIKE_RATIO} times its neighbours in sparsity, or more"}
 
     def _recall(self, table: pd.DataFrame, points: Iterable[Point]) -> None:
-        """Take from the table what earlier runs found of the curves of `points`, to judge spikes by."""
+        """Read what earlier runs found on the curves of `points`, to judge spikes."""
         wanted = {_curve(point.key()) for point in points} - self.curves.keys()
         alike = [(place, {key[place] for key in wanted}) for place in range(len(_CURVE))]
         rows = table[table["status"].isin((*TIMED, "spike")) & table["median_seconds"].notna()]
@@ -356,7 +365,7 @@ class Sweep:
                     self.curves.setdefault(key, {})[row["sparsity_target"]] = row["median_seconds"]
 
 
-class _Here:
+class LocalSite:
     """This machine, in this process."""
 
     def __init__(self, bench: Bench) -> None:
@@ -364,12 +373,12 @@ class _Here:
         self.bench = bench
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See Where."""
+        """See MeasurementSite."""
         return self.bench.machine.current(table)
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
-        """See Where."""
-        for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
+        """See MeasurementSite."""
+        for block in group_into_blocks(points, sweep.options.seed, sweep.settings.block_points):
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
@@ -381,5 +390,5 @@ _CURVE = [field for field in KEY_COLUMNS if field.name != "sparsity_target"]
 
 
 def _curve(row: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What is left of a row's key without its sparsity; of a frame's row as of one that was just measured."""
+    """Return a row's key without its sparsity, equal for a frame's row and a new one."""
     return tuple(convert_to_plain(field.type, row.get(field.name)) for field in _CURVE)

@@ -1,4 +1,4 @@
-"""What a sweep measures on: a CPU here, a GPU in `latbench.sweeping.gpu_machine`."""
+"""The machine that a sweep measures on: a CPU here, a GPU in `latbench.sweeping.gpu_machine`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from latbench import backends
 from latbench.backends import reference
-from latbench.base import cgroups
-from latbench.machines import devices
-from latbench.machines.ceilings import Ceilings, Kept
+from latbench.base.cgroups import read_available_bytes
+from latbench.machines.ceilings import CachedCeilings, Ceilings
+from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.roofline_pace import CpuPace, Roofline
+from latbench.sweeping.roofline_pace import CpuPace, SweepRoofline
 from latbench.sweeping.settings import SecondsLeft
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
@@ -32,83 +32,87 @@ CEILINGS_SECONDS = 120.0  # to find a CPU's: they take some seconds, most of the
 
 
 class SweepMachine(Protocol):
-    """What a sweep measures on; `CpuMachine` here, a GPU in `latbench.sweeping.gpu_machine`."""
+    """A machine that a sweep measures on."""
 
     @property
     def device(self) -> str:
-        """Its name in tables."""
+        """The device's name in tables."""
 
     @property
     def task(self) -> str:
-        """The "module:function" that a worker is asked to make a point ready with."""
+        """The "module:function" that prepares a point in a worker."""
 
     @property
     def start_seconds(self) -> float:
-        """How much longer it may take in a process that has just started."""
+        """Additional time limit for a process that has just started."""
 
     @property
     def prepare_seconds(self) -> float:
-        """How long that may take before it counts as a hang."""
+        """Time limit for the preparation of a point; longer counts as a hang."""
 
     @property
     def burst_seconds(self) -> float:
-        """How long a burst may take before it counts as a hang."""
+        """Time limit for a burst; longer counts as a hang."""
 
     @property
     def timer(self) -> str:
-        """What a point that gives no timer of its own is timed by."""
+        """The timer of points that name none."""
 
     @property
     def disturbed_status(self) -> str:
-        """The status of a point that was disturbed whenever it was sampled: noisy or throttled."""
+        """The status of a point that was disturbed in every try: noisy or throttled."""
 
     @property
     def threads_of_processes(self) -> Executor | None:
-        """Threads in which the processes of a block get their points ready side by side; None: one after the other.
+        """Threads in which the processes of a block prepare points in parallel; None: one after the other.
 
-        The threads outlive the processes: Linux ends a worker with the thread that started it.
+        The threads outlive the processes, because Linux ends a worker with the thread that started it.
         """
 
     @property
     def host_task(self) -> str | None:
-        """The "module:function" that does the part of getting a point ready that leaves the device alone. Processes
-        do it side by side; the rest (`task`) takes turns, because it also finds out how long the point takes.
+        """The "module:function" for the part of the preparation that leaves the device alone; None: no such part.
+
+        Processes do it in parallel. The rest (`task`) takes turns, because it also finds out how long the point
+        takes.
         """
 
     def environment(self) -> dict[str, Any]:
-        """What is told of its environment: texts and numbers by name, env_id among them."""
+        """Return the environment: texts and numbers by name, with env_id."""
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
-        """What stands in the column backend_version: of the engine, its libraries and our kernels. `families` are our
-        kernel families that were tried until one ran the point; None: all that may be.
+        """Return the column backend_version: of the engine, its libraries and our kernels.
+
+        `families` are our kernel families that were tried until one ran the point; None: all possible ones.
         """
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Of each row of a table, whether it timed the versions that are here now."""
+        """Return for each row of a table whether it timed the present versions."""
 
     def process(self, backend: str) -> str:
-        """The name of the process that runs a backend; several may share one."""
+        """Return the name of the process that runs a backend; several backends may share one."""
 
     def worker(self, process: str) -> Worker:
-        """A process of that name, not yet started."""
+        """Return a process of that name, not yet started."""
 
     def watch(self) -> Callable[[], dict[str, Any]]:
-        """Begins to watch the whole machine; call the result for the telemetry columns of the time since."""
+        """Start to watch the whole machine; the returned function gives the telemetry columns since then."""
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        """The telemetry columns of one row, from what its bursts reported."""
+        """Return the telemetry columns of one row from the states of its bursts."""
 
-    def pace(self, seconds_left: SecondsLeft) -> Roofline[Any] | None:
-        """What it can do at most, and the fixed work that is timed every few bursts, unless the device tells itself
-        when it is slow; None where neither is wanted. `seconds_left` bounds every request to its worker. Raises
-        TaskFailed or WorkerDied where it cannot be measured.
+    def pace(self, seconds_left: SecondsLeft) -> SweepRoofline[Any] | None:
+        """Return the device's ceilings and reference work; None where neither is wanted.
+
+        `seconds_left` bounds every request to its worker. Raises TaskFailed or WorkerDied where it cannot be
+        measured.
         """
 
     def available_bytes(self) -> float:
-        """The memory that points of one block may take together."""
+        """Return the memory that the points of one block may take together."""
 
     def needed_bytes(self, point: Point) -> float:
-        """About what one of them takes."""
+        """Return about how much memory a point takes."""
 
 
 class CpuMachine:
@@ -123,49 +127,49 @@ class CpuMachine:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.device = devices.cpu_device()
+        self.device = name_cpu()
 
     @property
     def task(self) -> str:
-        """See Machine."""
+        """See SweepMachine."""
         return PREPARE
 
     @property
     def prepare_seconds(self) -> float:
-        """See Machine."""
+        """See SweepMachine."""
         return PREPARE_SECONDS
 
     def environment(self) -> dict[str, Any]:
-        """See Machine."""
-        return devices.environment(self.threads)
+        """See SweepMachine."""
+        return describe_cpu_environment(self.threads)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
-        """See Machine."""
+        """See SweepMachine."""
         return backends.version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See Machine: a row of a CPU holds whatever its version."""
+        """See SweepMachine: rows of a CPU are valid whatever their version."""
         return np.ones(len(table), bool)
 
     def process(self, backend: str) -> str:
-        """One a backend: spinning threads of one would slow the next."""
+        """Return one process per backend, because spinning threads of one would slow the next."""
         return backend
 
     def worker(self, process: str) -> Worker:
-        """See Machine."""
+        """See SweepMachine."""
         return Worker(threads=self.threads, name=process)
 
     def watch(self) -> Callable[[], dict[str, Any]]:
-        """See Machine."""
-        before = devices.cpu_times()
-        return lambda: devices.telemetry(before)
+        """See SweepMachine."""
+        before = read_cpu_times()
+        return lambda: read_telemetry(before)
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        """Nothing: a CPU is only watched as a whole."""
+        """Return nothing: a CPU is only watched as a whole."""
         return {}
 
     def pace(self, seconds_left: SecondsLeft) -> CpuPace:
-        """A product, a sum over memory, what cores hand on; and the CPU's ceilings, measured when there are none."""
+        """Return the CPU's reference work and its ceilings, which are measured unless they are cached."""
         worker = Worker(threads=self.threads, name="reference")
         worker.seconds_left = seconds_left
 
@@ -174,25 +178,26 @@ class CpuMachine:
             return found
 
         try:
-            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find), self.threads)
+            return CpuPace(worker, CachedCeilings(self.device, self.threads, reference.WORK, find), self.threads)
         except BaseException:
             worker.close()
             raise
 
     def available_bytes(self) -> float:
-        """See Machine."""
-        machine, granted = psutil.virtual_memory().available, cgroups.available_bytes()
+        """See SweepMachine."""
+        machine, granted = psutil.virtual_memory().available, read_available_bytes()
         return float(machine if granted is None else min(machine, granted)) / 4
 
     def needed_bytes(self, point: Point) -> float:
-        """See Machine."""
+        """See SweepMachine."""
         return estimate_cpu_bytes(point)
 
 
 def estimate_cpu_bytes(point: Point) -> float:
-    """About what a point takes: its weight, and copies of it until they pass the caches or are as many as there may
-    be; an engine may hold each of them twice, as it was given and as it is multiplied. A convolution's go with its
-    images, which each thread may lay out.
+    """Return about how many bytes a point takes.
+
+    That is its weight, and copies of it until they exceed the caches or reach the limit. An engine may hold each copy
+    twice: as given and as multiplied. A convolution's copies include its images, which each thread may lay out.
     """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)

@@ -1,1 +1,1 @@
-"""Tables of times: their columns, how they are stored, read, compared and checked."""
+"""Tables of times: columns, storage, reading, writing, checks and comparisons."""

@@ -1,4 +1,4 @@
-"""Whether tables may be set side by side: times of unlike devices, or taken in unlike ways, are not of one kind."""
+"""Whether tables can be compared: times of different devices, or measured in different modes, cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ColumnValues = Mapping[str, Collection[Hashable]]
 
 
 def describe_device_difference(tables: Mapping[Named, ColumnValues]) -> str | None:
-    """What sets the devices of the tables apart, in a sentence; None if all hold the same ones."""
+    """Return a sentence on the different devices of tables; None if all tables have the same ones."""
     each = {path: _listed(values["device"]) for path, values in tables.items()}
     if len(set(each.values())) < 2:
         return None
@@ -24,7 +24,7 @@ def describe_device_difference(tables: Mapping[Named, ColumnValues]) -> str | No
 
 
 def describe_mode_difference(tables: Mapping[Named, ColumnValues]) -> str | None:
-    """In which modes two tables have nothing in common, in a sentence; None if there is no such mode."""
+    """Return a sentence on the first mode in which two tables share no value; None if there is none."""
     for name in MODES:
         seen: dict[Named, set[Hashable]] = {
             path: set(values[name]) for path, values in tables.items() if values[name]

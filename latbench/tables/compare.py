@@ -1,4 +1,4 @@
-"""What became slower or faster between two tables: their points matched by key, each pair judged by its samples."""
+"""Changes between two tables: points are matched by key, and each pair is judged by its samples."""
 
 from __future__ import annotations
 
@@ -54,9 +54,18 @@ _WAYS = [name for name in MODES if name not in {field.name for field in KEY_COLU
 class Change:
     """A point of either table.
 
-    key: its key columns; kind: one of KINDS; before, after: its median seconds, None without a time. ratio: after
-    over before, low and high its interval; None without two times, the interval also without samples. reason: why
-    there is no verdict.
+    Parameters
+    ----------
+    key
+        Its key columns.
+    kind
+        One of KINDS.
+    before, after
+        Median seconds in each table; None without a time.
+    ratio, low, high
+        after / before and its confidence interval; None without two times, the interval also without samples.
+    reason
+        Why there is no verdict.
     """
 
     key: dict[str, Any]
@@ -77,15 +86,30 @@ def compare_tables(
     across: Sequence[str] = (),
     corrected: bool = False,
 ) -> list[Change]:
-    """Every point that has a time in either table, the most slowed first, then those that were not compared.
+    """Return every point that has a time in either table.
 
-    Points are the same if their keys are, but for the columns `across`; without a verdict are those that were timed
-    in another way, but for these columns. Times that differ by less than the share `threshold` are the same; how
-    unlike two runs are of equal work is learned from all points together, which are judged together too. With
-    `corrected`, times are divided by how much slower than usual a reference was meanwhile, as the first table knows
-    it on its device: what is usual may have been measured anew since. Raises UsageError where a table has several
-    points that differ only in `across`, and BadData where the tables have no point in common, or a row no reference
-    that was asked for.
+    The most slowed points come first, those that could not be compared last. Points match if their keys are equal,
+    apart from the columns `across`. How much equal work differs between two runs is estimated from all points
+    together, which are also judged together.
+
+    Parameters
+    ----------
+    before, after
+        Frames of `read_compared_rows`.
+    threshold
+        Relative changes below this count as equal.
+    across
+        Key columns that may differ, such as the thread count.
+    corrected
+        Divide times by how much slower than usual the reference work was meanwhile. The usual time is that of the
+        first table, because it may have been measured anew since.
+
+    Raises
+    ------
+    UsageError
+        A table has several points that differ only in `across`.
+    BadData
+        The tables have no point in common, or a row lacks the reference for `corrected`.
     """
     old, new = _by_key(before, across, "first"), _by_key(after, across, "second")
     if old.keys().isdisjoint(new):
@@ -129,7 +153,7 @@ def _matched(row: dict[Any, Any], across: Sequence[str]) -> Hashable:
 
 
 def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]:
-    """Why a point has no time: the status and the error of its latest row."""
+    """Return why each point has no time: the status and the error of its latest row."""
     failed = frame[~frame["status"].isin(TIMED)].sort_values("started_at", kind="stable")
     return {
         _matched(row, across): f"{row['status']}: {row['error']}" if isinstance(row["error"], str) else row["status"]
@@ -138,7 +162,7 @@ def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]
 
 
 def _no_verdict(old: dict[str, Any], new: dict[str, Any], ways: Sequence[str]) -> str | None:
-    """Why two rows of a point cannot be judged; None if they can. Of what is on record they must share the `ways`."""
+    """Return why two rows of a point cannot be judged; None if they can. Recorded `ways` must agree."""
     if any(row["samples_seconds"] is None or len(row["samples_seconds"]) == 0 for row in (old, new)):
         return "a time without samples"
     if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
@@ -163,7 +187,7 @@ def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between
 def _change(
     old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[ChangeVerdict]
 ) -> Change:
-    """With the next verdict, if nothing is against one."""
+    """Return the change of a point, with the next verdict unless there is a `reason` against one."""
     key, before, after = _key(new), _seconds(old), _seconds(new)
     if reason is not None:
         return Change(key, UNCLEAR, before, after, after / before, reason=reason)
@@ -183,7 +207,7 @@ def _alike(row: dict[str, Any], other: dict[str, Any] | None) -> bool:
 
 
 def _corrected(row: dict[str, Any], usual: float | None) -> dict[str, Any]:
-    """At the pace that is `usual`, by default the row's own."""
+    """Return the row with its times at the usual pace; by default the row's own."""
     ratio = (row["reference_seconds"] or 0.0) / (usual or row["reference_usual_seconds"] or 1.0)
     if not ratio > 0:
         raise BadData(f"point {row['point_id']} has no reference_ratio: how slow the machine was then is not known")

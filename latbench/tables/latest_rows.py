@@ -1,10 +1,9 @@
-"""One row a point from a table of any length: the latest that counts, in memory that grows with points, not rows.
+"""One row per point from a table of any length: the latest valid one.
 
-The table is read twice. The first pass looks at who each row is and when it was taken, 25 bytes a row, and forgets
-all but the latest of each point every time that as many others have come in. The second fills the columns asked for,
-narrow: a text is a category of one to four bytes, a size that not every row has a float32 as long as that is exact.
-So with all key columns a point takes 100 bytes (150 where there are convolutions), however often it was measured and
-with however many samples.
+Memory grows with the number of points, not of rows. The table is read twice. The first pass keeps 25 bytes a row and
+forgets all but the latest row of each point from time to time. The second pass fills the requested columns in narrow
+types: texts become categories of one to four bytes, sizes float32 where that is exact. With all key columns a point
+takes 100 bytes (150 with convolutions), however often it was measured.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RowFilter = Callable[[pa.Table], pa.Array]
 
 
 def accept_every_row(piece: pa.Table) -> pa.Array:
-    """Useful: all of them."""
+    """Accept all rows (a RowFilter)."""
     return pa.repeat(True, piece.num_rows)
 
 
@@ -42,11 +41,23 @@ _EXACT_FLOAT32 = 2**24  # whole numbers up to it
 def read_latest(
     path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """The latest useful row for each value of the columns `per`, in the table's order: `columns` of SCHEMA, no lists.
+    """Read the latest accepted row for each value of the columns `per`, in the table's order.
 
-    Of rows with a time, one with status ok is later than any that is noisy, as `select_timed` says. `useful` is given
-    pieces with the columns `per`, status, started_at and `looked_at`. Texts become categories in alphabetical order;
-    point_id, which few rows share, a whole number of 64 bits. Raises BadData as `read_table` does.
+    Among rows with a time, status ok outranks noisy, as in `select_timed`. Texts become categories in alphabetical
+    order; point_id becomes an integer of 64 bits. Raises BadData as `read_table` does.
+
+    Parameters
+    ----------
+    path
+        The table.
+    columns
+        Columns of the result; lists are not possible.
+    per
+        Columns that identify a point.
+    useful
+        Accepts rows; it gets pieces with `per`, status, started_at and `looked_at`.
+    looked_at
+        Further columns for `useful`.
     """
     import pandas as pd
 
@@ -64,7 +75,7 @@ def read_latest(
 def read_latest_arrow(
     path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
 ) -> pa.Table:
-    """The rows that `read_latest` gives, as they are in the table: with lists, and with texts written out."""
+    """Read the rows of `read_latest` as an Arrow table: with lists, and with plain texts."""
     files, chosen = _found(path, per, useful, looked_at)
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     return pa.concat_tables([schema.empty_table(), *_chosen(files, chosen, columns)])
@@ -73,7 +84,7 @@ def read_latest_arrow(
 def _found(
     path: str | Place, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str]
 ) -> tuple[list[_File], NDArray[np.int64]]:
-    """The files of a table, and the numbers of the rows that `read_latest` gives."""
+    """Return the files of a table, and the numbers of the selected rows."""
     wanted = list(dict.fromkeys([*per, "status", "started_at", *looked_at]))
     files: list[_File] = []
     latest = _Latest()
@@ -94,14 +105,14 @@ class _File:
 
 
 class _Latest:
-    """The latest row of each key so far: hash of the key, whether it is settled, when, and its number."""
+    """The latest row of each key so far: hash of the key, whether it is settled, its time, its number."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[NDArray[Any], ...]] = []
         self._kept = self._pending = 0
 
     def add(self, piece: pa.Table, numbers: NDArray[np.int64], per: Sequence[str]) -> None:
-        """Take in the rows of `piece`, which have these numbers."""
+        """Add the rows of `piece`, which have these numbers."""
         key = hash_rows(piece.select(list(per)))[:, 0]
         settled = pc.equal(piece["status"], "ok").fill_null(False).to_numpy().astype(np.uint8)
         moment = piece["started_at"].cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
@@ -122,7 +133,7 @@ class _Latest:
         self._kept, self._pending = len(order), 0
 
     def rows(self) -> NDArray[np.int64]:
-        """The numbers of the latest rows, rising; all else is forgotten."""
+        """Return the numbers of the latest rows, rising, and forget all else."""
         if not self._seen:
             return np.empty(0, np.int64)
         self._reduce()
@@ -132,7 +143,7 @@ class _Latest:
 
 
 def _chosen(files: Iterable[_File], chosen: NDArray[np.int64], columns: Sequence[str]) -> Iterator[pa.Table]:
-    """The rows with the numbers `chosen`, which rise, in pieces; files without any are not opened."""
+    """Yield the rows with the rising numbers `chosen`, in pieces; files without any are not opened."""
     first = 0
     for file in files:
         own = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, first + file.rows)] - first
@@ -173,7 +184,7 @@ def _moments(values: pa.ChunkedArray) -> NDArray[Any]:
 
 
 class _Numbers:
-    """Values of one dtype."""
+    """A column of values of one dtype."""
 
     def __init__(self, values: NDArray[Any], read: Callable[[pa.ChunkedArray], NDArray[Any]]) -> None:
         self._values, self._read = values, read
@@ -183,12 +194,12 @@ class _Numbers:
         self._values[start : start + len(values)] = self._read(values)
 
     def series(self) -> Any:
-        """What a frame is made with, without a copy."""
+        """Return the column for a frame, without a copy."""
         return self._values
 
 
 class _Moments(_Numbers):
-    """Times of day and date in UTC."""
+    """A column of times in UTC."""
 
     def series(self) -> Any:
         import pandas as pd
@@ -197,7 +208,7 @@ class _Moments(_Numbers):
 
 
 class _Wholes:
-    """Whole numbers: int64 where every row has one, else reals with NaN; of no size while no row has one."""
+    """A column of integers: int64 where every row has one, else floats with NaN; no memory while all are null."""
 
     def __init__(self, rows: int) -> None:
         self._values: NDArray[Any] = np.broadcast_to(np.float32(np.nan), rows)
@@ -220,12 +231,12 @@ class _Wholes:
         self._values[start : start + len(values)] = reals
 
     def series(self) -> Any:
-        """What a frame is made with, without a copy."""
+        """Return the column for a frame, without a copy."""
         return self._values
 
 
 class _Codes:
-    """Texts, each written once."""
+    """A column of texts, each stored once."""
 
     def __init__(self, rows: int) -> None:
         self._codes = np.empty(rows, np.int8)
@@ -243,7 +254,7 @@ class _Codes:
         self._codes[start : start + len(values)] = codes[encoded.indices.fill_null(-1).to_numpy()]
 
     def series(self) -> Any:
-        """What a frame is made with: categories in alphabetical order."""
+        """Return the column for a frame: categories in alphabetical order."""
         import pandas as pd
 
         texts = sorted(self._levels)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def derive_pattern_columns(pattern: str) -> dict[str, Any]:
-    """The structure columns that follow from a pattern's spec alone: format, block_h, block_w, v, nm_n, nm_m.
+    """Return the columns that follow from a pattern's spec: format, block_h, block_w, v, nm_n, nm_m.
 
-    All are null for `profile`, the pattern of a model whose layers have one each.
+    All are None for `profile`, the pattern of a model whose layers differ. Raises ValueError for an unknown pattern.
     """
     empty: dict[str, Any] = dict.fromkeys(("format", "block_h", "block_w", "v", "nm_n", "nm_m"))
     if pattern == "profile":
@@ -38,9 +38,9 @@ def derive_pattern_columns(pattern: str) -> dict[str, Any]:
 
 
 def check_layers(layers: pd.DataFrame) -> None:
-    """Raises BadData for rows whose pattern, size or sparsity is that of no layer: they time nothing that could be.
+    """Raise BadData for rows whose pattern, size or sparsity no layer can have.
 
-    `latbench validate` finds more, and names the files. Of what others published, sizes may be unknown.
+    `latbench validate` finds more, and names the files. Imported rows may lack sizes.
     """
     wrong = [f"pattern {pattern}" for pattern in layers["pattern"].unique() if not _is_pattern(pattern)]
     for name in ("m", "k", "n", "sparsity_target"):

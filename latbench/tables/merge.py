@@ -1,4 +1,4 @@
-"""Several tables into one, in memory that grows with their rows by a hash each, and what sorting those takes."""
+"""Merging of tables, in memory of one hash per row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ PART_ROWS, PART_BYTES = 1 << 17, 256 * 2**20
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge wrote: the new parts, how many rows they hold, and how many there were in all sources."""
+    """What a merge wrote.
+
+    Parameters
+    ----------
+    parts
+        The new files.
+    rows
+        Rows in them.
+    read
+        Rows in all sources.
+    """
 
     parts: list[Place]
     rows: int
@@ -32,12 +42,28 @@ class MergeResult:
 
 
 def merge_tables(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> MergeResult:
-    """Write every row of the tables `sources`, equal rows once and in their order, as a table in `folder`; with their
-    environments.
+    """Write every row of several tables as a new table in `folder`, equal rows once, with their environments.
 
-    Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `read_table` does, and
-    EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once. Until all is
-    written nobody can read the new table: with parts missing, it would look like a whole one.
+    Nothing is written before all sources were read once. The new table is unreadable until it is complete, because a
+    table with missing parts would look whole.
+
+    Parameters
+    ----------
+    sources
+        The tables.
+    folder
+        The new table.
+    mixed
+        Allow tables of different devices or modes.
+
+    Raises
+    ------
+    UsageError
+        The tables are of different devices or modes.
+    BadData
+        A table cannot be read, or there are no rows.
+    EnvironmentUnusable
+        The disk refuses.
     """
     # Parts never change, but a sweep may add some meanwhile.
     into, given = parse_place(folder), {parse_place(source): list_parts(source) for source in sources}
@@ -74,16 +100,16 @@ class _Values(defaultdict[str, set[Hashable]]):
 def _check_alike(values: dict[Place, _Values]) -> None:
     for unlike in (describe_device_difference(values), describe_mode_difference(values)):
         if unlike is not None:
-            raise UsageError(f"they do not belong in one table, {unlike}; --allow-mixed merges them all the same")
+            raise UsageError(f"the tables do not belong together: {unlike}; --allow-mixed merges them nevertheless")
 
 
 def _tables(parts: Mapping[Place, Sequence[Place]]) -> Iterator[tuple[Place, pa.Table]]:
-    """Each source with its rows, in pieces."""
+    """Yield the rows of each source in pieces."""
     return ((source, table) for source, own in parts.items() for part in own for table in read_batches(part))
 
 
 def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[pa.Table]:
-    """The rows for which `chosen` (rows of all,) is true."""
+    """Yield the rows for which `chosen` (rows of all pieces,) is true."""
     start = 0
     for table in pieces:
         yield table.filter(pa.array(chosen[start : start + table.num_rows]))
@@ -91,7 +117,7 @@ def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[p
 
 
 def _pieces(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in pieces of PART_ROWS, or fewer where they take more than PART_BYTES; the last is smaller."""
+    """Yield the same rows in pieces of at most PART_ROWS rows and PART_BYTES bytes."""
     waiting: list[pa.Table] = []
     for piece in pieces:
         for small in _small(piece):
@@ -106,6 +132,6 @@ def _pieces(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _small(piece: pa.Table) -> Iterator[pa.Table]:
-    """A piece in slices of which several make a part."""
+    """Yield slices of a piece, several of which make a part."""
     rows = max(1, min(PART_ROWS // 8, PART_BYTES * piece.num_rows // (8 * max(piece.nbytes, 1))))
     return (piece.slice(start, rows) for start in range(0, piece.num_rows, rows))

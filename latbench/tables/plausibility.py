@@ -1,6 +1,6 @@
-"""What no measurement may say: a time that is none, one that the device cannot reach, one that nothing explains.
+"""Implausible measurements: invalid times, times that the device cannot reach, unexplained outliers.
 
-Pure. Such a point gets a status and no time, because one impossible number in a table spoils every minimum over it.
+Such a point gets a status and no time, because one impossible number spoils every minimum over a table.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ real, and are mostly smaller; a second measurement tells."""
 
 
 def explain_impossible(samples: Sequence[float], roofline_seconds: float | None) -> str | None:
-    """Why these samples, in seconds, are no times of anything; None if they may be.
+    """Return why these samples (seconds) cannot be times of the work; None if they can.
 
-    `roofline_seconds` is the least that the work can take on the device, if that is known.
+    `roofline_seconds` is the shortest time that the device allows, if it is known.
     """
     for sample in samples:
         if not 0 < sample < math.inf:
@@ -34,7 +34,7 @@ def explain_impossible(samples: Sequence[float], roofline_seconds: float | None)
 
 
 def explain_too_fast(seconds: float, roofline_seconds: float) -> str | None:
-    """Why nothing takes only `seconds` that needs `roofline_seconds` at least; None if it may."""
+    """Return why work that needs `roofline_seconds` cannot take `seconds`; None if it can."""
     if seconds * MOST_UTILISATION >= roofline_seconds:
         return None
     return (
@@ -44,8 +44,9 @@ def explain_too_fast(seconds: float, roofline_seconds: float) -> str | None:
 
 
 def find_spikes(curve: Mapping[float, float]) -> list[float]:
-    """The sparsities at which a curve (sparsity: seconds) takes SPIKE times as long as at the next lower one and at
-    the next higher one. The ends have one neighbour only, and are not judged.
+    """Return the sparsities at which a curve (sparsity -> seconds) exceeds both neighbours SPIKE_RATIO times.
+
+    The ends have one neighbour only and are not judged.
     """
     at = sorted(curve)
     return [

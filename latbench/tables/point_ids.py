@@ -14,9 +14,9 @@ from latbench.tables.schema import KEY_COLUMNS
 
 
 def hash_key(row: Mapping[str, Any]) -> str:
-    """The hash of the key columns of `row`: 16 hexadecimal digits, the same for a dict and for a row of a frame.
+    """Return the hash of the key columns of a row: 16 hexadecimal digits, equal for a dict and a frame's row.
 
-    A missing value, None and NaN are the same; 3 and 3.0 are the same; reals count to nine digits.
+    None, NaN and missing values are equal; so are 3 and 3.0. Floats count to nine digits.
     """
     key = [_canonical(field.type, row.get(field.name)) for field in KEY_COLUMNS]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -28,7 +28,10 @@ def _canonical(kind: pa.DataType, value: Any) -> str | int | None:
 
 
 def convert_to_plain(kind: pa.DataType, value: Any) -> str | int | float | None:
-    """A value of a text, whole or real column as Python has it, whatever a frame made of it: NaN is None, 3.0 3."""
+    """Return a value of a text, integer or float column as Python's own type, whatever a frame made of it.
+
+    NaN becomes None.
+    """
     if value is None or value != value:
         return None
     if pa.types.is_integer(kind):
@@ -37,14 +40,14 @@ def convert_to_plain(kind: pa.DataType, value: Any) -> str | int | float | None:
 
 
 def hash_keys(table: pa.Table) -> list[str]:
-    """The hash of the key columns of every row of `table`, as `hash_key` gives it."""
+    """Return the hash of the key columns of every row of `table`, as `hash_key` gives it."""
     texts = [_json_texts(table[field.name].combine_chunks(), field.type) for field in KEY_COLUMNS]
     keys = pc.binary_join_element_wise(*texts, ", ")
     return [hashlib.sha256(f"[{key}]".encode()).hexdigest()[:16] for key in keys.to_pylist()]
 
 
 def _json_texts(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Each value of a key column as JSON; keys repeat few values, so each is written once."""
+    """Return each value of a key column as JSON. Keys repeat few values, so each is formatted once."""
     encoded = column.dictionary_encode()
     values = [json.dumps(_canonical(kind, value)) for value in encoded.dictionary.to_pylist()]
     return pa.array([*values, "null"]).take(encoded.indices.fill_null(len(values)))

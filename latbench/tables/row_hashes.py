@@ -1,9 +1,9 @@
-"""A hash of every row of an Arrow table at once: 128 bits a row, without a loop over rows.
+"""Hashes of all rows of an Arrow table at once: 128 bits a row, without a loop over rows.
 
-Every value becomes two 64-bit words, every word is mixed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014,
-"Fast splittable pseudorandom number generators") with where it stands (its column, its place in a text or a list),
-and what belongs together is added modulo 2^64. Nulls and NaN are the same, 0.0 and -0.0 too; 3 and 3.0 are not.
-Against accident, not against malice: among ten million rows, two unlike ones share a hash with a chance of 10^-25.
+Every value becomes two 64-bit words. The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable
+pseudorandom number generators") mixes each word with its position: its column, and its place in a text or list. Words
+of one row are added modulo 2^64. Nulls and NaN are equal, 0.0 and -0.0 too; 3 and 3.0 are not. The hash guards
+against accidents, not attacks: among ten million rows, two different ones share a hash with a probability of 10^-25.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NOTHING = np.uint64(0x6E756C6C)
 
 
 def hash_rows(table: pa.Table) -> Words:
-    """(rows, 2) the hash of every row; it depends on the names of the columns, not on their order.
+    """Return the hash of every row (rows, 2). It depends on the names of the columns, not on their order.
 
-    Raises TypeError for a column that is neither numbers, text, times nor lists of numbers.
+    Raises TypeError for a column that holds neither numbers, texts, times nor lists of numbers.
     """
     total = np.zeros((table.num_rows, _LANES), np.uint64)
     for name in table.column_names:
@@ -39,12 +39,12 @@ def hash_rows(table: pa.Table) -> Words:
 
 
 def hash_multiset(sums: Words, count: int) -> str:
-    """16 hexadecimal digits for `count` rows whose hashes add up to `sums` (2,), in whatever order they came."""
+    """Return 16 hexadecimal digits for `count` rows whose hashes add up to `sums` (2,), in any order."""
     return hashlib.sha256(f"{count} {sums[0]} {sums[1]}".encode()).hexdigest()[:16]
 
 
 def find_first_occurrences(hashes: Words) -> NDArray[np.bool_]:
-    """(rows,) whether a row is the first of those that have its hash."""
+    """Return (rows,) whether a row is the first with its hash."""
     order = np.lexsort((np.arange(len(hashes)), hashes[:, 1], hashes[:, 0]))
     ordered = hashes[order]
     first = np.ones(len(hashes), bool)
@@ -53,15 +53,16 @@ def find_first_occurrences(hashes: Words) -> NDArray[np.bool_]:
 
 
 def _mixed_words(array: pa.Array, salt: Words) -> Words:
-    """(rows, 2) the words of the values, mixed with where they stand; of a dictionary each value is mixed once."""
+    """Return (rows, 2) the words of the values, mixed with their column; each value of a dictionary once."""
     if not pa.types.is_dictionary(array.type):
         return _mixed(_words(array) ^ salt)
     levels = _mixed(np.concatenate([_words(array.dictionary), np.full((1, _LANES), _NOTHING)]) ^ salt)
-    return levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+    words: Words = levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+    return words
 
 
 def _words(array: pa.Array) -> Words:
-    """(rows, 2) words that stand for the values; those of equal values are equal."""
+    """Return (rows, 2) words for the values; equal values have equal words."""
     kind = array.type
     if pa.types.is_null(kind):
         return np.full((len(array), _LANES), _NOTHING)
@@ -80,7 +81,7 @@ def _words(array: pa.Array) -> Words:
 
 
 def _word(array: pa.Array) -> NDArray[np.uint64]:
-    """(rows,) the bits of numbers and times; of nulls and NaN one and the same."""
+    """Return (rows,) the bits of numbers and times; null and NaN have the same."""
     kind = array.type
     if pa.types.is_floating(kind):
         # Adding zero makes -0.0 into 0.0; there are many NaN, and one stands for all.
@@ -96,7 +97,7 @@ def _word(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _of_sequences(elements: NDArray[np.uint64], offsets: NDArray[np.int64]) -> Words:
-    """(rows, 2) the words of texts or lists: row i has the elements from offsets[i] - offsets[0] up to the next's."""
+    """Return (rows, 2) the words of texts or lists; row i has the elements from offsets[i] - offsets[0] on."""
     lengths = np.diff(offsets)
     starts = offsets[:-1] - offsets[0]
     places = (np.arange(len(elements)) - np.repeat(starts, lengths)).astype(np.uint64)
@@ -109,12 +110,12 @@ def _of_sequences(elements: NDArray[np.uint64], offsets: NDArray[np.int64]) -> W
 
 
 def _salt(name: str) -> Words:
-    """(2,) where a column stands."""
+    """Return (2,) words for the name of a column."""
     return np.frombuffer(hashlib.sha256(name.encode()).digest()[: 8 * _LANES], np.uint64)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every bit of the result depends on every bit of its word."""
+    """Return words of which every bit depends on every bit of the given ones."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -36,7 +36,7 @@ PROVENANCE = "times that latbench measured, else noted"
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One column of the table.
 
     Parameters
@@ -77,23 +77,25 @@ class Column:
         return "" if self.above is None else f"above {self.above:g}"
 
 
-def _text(name: str, description: str, *allowed: str, needed: str = "") -> Column:
-    return Column(name, pa.string(), description, allowed=allowed, needed=needed)
+def _text(name: str, description: str, *allowed: str, needed: str = "") -> TableColumn:
+    return TableColumn(name, pa.string(), description, allowed=allowed, needed=needed)
 
 
-def _whole(name: str, description: str, minimum: float | None = None, unit: str = "", needed: str = "") -> Column:
-    return Column(name, pa.int64(), description, unit, minimum=minimum, needed=needed)
+def _whole(
+    name: str, description: str, minimum: float | None = None, unit: str = "", needed: str = ""
+) -> TableColumn:
+    return TableColumn(name, pa.int64(), description, unit, minimum=minimum, needed=needed)
 
 
-def _real(name: str, description: str, unit: str = "", **limits: float) -> Column:
-    return Column(name, pa.float64(), description, unit, **limits)  # type: ignore[arg-type]
+def _real(name: str, description: str, unit: str = "", **limits: float) -> TableColumn:
+    return TableColumn(name, pa.float64(), description, unit, **limits)  # type: ignore[arg-type]
 
 
-def _seconds(name: str, description: str) -> Column:
+def _seconds(name: str, description: str) -> TableColumn:
     return _real(name, description, "seconds", above=0)
 
 
-def _size(name: str, description: str, minimum: float = 1) -> Column:
+def _size(name: str, description: str, minimum: float = 1) -> TableColumn:
     return _whole(name, f"Convolutions: {description}", minimum, needed=OWN_CONVOLUTIONS)
 
 
@@ -152,7 +154,7 @@ IDENTITY_COLUMNS = (
     _text("env_id", "Environment of the measurement, described in `env-<env_id>.json`.", needed=PROVENANCE),
     _whole("block", "Block of the run; the points of one block are sampled in turns.", 0),
     _whole("seq", "Position of the row in its block.", 0),
-    Column(
+    TableColumn(
         "started_at", pa.timestamp("us", tz="UTC"), "Start of the measurement of the block, UTC.", needed=EVERY_ROW
     ),
     _text("backend_version", "Version of the engine, its libraries and our kernels."),
@@ -176,7 +178,7 @@ TIME_COLUMNS = (
     _whole("l2_flush_bytes", "Bytes written to flush the L2 cache before each cold call.", 0, "bytes"),
     _whole("weight_copies", "Copies of the weights that were used in turn.", 1),
     _text("pinning", "Binding of threads to cores."),
-    Column(
+    TableColumn(
         "samples_seconds", pa.list_(pa.field("element", pa.float64())),
         "Samples in the order they were taken; each is the mean of `inner_loops` calls.", "seconds",
     ),
@@ -235,7 +237,7 @@ QUALITY_COLUMNS = (
     _text("error", "Why there is no time, in a sentence."),
 )
 
-COLUMN_GROUPS: Mapping[str, tuple[Column, ...]] = {
+COLUMN_GROUPS: Mapping[str, tuple[TableColumn, ...]] = {
     "Identity": IDENTITY_COLUMNS,
     "Key": KEY_COLUMNS,
     "Pattern and kernel": PATTERN_COLUMNS,
@@ -246,7 +248,7 @@ COLUMN_GROUPS: Mapping[str, tuple[Column, ...]] = {
 }
 """All columns in the order of the file, by topic."""
 
-COLUMNS: Mapping[str, Column] = {column.name: column for group in COLUMN_GROUPS.values() for column in group}
+COLUMNS: Mapping[str, TableColumn] = {column.name: column for group in COLUMN_GROUPS.values() for column in group}
 """All columns in the order of the file, by name."""
 
 SCHEMA = pa.schema([pa.field(column.name, column.type) for column in COLUMNS.values()])

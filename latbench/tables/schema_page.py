@@ -9,7 +9,7 @@ import sys
 
 import pyarrow as pa
 
-from latbench.tables.schema import COLUMN_GROUPS, SCHEMA_VERSION, Column
+from latbench.tables.schema import COLUMN_GROUPS, SCHEMA_VERSION, TableColumn
 
 _HEAD = f"""# Table columns
 
@@ -34,7 +34,7 @@ def format_schema_page() -> str:
     return "\n".join(parts)
 
 
-def _format_row(column: Column) -> str:
+def _format_row(column: TableColumn) -> str:
     values = ", ".join(f"`{word}`" for word in column.allowed) or column.limits
     cells = (f"`{column.name}`", _format_type(column.type), column.unit, values, column.needed, column.description)
     return "| " + " | ".join(cells) + " |"

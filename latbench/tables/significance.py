@@ -33,10 +33,16 @@ PAIRS = 4000  # of a median before and one after
 
 @dataclass(frozen=True)
 class ChangeVerdict:
-    """How two measurements compare.
+    """The comparison of two measurements.
 
-    kind: SAME, FASTER, SLOWER or UNCLEAR. ratio: the median after over the median before; low, high: its interval.
-    luck: how likely work that changed by no more than the threshold seems to have changed so much.
+    Parameters
+    ----------
+    kind
+        SAME, FASTER, SLOWER or UNCLEAR.
+    ratio, low, high
+        Median after / median before and its confidence interval.
+    luck
+        Probability that work whose change is within the threshold seems to change this much.
     """
 
     kind: str
@@ -47,11 +53,11 @@ class ChangeVerdict:
 
 
 def estimate_spread(ratios: Sequence[float]) -> float:
-    """The standard deviation of the logarithms of `ratios` (median after over before, a point each), as far as it can
-    be told while up to half of the points may have changed: by the median absolute deviation. 0 of fewer than three.
+    """Return the standard deviation of the logarithms of `ratios` (median after / before, one per point).
 
-    Of few points it is known badly, as well as from 0.37 times as many by the plain standard deviation; so it is
-    larger by as much as Student's t is wider than a normal distribution.
+    The estimate is robust: up to half of the points may have changed. It uses the median absolute deviation; 0 for
+    fewer than three points. Few points give a poor estimate, as good as that of 0.37 times as many points by the
+    plain standard deviation. So it is widened as Student's t is wider than a normal distribution.
     """
     if len(ratios) < 3:
         return 0.0
@@ -64,14 +70,30 @@ def estimate_spread(ratios: Sequence[float]) -> float:
 def judge_change(
     before: Sequence[float], after: Sequence[float], *, threshold: float = 0.02, between: float = 0.0
 ) -> ChangeVerdict:
-    """Judge the samples `after` against the samples `before`, both in seconds and in the order they were taken.
+    """Compare the samples `after` with the samples `before`, both in seconds and in the order of measurement.
 
-    SLOWER or FASTER if the 95% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
-    inverse, SAME if it lies between the two, UNCLEAR if it straddles either, or if there are fewer than six samples.
-    `between`: the standard deviation of the logarithm of the ratio between pairs of runs of equal work, from
-    `estimate_spread`; the interval is at least as wide. The same samples always get the same verdict. Raises
-    ValueError for no samples, for samples that are not positive finite times, and for a threshold that is not
-    positive.
+    The same samples always give the same verdict.
+
+    Parameters
+    ----------
+    before, after
+        Samples in seconds.
+    threshold
+        Relative changes below this count as equal.
+    between
+        Standard deviation of the logarithm of the ratio between pairs of runs of equal work (`estimate_spread`). The
+        interval is at least as wide.
+
+    Returns
+    -------
+    ChangeVerdict
+        SLOWER or FASTER if the 95% interval of the ratio lies beyond 1 + `threshold` or below its inverse, SAME if it
+        lies between them, UNCLEAR if it contains either or a side has fewer than six samples.
+
+    Raises
+    ------
+    ValueError
+        There are no samples, a sample is not positive and finite, or the threshold is not positive.
     """
     if not threshold > 0:
         raise ValueError(f"a threshold is a positive share such as 0.02, not {threshold}")
@@ -91,9 +113,11 @@ def judge_change(
 
 
 def judge_together(verdicts: Sequence[ChangeVerdict]) -> list[ChangeVerdict]:
-    """The verdicts on all points of two tables, where FASTER and SLOWER are UNCLEAR unless at most 5% of those that
-    stay are wrong in the mean; where no point changed, that makes one wrong one in 20 comparisons of tables
-    (Benjamini and Hochberg 1995, "Controlling the false discovery rate").
+    """Return the verdicts on all points of two tables, corrected for their number.
+
+    FASTER and SLOWER become UNCLEAR unless at most 5% of the remaining ones are expected to be wrong. Where no point
+    changed, one comparison in 20 has a false verdict (Benjamini and Hochberg 1995, "Controlling the false discovery
+    rate").
     """
     luck = stats.false_discovery_control([each.luck for each in verdicts]) if verdicts else []
     return [
@@ -103,7 +127,7 @@ def judge_together(verdicts: Sequence[ChangeVerdict]) -> list[ChangeVerdict]:
 
 
 def _tail(blocks: int) -> float:
-    """What to cut off at each end of a distribution that was resampled from so many blocks."""
+    """Return the share to cut off at each end of a distribution that was resampled from so many blocks."""
     student = stdtrit(blocks - 1, (1 + COVERAGE) / 2)
     return float(ndtr(-math.sqrt(blocks / (blocks - 1)) * student))
 
@@ -117,7 +141,7 @@ def _kind(low: float, high: float, limit: float) -> str:
 
 
 def _luck(ratio: float, low: float, high: float, limit: float) -> float:
-    """From an interval, as if its logarithm were a normal distribution's."""
+    """Return the probability from an interval, as if its logarithm were normally distributed."""
     beyond = abs(math.log(ratio)) - math.log(limit)
     half = math.log(ratio / low) if ratio > 1 else math.log(high / ratio)
     if beyond <= 0:
@@ -131,13 +155,14 @@ def _times(samples: Sequence[float], which: str) -> NDArray[np.float64]:
         raise ValueError(f"there are no samples from {which}")
     wrong = times[~((times > 0) & (times < math.inf))]
     if len(wrong):
-        raise ValueError(f"a sample of {wrong[0]:g} s from {which} is no time")
+        raise ValueError(f"a sample of {wrong[0]:g} s from {which} is not a valid time")
     return times
 
 
 def _medians(times: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Those quantiles of the median of a resample of `times` by blocks of neighbours, exactly: how many of a resample
-    are not above a value is a sum of as many independent draws as there are blocks.
+    """Return quantiles `shares` of the median of a resample of `times` by blocks of neighbours, exactly.
+
+    How many samples of a resample do not exceed a value is a sum of independent draws, one per block.
     """
     blocks = np.array_split(times, min(BLOCKS, len(times)))
     most = min(MOST_OF_A_BLOCK, len(blocks[-1]))  # the last is the shortest; all weigh the same

@@ -1,9 +1,9 @@
-"""Where tables lie: in a folder of this machine, or in an object store that pyarrow reaches by a URI.
+"""Places of tables: a folder of this machine, or an object store that pyarrow reaches by a URI.
 
-`s3://bucket/table`, `gs://bucket/table`, `abfs://account@container/table`, `file:///folder/table` and whatever else
-`pyarrow.fs.FileSystem.from_uri` knows, with what it takes after a question mark; `bundled://NAME` is a table that
-came with latbench. Places of this machine are plain Paths and are written atomically; an object is there when it is
-written to its end, so in a store it is whole or absent without a rename.
+`s3://bucket/table`, `gs://bucket/table`, `abfs://account@container/table`, `file:///folder/table` and any other URI
+of `pyarrow.fs.FileSystem.from_uri`, with its options after a question mark; `bundled://NAME` is a table that comes
+with latbench. Places of this machine are plain Paths and are written atomically. An object in a store appears when it
+is complete, without a rename.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from latbench.base import bundled_data as bundled
-from latbench.base import files
+from latbench.base.bundled_data import SCHEME, find_bundled_table
+from latbench.base.files import write_bytes_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
 # The name of a part tells its content, so that damage of any kind shows when it is read.
@@ -42,9 +42,16 @@ _GCS_PATIENCE_SECONDS = 30  # its client tries again for 15 minutes unless told
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """A file or folder of a pyarrow filesystem, with the few verbs of a Path that tables need.
+    """A file or folder of a pyarrow filesystem, with the methods of a Path that tables need.
 
-    path: within the filesystem; scheme: as in the URI, for messages.
+    Parameters
+    ----------
+    filesystem
+        The filesystem.
+    path
+        Path within it.
+    scheme
+        Scheme of the URI, for messages.
     """
 
     filesystem: fs.FileSystem = field(repr=False, hash=False)  # a filesystem can be compared, but has no hash
@@ -67,23 +74,23 @@ class RemotePlace:
 
     @property
     def parent(self) -> RemotePlace:
-        """The folder that it lies in."""
+        """The folder that contains it."""
         return replace(self, path=str(PurePosixPath(self.path).parent))
 
     def is_file(self) -> bool:
-        """Whether there is such a file."""
-        return self._kind() == fs.FileType.File
+        """Return whether there is such a file."""
+        return bool(self._kind() == fs.FileType.File)
 
     def is_dir(self) -> bool:
-        """Whether there is such a folder, or anything under its name."""
-        return self._kind() == fs.FileType.Directory
+        """Return whether there is such a folder, or anything under its name."""
+        return bool(self._kind() == fs.FileType.Directory)
 
     def exists(self) -> bool:
-        """Whether there is anything of this name."""
-        return self._kind() != fs.FileType.NotFound
+        """Return whether there is a file or folder of this name."""
+        return bool(self._kind() != fs.FileType.NotFound)
 
     def iterdir(self) -> Iterator[RemotePlace]:
-        """What lies in this folder."""
+        """Yield the files and folders in this folder."""
         with _reached(self):
             found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
         return (replace(self, path=info.path) for info in found)
@@ -97,44 +104,42 @@ Place = Path | RemotePlace
 
 
 def parse_place(where: str | Place) -> Place:
-    """The place that a path or URI names. Raises UsageError for a URI that nothing here understands."""
+    """Return the place that a path or URI names. Raises UsageError for an unknown kind of URI."""
     if not isinstance(where, str):
         return where
     if (uri := _URI.fullmatch(where)) is None:
         return Path(where)
     named = hide_secrets(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
-    if scheme == bundled.SCHEME:
-        return bundled.table(where.partition("://")[2])
+    if scheme == SCHEME:
+        return find_bundled_table(where.partition("://")[2])
     if scheme == "gs" and "retry_limit_seconds" not in where:
         where += f"{'&' if '?' in where else '?'}retry_limit_seconds={_GCS_PATIENCE_SECONDS}"
     try:
         filesystem, path = _filesystem(where)
     except (pa.ArrowException, OSError, ValueError) as error:
         said = _first_line(error).replace(where, named)
-        raise UsageError(
-            f"{named}: {said}; a table lies in a folder or at s3://, gs://, abfs:// or file://"
-        ) from None
+        raise UsageError(f"{named}: {said}; a table is a folder or at s3://, gs://, abfs:// or file://") from None
     if isinstance(filesystem, fs.LocalFileSystem):
         return Path(path)
     if not path:
-        raise UsageError(f"{named}: names no folder, such as {scheme}://bucket/table")
+        raise UsageError(f"{named}: names no folder; a folder is such as {scheme}://bucket/table")
     return RemotePlace(filesystem, path, scheme)
 
 
 def hide_secrets(word: str) -> str:
-    """A word of a command line as others may see it: a URI without its password and options, which may be secret."""
+    """Return a word of a command line without secrets: a URI without its password and options."""
     return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", word.partition("?")[0]) if "://" in word else word
 
 
 def _filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """What pyarrow makes of a URI, and the path within it."""
+    """Return pyarrow's filesystem for a URI, and the path within it."""
     found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
     return found
 
 
 def open_input(place: Place) -> pa.NativeFile:
-    """The file, open for reading at any position. Raises BadData where there is none."""
+    """Open a file for reading at any position. Raises BadData where there is none."""
     try:
         if isinstance(place, Path):
             return pa.OSFile(str(place))
@@ -147,7 +152,7 @@ def open_input(place: Place) -> pa.NativeFile:
 
 
 def read_bytes(place: Place) -> bytes:
-    """The content of a file that fits into memory. Raises BadData where there is none."""
+    """Return the content of a file that fits into memory. Raises BadData where there is none."""
     with open_input(place) as stream:
         content: bytes = stream.read()
     return content
@@ -159,7 +164,7 @@ def write_bytes(place: Place, content: Any) -> None:
     Raises EnvironmentUnusable where the disk or the store refuses.
     """
     if isinstance(place, Path):
-        files.write_bytes_atomically(place, content)
+        write_bytes_atomically(place, content)
         return
     with _reached(place):
         # A store has no folders; the filesystems that do (and pyarrow's stand-ins for them) want them made.
@@ -183,7 +188,7 @@ def remove_file(place: Place) -> None:
 
 @contextmanager
 def _reached(place: RemotePlace) -> Iterator[None]:
-    """Turns what a store answers into a sentence; that something is not there is left to the caller."""
+    """Turn errors of a store into a sentence; a missing file is left to the caller."""
     try:
         yield
     except FileNotFoundError:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import ENVIRONMENT_FILE, parse_environment
 from latbench.errors import BadData
 from latbench.tables.row_hashes import hash_multiset, hash_rows
 from latbench.tables.schema import SCHEMA, SCHEMA_VERSION, TIMED
@@ -35,25 +35,41 @@ _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash
 
 
 def read_table(path: str | Place, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """The rows of the table at `path` (a folder or one Parquet file), with the columns of SCHEMA, or those named.
+    """Read a table as a pandas frame.
 
-    What is being written or describes the environment is left out. Raises BadData, naming the file, for one that is
-    missing, empty, foreign, damaged or of another schema version.
+    Files that are still being written and descriptions of environments are left out.
+
+    Parameters
+    ----------
+    path
+        A folder, one Parquet file, or a URI.
+    columns
+        Names of columns; by default all columns of the schema.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per measurement. Times are in seconds.
+
+    Raises
+    ------
+    BadData
+        The table is missing, empty, foreign, damaged or of another schema version. The message names the file.
     """
     return read_arrow_table(path, columns).to_pandas(self_destruct=True)
 
 
 def read_arrow_table(path: str | Place, columns: Sequence[str] | None = None) -> pa.Table:
-    """What `read_table` gives, as an Arrow table."""
+    """Read a table as `read_table` does, as an Arrow table."""
     schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
     return pa.concat_tables([schema.empty_table(), *read_batches(path, columns)])
 
 
 class GrowingTable:
-    """A table that is read again and again while others add parts: each part is read once.
+    """A table that is read repeatedly while others add parts; each part is read once.
 
-    Parts whose names tell their content never change; any other file is read each time. `damage`: what could not be
-    read the last time, which is left out.
+    Parts whose names are hashes of their content never change; any other file is read each time. `damage` is the
+    error of files that could not be read the last time, and were left out.
     """
 
     def __init__(self, folder: Place, columns: Sequence[str]) -> None:
@@ -99,9 +115,7 @@ class GrowingTable:
 
 
 def read_batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The table at `path` in pieces of at most BATCH_ROWS rows and about BATCH_BYTES, which need not fit into memory
-    together.
-    """
+    """Yield the table in pieces of at most BATCH_ROWS rows and about BATCH_BYTES bytes."""
     wanted = list(SCHEMA.names if columns is None else columns)
     judged = list(dict.fromkeys([*wanted, "status", "median_seconds"]))
     for part in list_parts(path):
@@ -127,7 +141,7 @@ def select_rows(
 
 
 def find_untimed(table: pa.Table) -> NDArray[np.bool_]:
-    """(rows,) whether a row's status says that it has a time, and it has no positive finite one."""
+    """Return (rows,) whether a row's status promises a time but it has no positive finite one."""
     timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
     seconds = table["median_seconds"].to_numpy()
     found: NDArray[np.bool_] = timed & ~((seconds > 0) & (seconds < math.inf))
@@ -135,41 +149,41 @@ def find_untimed(table: pa.Table) -> NDArray[np.bool_]:
 
 
 def read_environments(path: str | Place) -> pd.DataFrame:
-    """The environments of the table at `path`, a row each with its env_id; empty where none are known."""
+    """Read the environments of a table as a frame, one row each with its env_id; empty where none are known."""
     import pandas as pd
 
     return pd.DataFrame(list_environments(path))
 
 
 def list_environments(path: str | Place) -> list[dict[str, Any]]:
-    """The environments of the table at `path` in plain values. Raises BadData for a damaged file."""
+    """Return the environments of a table as plain values. Raises BadData for a damaged file."""
     return [read_environment(file) for file in list_environment_files(path)]
 
 
 def list_environment_files(path: str | Place) -> list[Place]:
-    """The files that describe the environments of the table at `path`."""
+    """Return the files that describe the environments of a table."""
     path = parse_place(path)
     folder = path.parent if path.is_file() else path
     files = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((file for file in files if environments.NAME.fullmatch(file.name)), key=lambda file: file.name)
+    return sorted((file for file in files if ENVIRONMENT_FILE.fullmatch(file.name)), key=lambda file: file.name)
 
 
 def read_environment(file: Place) -> dict[str, Any]:
-    """The environment that a file describes. Raises BadData, naming the file, for a damaged one."""
+    """Return the environment that a file describes. Raises BadData, naming the file, for a damaged one."""
     try:
-        return environments.from_json(file.name, read_bytes(file))
+        return parse_environment(file.name, read_bytes(file))
     except ValueError as error:
         raise BadData(f"{file}: {error}; delete it, and a sweep describes its machine again") from error
 
 
 def has_table(path: str | Place) -> bool:
-    """Whether there is a table at `path`, if only one without rows: a file, or a folder with anything in it."""
+    """Return whether there is a file or a folder with content at `path`."""
     path = parse_place(path)
     return path.is_file() or (path.is_dir() and any(True for _ in path.iterdir()))
 
 
 def list_parts(path: str | Place) -> list[Place]:
-    """The Parquet files with rows of the table at `path` (a folder or one file). Raises BadData if there are none."""
+    """Return the Parquet files of a table (a folder or one file). Raises BadData if there are none."""
     path = parse_place(path)
     if path.is_file():
         return [path]
@@ -181,7 +195,7 @@ def list_parts(path: str | Place) -> list[Place]:
 
 
 def has_rows(path: str | Place) -> bool:
-    """Whether there is a table with rows at `path`."""
+    """Return whether there is a table with rows at `path`."""
     path = parse_place(path)
     return path.is_file() or (path.is_dir() and bool(_parts_in(path)))
 
@@ -196,9 +210,9 @@ def _parts_in(folder: Place) -> list[Place]:
 
 
 def read_part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """One file of a table in pieces: the number of rows before, and the columns of SCHEMA or those named.
+    """Yield one file of a table in pieces: the number of rows before, and the piece.
 
-    What rows say is not looked at. Raises BadData, naming the file, as `read_table` does.
+    The values are not checked. Raises BadData, naming the file, as `read_table` does.
     """
     wanted = [SCHEMA.field(name) for name in (SCHEMA.names if columns is None else columns)]
     start = 0
@@ -212,28 +226,29 @@ def read_part_batches(part: Place, columns: Sequence[str] | None = None) -> Iter
 
 
 def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Field]) -> int:
-    """How many rows of a file come into memory at once, by what one takes there on average.
+    """Return how many rows of a file to read at once, from the average memory of a row.
 
-    By the column that says how many samples a row has: the footer would tell too, but asking a damaged one for its
-    columns ends the process.
+    The column sample_count tells the size of the samples. The footer would tell too, but asking a damaged footer for
+    its columns ends the process.
     """
-    size = file.metadata.num_rows * sum(_TEXT_BYTES if pa.types.is_string(field.type) else 8 for field in wanted)
+    rows = int(file.metadata.num_rows)
+    size = rows * sum(_TEXT_BYTES if pa.types.is_string(field.type) else 8 for field in wanted)
     if any(pa.types.is_list(field.type) for field in wanted):
         for batch in file.iter_batches(columns=["sample_count"]):
             counts = _cast(part, batch.column(0), SCHEMA.field("sample_count")).fill_null(0).to_numpy()
             size += 8 * int(counts.clip(0, _MOST_SAMPLES).sum())
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 @contextmanager
 def _opened(path: Place) -> Iterator[parquet.ParquetFile]:
-    """The Parquet file at `path`, its content checked against its name; whatever is wrong with it is BadData."""
+    """Open the Parquet file at `path` and check its content against its name. Raises BadData for any fault."""
     with open_input(path) as stream:
         content = pa.BufferReader(stream.read()) if stream.size() <= _READ_WHOLE_BYTES else stream
         named = PART_NAME.fullmatch(path.name)
         if named and not hashlib.file_digest(content, "sha256").hexdigest().startswith(named[1]):
             raise BadData(
-                f"{path}: damaged, truncated or edited, its content is not what its name promises; "
+                f"{path}: damaged, truncated or edited, its content does not match the hash in its name; "
                 "delete it, and a sweep measures its points again"
             )
         content.seek(0)
@@ -259,7 +274,7 @@ def _check_schema(path: Place, file: parquet.ParquetFile) -> None:
 
 
 def _check_counts(path: Place, metadata: parquet.FileMetaData) -> None:
-    """That a file's footer, which has no checksum, agrees with itself on how many rows there are."""
+    """Raise BadData if the footer, which has no checksum, contradicts itself on the number of rows."""
     groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     if metadata.num_rows != sum(groups):
         raise BadData(f"{path}: damaged, its footer tells of {metadata.num_rows} rows and of {sum(groups)}")
@@ -273,9 +288,19 @@ def _cast(path: Place, column: pa.Array, field: pa.Field) -> pa.Array:
 
 
 def select_timed(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold a time, one a point: the latest with status ok, else the latest that is noisy.
+    """Return the rows with a time, one per point: the latest with status ok, else the latest noisy one.
 
-    A noisy time is known less well, and its interval says how well; a throttled or incorrect one is no time.
+    The interval of a noisy time says how well it is known. Throttled and incorrect rows hold no valid time.
+
+    Parameters
+    ----------
+    frame
+        Rows of `read_table`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The selected rows, in the same order.
     """
     rows = np.flatnonzero(frame["status"].isin(TIMED))
     ranked = frame[["point_id", "status", "started_at"]].iloc[rows].set_axis(rows)
@@ -285,7 +310,7 @@ def select_timed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def hash_table(path: str | Place) -> str:
-    """The hash of the rows of the table at `path`, whatever their order and however they are split into parts."""
+    """Return the hash of the rows of a table, independent of their order and of the division into parts."""
     sums, count = np.zeros(2, np.uint64), 0
     for table in read_batches(path):
         sums += hash_rows(table).sum(axis=0, dtype=np.uint64)

@@ -1,8 +1,8 @@
-"""Is a table what it claims to be? Everything that can be known from the files alone, row by row and between rows.
+"""Checks of a table: everything that the files alone can tell, row by row and between rows.
 
-A finding is of a file and has a severity: `corrupt` where the content contradicts itself, `suspect` where it is
-unlikely, `note` where it is only worth knowing. Files are read in pieces and columns are checked as a whole, so a
-table of millions of rows takes minutes at most, and of each row only 32 bytes stay in memory.
+A finding belongs to a file and has a severity: `corrupt` for contradictions, `suspect` for unlikely content, `note`
+for useful facts. Files are read in pieces and columns are checked as a whole. So a table of millions of rows takes
+minutes at most, and each row keeps only 32 bytes in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from latbench.base import environments
+from latbench.base.environments import find_fault, format_file_name
 from latbench.errors import BadData
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.plausibility import MOST_UTILISATION, explain_too_fast
@@ -34,7 +34,7 @@ from latbench.tables.schema import (
     PROVENANCE,
     STATUSES,
     TIMED,
-    Column,
+    TableColumn,
     list_needed_columns,
 )
 from latbench.tables.storage import PART_NAME, Place, RemotePlace, parse_place
@@ -67,7 +67,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, or worth knowing, with a file of a table."""
+    """A fault of a file of a table, or a note on it."""
 
     path: Place
     severity: str
@@ -75,14 +75,14 @@ class Finding:
 
 
 def validate_table(path: str | Place) -> Iterator[Finding]:
-    """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
+    """Yield every finding in the table at `path`, file by file. Raises BadData if there is no table."""
     path = parse_place(path)
     parts = list_parts(path)
     described: set[str] = set()
     for file in list_environment_files(path):
         described.add(file.name)
         try:
-            fault = environments.fault(read_environment(file))
+            fault = find_fault(read_environment(file))
         except BadData as error:
             fault = str(error).removeprefix(f"{file}: ")
         if fault is not None:
@@ -90,7 +90,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
     measured = _Measured(parts)
     for number, part in enumerate(parts):
         if not PART_NAME.fullmatch(part.name):
-            text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
+            text = "not named part-<hash>.parquet: edits with valid Parquet checksums cannot be detected"
             yield Finding(part, "note", text)
         unknown: set[str] = set()
         rows, found, off_record = 0, Counter[str](), Counter[str]()
@@ -105,27 +105,27 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
                 off_record.update(_off_record(table))
                 measured.add(number, start, table)
                 named = pc.unique(table["env_id"].drop_null()).to_pylist()
-                unknown |= {env_id for env_id in named if environments.file_name(env_id) not in described}
+                unknown |= {env_id for env_id in named if format_file_name(env_id) not in described}
         except BadData as error:
             yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
         else:
             if not rows:
-                yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
+                yield Finding(part, "corrupt", "it holds no rows; latbench never writes such a part")
         for severity, count in found.items():
             if count > MOST_OF_A_FILE:
                 yield Finding(part, severity, f"{count - MOST_OF_A_FILE} more findings of this kind are not listed")
         for name, count in off_record.items():
-            yield Finding(part, "note", f"{count} times have no {name}: where they come from is not on record")
+            yield Finding(part, "note", f"{count} times have no {name}: their origin is not recorded")
         for env_id in sorted(unknown):
-            text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
+            text = f"environment {env_id} is not described: there is no {format_file_name(env_id)}"
             yield Finding(part, "suspect", text)
     yield from measured.findings(path)
     for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:
-        yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
+        yield Finding(leftover, "note", "left behind by a killed writer; it is not part of the table")
 
 
 class _Measured:
-    """The rows seen so far, in 32 bytes each: the point, the measurement, all of the row, and where it stands."""
+    """The rows read so far, in 32 bytes each: the point, the measurement, the whole row, and its place."""
 
     def __init__(self, parts: list[Place]) -> None:
         self.parts = parts
@@ -136,7 +136,7 @@ class _Measured:
         self._blocks: defaultdict[str, set[int]] = defaultdict(set)
 
     def add(self, number: int, start: int, table: pa.Table) -> None:
-        """The rows of part `number` from row `start` on."""
+        """Add the rows of part `number` from row `start` on."""
         for seen, columns in (
             (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
         ):  # fmt: skip
@@ -147,7 +147,7 @@ class _Measured:
             self._blocks[pair["run_id"]].add(pair["block"])
 
     def findings(self, path: Place) -> Iterator[Finding]:
-        """Rows that say unlike things of one measurement, and how many are there more than once."""
+        """Yield contradictions between rows of one measurement, and the number of repeated rows."""
         if not self._at:
             return
         measurements = np.concatenate(self._measurements)
@@ -179,7 +179,7 @@ class _Measured:
 
 
 def _again(ordered: Hashes) -> NDArray[np.int64]:
-    """Where the next of these rising values is the same."""
+    """Return the positions whose next value in this rising array is equal."""
     return np.flatnonzero(ordered[1:] == ordered[:-1])
 
 
@@ -211,11 +211,13 @@ def _identity(table: pa.Table) -> _Found:
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
     failed = pc.is_in(status, pa.array(FAILED)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
-    yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
+    yield from _each(
+        "corrupt", with_time, lambda row: f"status {status[row].as_py()} with a time: such a row has none"
+    )
 
 
 def _off_record(table: pa.Table) -> Counter[str]:
-    """How many of our own times lack what is known of each run, by column."""
+    """Return how many of our own times lack each column of provenance."""
     ours = _timed_here(table)
     missing = {name: int((ours & table[name].is_null().to_numpy()).sum()) for name in list_needed_columns(PROVENANCE)}
     return Counter({name: count for name, count in missing.items() if count})
@@ -242,8 +244,8 @@ def _ranges(table: pa.Table) -> _Found:
             yield from _each("corrupt", _outside(column, values), _out_of_range(column, values))
 
 
-def _outside(column: Column, values: Reals) -> Bools:
-    """(rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
+def _outside(column: TableColumn, values: Reals) -> Bools:
+    """Return (rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
     outside: Bools = np.isinf(values)
     if column.minimum is not None:
         outside |= values < column.minimum
@@ -254,12 +256,12 @@ def _outside(column: Column, values: Reals) -> Bools:
     return outside
 
 
-def _out_of_range(column: Column, values: Reals) -> Callable[[int], str]:
+def _out_of_range(column: TableColumn, values: Reals) -> Callable[[int], str]:
     return _valued(column.name, values, f": it must be {column.limits}")
 
 
 def _structure(table: pa.Table) -> _Found:
-    """Against what the pattern says; a whole model's pattern says nothing of it."""
+    """Yield rows whose pattern columns contradict the pattern; rows of whole models are skipped."""
     patterns = table["pattern"].combine_chunks().dictionary_encode()
     layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
     index = patterns.indices.fill_null(-1).to_numpy()
@@ -298,7 +300,7 @@ def _shape(table: pa.Table) -> _Found:
     yield from _each(
         "corrupt",
         wrong,
-        lambda row: f"k is {k[row]:g}, and the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
+        lambda row: f"k is {k[row]:g}, but the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
     )
 
 
@@ -313,10 +315,10 @@ def _sparsity(table: pa.Table) -> _Found:
         wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
     yield from _each(
         "corrupt", wrong,
-        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights is no sparsity of {actual[row]:g}",
+        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights contradicts a sparsity of {actual[row]:g}",
     )  # fmt: skip
     far = ~wrong & ~np.isnan(nnz) & (np.abs(actual - target) > _FAR_FROM_TARGET)
-    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was wanted")
+    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was requested")
 
 
 def _times(table: pa.Table) -> _Found:
@@ -360,7 +362,7 @@ def _samples(table: pa.Table) -> _Found:
 
 
 def _comparisons(table: pa.Table) -> _Found:
-    """Columns that follow from the median and what stands beside it."""
+    """Yield rows whose derived columns contradict the columns that they follow from."""
     median, roofline, meanwhile, usual = (
         _reals(table, name)
         for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
@@ -372,9 +374,9 @@ def _comparisons(table: pa.Table) -> _Found:
         found = _reals(table, name)
         missing = np.isnan(expected)
         wrong = ~(np.abs(found - expected) <= _CLOSE * np.abs(expected)) & ~missing
-        yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+        yield from _each("corrupt", wrong, _valued(name, found, ", but the columns beside it give another value"))
         bare = missing & ~np.isnan(found)
-        yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
+        yield from _each("corrupt", bare, _valued(name, found, ", and the columns that it follows from are missing"))
     timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
     fast = timed & (median > 0) & (median * MOST_UTILISATION < roofline)
     yield from _each(
@@ -395,7 +397,7 @@ def _physics(table: pa.Table) -> _Found:
     layer = pc.not_equal(table["op"], "model").fill_null(False).to_numpy()
     for name, found, weights in (("flop_dense", dense, m * k), ("flop_nnz", kept, nnz)):
         wrong = layer & (np.abs(found - 2 * weights * n) > _CLOSE * found)
-        yield from _each("corrupt", wrong, _valued(name, found, ": not two for each weight and position"))
+        yield from _each("corrupt", wrong, _valued(name, found, ": it must be two for each weight and position"))
     work = np.where(np.isnan(kept), 2 * m * k * n * (1 - sparsity), kept)
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = np.where(median > 0, work / median, 0.0)
@@ -430,7 +432,7 @@ def _valued(name: str, values: Reals, remark: str = "") -> Callable[[int], str]:
 
 
 def _reals(table: pa.Table, name: str, null: float = math.nan) -> Reals:
-    """A column as float64 (rows,)."""
+    """Return a column as float64 (rows,)."""
     values: Reals = table[name].cast(pa.float64(), safe=False).fill_null(null).to_numpy()  # whole numbers rounded
     return values
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import format_environment, format_file_name
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.point_ids import hash_key
 from latbench.tables.schema import SCHEMA, SCHEMA_VERSION, STATUSES, TIMED
@@ -26,12 +26,28 @@ if TYPE_CHECKING:
 
 
 def write_part(folder: str | Place, rows: Iterable[Mapping[str, Any]]) -> Place:
-    """Write `rows` as a new part of the table in `folder` and return its place; a part is never changed afterwards.
+    """Write rows as a new part of the table in `folder`; a part is never changed afterwards.
 
-    A row gives its key, how it was measured, its status and, if that is ok, samples_seconds; what follows from these
-    (schema_version, point_id, structure and time columns) is filled in here. Missing columns are null.
-    Raises ValueError for an unknown column, a wrong type, an unknown status or an ok row without samples, and
-    EnvironmentUnusable where the disk refuses.
+    schema_version, point_id, pattern columns and time columns are filled in. Missing columns are null.
+
+    Parameters
+    ----------
+    folder
+        The table.
+    rows
+        At least one row. Each gives its key, how it was measured, its status and, if that is ok, samples_seconds.
+
+    Returns
+    -------
+    Place
+        The new file.
+
+    Raises
+    ------
+    ValueError
+        A column is unknown or has the wrong type, a status is unknown, or an ok row has no samples.
+    EnvironmentUnusable
+        The disk refuses.
     """
     complete = [_complete_row(row) for row in rows]
     if not complete:
@@ -59,7 +75,7 @@ def _complete_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derive_ratios(row: Mapping[str, Any]) -> dict[str, float]:
-    """The columns that set a time beside what the device can do, and beside how it did meanwhile."""
+    """Return the columns that compare a time with the roofline and with the reference."""
     columns = {}
     median, roofline, meanwhile, usual = (
         row.get(name)
@@ -75,16 +91,16 @@ def _derive_ratios(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def find_newest_starts(frame: pd.DataFrame, points: Collection[str]) -> dict[str, datetime]:
-    """When the newest row of each of `points` was started that `frame` holds."""
+    """Return the start of the newest row of each of `points` in `frame`."""
     started = frame["started_at"][frame["point_id"].isin(points)].groupby(frame["point_id"]).max().dropna()
     return {str(point): moment.to_pydatetime() for point, moment in started.items()}
 
 
 def date_after(earlier: Mapping[str, datetime], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`rows`, each of them started after the row of its point that `earlier` tells of.
+    """Return `rows`, each started after the earlier row of its point.
 
-    The latest row of a point is the one that counts. Where a clock was set back since, or the clocks of two machines
-    differ, a new row would not be it: its started_at is moved, and its flags say clock_set_back.
+    The latest row of a point is the valid one. Where a clock was set back, or clocks of two machines differ, a new
+    row would not be the latest: its started_at is moved, and its flags say clock_set_back.
     """
     found = []
     for row in rows:
@@ -98,7 +114,7 @@ def date_after(earlier: Mapping[str, datetime], rows: Iterable[Mapping[str, Any]
 
 
 def write_rows(folder: Place, table: pa.Table) -> Place:
-    """Write `table`, which has the columns of SCHEMA, as a new part of the table in `folder` and return its place."""
+    """Write `table`, which has the columns of SCHEMA, as a new part in `folder` and return its place."""
     content = format_parquet(table)
     path = folder / f"part-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
     write_bytes(path, content)
@@ -106,20 +122,19 @@ def write_rows(folder: Place, table: pa.Table) -> Place:
 
 
 def write_environment(folder: str | Place, environment: Mapping[str, Any]) -> None:
-    """Describe `environment` (texts and numbers by name, `env_id` among them) beside the table in `folder`.
+    """Describe `environment` (texts and numbers by name, with `env_id`) beside the table in `folder`.
 
-    A description that is there already is left as it is, unless it is damaged. Raises EnvironmentUnusable where the
-    disk refuses.
+    An existing description stays, unless it is damaged. Raises EnvironmentUnusable where the disk refuses.
     """
-    path = parse_place(folder) / environments.file_name(environment["env_id"])
-    content = environments.to_json(environment)
+    path = parse_place(folder) / format_file_name(environment["env_id"])
+    content = format_environment(environment)
     if not path.is_file() or read_bytes(path) != content:
         write_bytes(path, content)
 
 
 @contextmanager
 def mark_unfinished(folder: Place) -> Iterator[None]:
-    """The table in `folder` is refused by whoever reads it until the context is left without an exception."""
+    """Make readers refuse the table in `folder` until the context ends without an exception."""
     mark = folder / UNFINISHED
     write_bytes(mark, b"latbench is writing this table, or was interrupted while it did.\n")
     yield
@@ -127,7 +142,7 @@ def mark_unfinished(folder: Place) -> Iterator[None]:
 
 
 def format_parquet(table: pa.Table) -> pa.Buffer:
-    """`table` as the content of a Parquet file, compressed, every page with a checksum."""
+    """Return `table` as the content of a compressed Parquet file; every page has a checksum."""
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue()

@@ -1,1 +1,1 @@
-"""Timing one piece of work: samples on a CPU, events and graphs on a GPU."""
+"""Sampling of times: on a CPU by the wall clock, on a GPU by CUDA events."""

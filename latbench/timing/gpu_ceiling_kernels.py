@@ -1,4 +1,4 @@
-"""The kernels of gpu_ceilings.cu and their launches, as plain values: what they do, and what they leave behind."""
+"""The kernels of gpu_ceilings.cu and their launches as plain values: their work and their results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,21 @@ VARIANTS = (MULTIPLY_ADDS, READ_PIECES)
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A launch that does so many operations, or reads so many bytes (`done`), and leaves `result` in each of
-    `threads` elements of OUT, of type `dtype`; reads have words that are all 1 for X.
+class FixedWork:
+    """A launch with a known amount of work and a known result.
+
+    Parameters
+    ----------
+    launch
+        The launch.
+    done
+        Operations, or bytes that it reads.
+    threads
+        Elements of OUT, one per thread.
+    dtype
+        Their type.
+    result
+        Their value. For reads, all words of X are 1.
     """
 
     launch: Launch
@@ -38,21 +50,23 @@ class Fixed:
     result: float
 
 
-def multiply_adds(multiprocessors: int, steps: int = STEPS) -> Fixed:
-    """Chains of float32 multiply-adds on every ordinary core; so many `steps`, 32 or more, end at 1."""
+def build_multiply_adds(multiprocessors: int, steps: int = STEPS) -> FixedWork:
+    """Return chains of float32 multiply-adds on every ordinary core; `steps` of 32 or more end at 1."""
     threads = THREADS * BLOCKS * multiprocessors
     arguments = (Operand.OUT, np.int32(steps), np.float32(FACTOR))
     done = 2.0 * CHAINS * steps * threads
-    return Fixed(_launch(MULTIPLY_ADDS, multiprocessors, arguments), done, threads, "float32", float(CHAINS))
+    return FixedWork(_launch(MULTIPLY_ADDS, multiprocessors, arguments), done, threads, "float32", float(CHAINS))
 
 
-def reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> Fixed:
-    """Reads of the first `size` bytes of X, a power of two, again and again until `least` bytes are read."""
+def build_reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> FixedWork:
+    """Return reads of the first `size` bytes of X, a power of two, repeated until `least` bytes are read."""
     threads = THREADS * BLOCKS * multiprocessors
     count = -(-max(least, size) // (PIECE_BYTES * threads))
     arguments = (Operand.X, Operand.OUT, np.uint32(size // PIECE_BYTES - 1), np.int32(count))
     done = float(PIECE_BYTES * threads * count)
-    return Fixed(_launch(READ_PIECES, multiprocessors, arguments), done, threads, "uint32", PIECE_BYTES / 4 * count)
+    return FixedWork(
+        _launch(READ_PIECES, multiprocessors, arguments), done, threads, "uint32", PIECE_BYTES / 4 * count
+    )
 
 
 def _launch(variant: Variant, multiprocessors: int, arguments: tuple[Operand | np.generic, ...]) -> Launch:

@@ -1,13 +1,13 @@
-"""What a GPU can do at most: operations a second of its tensor cores and of its ordinary cores, bytes read a second.
+"""Performance ceilings of a GPU: operations a second of tensor cores and ordinary cores, bytes read a second.
 
-The roofline of `latbench.machines.ceilings`, for a device with two kinds of units. Tensor cores are as fast as a
-library's large dense products (of zeros, which take the least power, so that the clocks stay up), ordinary cores as
-chains of float32 multiply-adds: every kernel has to sum in float32, or its result would be refused. Only the
-operations of kept weights count. So 2:4 weights may be twice as fast as the same layer dense, which is what sparse
-tensor cores do.
+This is the roofline of `latbench.machines.ceilings` for a device with two kinds of units. The rate of tensor cores is
+that of a library's large dense products. The factors are zeros, which take the least power, so that the clocks stay
+up. The rate of ordinary cores is that of chains of float32 multiply-adds, because every kernel has to sum in float32
+or its result would be refused. Only the operations of kept weights count. So 2:4 weights may be twice as fast as the
+same layer dense, as sparse tensor cores are.
 
-Bytes come from working sets of rising size, from the L2 on: no kernel finds anything in the first-level caches. What
-a kernel writes goes beside what it reads, and counts for nothing here.
+Bytes come from working sets of rising size, from the L2 on, because no kernel finds its data in the first-level
+caches. Writes overlap with reads and do not count.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from typing import Protocol
 
 import numpy as np
 
-from latbench.machines.ceilings import higher, memory_seconds, never_rising, weighed
-from latbench.timing import gpu_events as timing
-from latbench.timing.gpu_events import Call, Driver, EventTimer, Mode
+from latbench.machines.ceilings import (
+    bound_memory_seconds,
+    make_non_increasing,
+    take_higher_rates,
+    weigh_reference_seconds,
+)
+from latbench.timing.gpu_events import Call, Driver, EventTimer, TimingMode, build_event_timer
 from latbench.timing.sampling import Clock
 
 ORDINARY = "ordinary"  # units of a kernel that uses no tensor cores
@@ -37,11 +41,18 @@ _SECONDS = 0.04  # of samples, for each rate
 
 @dataclass(frozen=True)
 class GpuCeilings:
-    """Of one GPU at its present clocks.
+    """The ceilings of one GPU at its present clocks.
 
-    tensor_flop_per_second: by element type, without those that its tensor cores do not know; read_bytes_per_second:
-    by size of the working set in bytes, which rises; product_seconds and sum_seconds: what the reference kernels of a
-    sweep usually take.
+    Parameters
+    ----------
+    tensor_flop_per_second
+        By element type, without those that its tensor cores lack.
+    ordinary_flop_per_second
+        Float32 operations a second on ordinary cores.
+    read_bytes_per_second
+        By size of the working set in bytes; sizes rise.
+    product_seconds, sum_seconds
+        Usual times of a sweep's reference kernels.
     """
 
     tensor_flop_per_second: dict[str, float]
@@ -51,55 +62,61 @@ class GpuCeilings:
     sum_seconds: float
 
     def roofline_seconds(self, flop: float, size: float, units: str) -> float:
-        """The least that so many operations on so many bytes can take; `units` is the element type that tensor cores
-        may multiply, or ORDINARY.
+        """Return the shortest time for so many operations on so many bytes.
+
+        `units` is the element type that tensor cores may multiply, or ORDINARY.
         """
         rate = max(self.ordinary_flop_per_second, self.tensor_flop_per_second.get(units, 0.0))
-        return max(flop / rate, memory_seconds(self.read_bytes_per_second, size))
+        return max(flop / rate, bound_memory_seconds(self.read_bytes_per_second, size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """See WithPace. All units have one clock: so work on the ordinary ones is weighed as work on tensor cores."""
+        """Return both reference times as one (`CeilingsWithPace`).
+
+        All units share one clock, so work on ordinary cores is weighed as work on tensor cores.
+        """
         compute = flop / max(self.ordinary_flop_per_second, *self.tensor_flop_per_second.values())
-        return weighed(product_seconds, sum_seconds, compute, memory_seconds(self.read_bytes_per_second, size))
+        return weigh_reference_seconds(
+            product_seconds, sum_seconds, compute, bound_memory_seconds(self.read_bytes_per_second, size)
+        )
 
     def or_higher(self, other: GpuCeilings) -> GpuCeilings:
-        """The higher of two ceilings, rate by rate."""
+        """Return the higher rates and the shorter usual times of two measurements."""
         return GpuCeilings(
-            higher(self.tensor_flop_per_second, other.tensor_flop_per_second),
+            take_higher_rates(self.tensor_flop_per_second, other.tensor_flop_per_second),
             max(self.ordinary_flop_per_second, other.ordinary_flop_per_second),
-            higher(self.read_bytes_per_second, other.read_bytes_per_second),
+            take_higher_rates(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
         )
 
 
 @dataclass(frozen=True)
-class Work:
-    """A call that does so many operations, or reads so many bytes (`done`), and what times it."""
+class CeilingWork:
+    """A call with so many operations or read bytes (`done`), and the driver that times it."""
 
     done: float
     call: Call
     driver: Driver
 
 
-class Works(Protocol):
-    """The pieces of work that find the ceilings of a GPU."""
+class CeilingWorks(Protocol):
+    """The pieces of work that measure the ceilings of a GPU."""
 
-    def products(self, dtype: str) -> Iterable[Work]:
-        """Large dense products by a library; none where the tensor cores do not know the element type."""
+    def products(self, dtype: str) -> Iterable[CeilingWork]:
+        """Return large dense products by a library; none where the tensor cores lack the element type."""
 
-    def pace_product(self) -> Work:
-        """A dense product of float16 matrices of PACE_SIZE rows and columns."""
+    def pace_product(self) -> CeilingWork:
+        """Return a dense product of float16 matrices of PACE_SIZE rows and columns."""
 
-    def multiply_adds(self) -> Work:
-        """Float32 multiply-adds on the ordinary cores."""
+    def multiply_adds(self) -> CeilingWork:
+        """Return float32 multiply-adds on the ordinary cores."""
 
-    def reads(self, size: int) -> Work:
-        """Reads of a working set of `size` bytes."""
+    def reads(self, size: int) -> CeilingWork:
+        """Return reads of a working set of `size` bytes."""
 
 
-def find(works: Works, clock: Clock = perf_counter) -> GpuCeilings:
-    """Measure the ceilings of the GPU that does `works`; takes about two seconds. Raises what its libraries raise."""
+def measure_gpu_ceilings(works: CeilingWorks, clock: Clock = perf_counter) -> GpuCeilings:
+    """Measure the ceilings of a GPU in about two seconds. Raises what its libraries raise."""
     ordinary = works.multiply_adds()
     end = clock() + WARM_UP_SECONDS
     while clock() < end:
@@ -109,21 +126,21 @@ def find(works: Works, clock: Clock = perf_counter) -> GpuCeilings:
     return GpuCeilings(
         {dtype: max(rates) for dtype, rates in products.items() if rates},
         _rate(ordinary, clock),
-        never_rising({size: _rate(works.reads(size), clock) for size in WORKING_SETS}),
+        make_non_increasing({size: _rate(works.reads(size), clock) for size in WORKING_SETS}),
         _usual(works.pace_product(), clock),
         _usual(works.reads(PACE_BYTES), clock),
     )
 
 
-def timer(work: Work, clock: Clock = perf_counter) -> EventTimer:
-    """What times the work, launched as a library does."""
-    return timing.prepare([work.call], work.driver, Mode("warm", "call"), clock=clock)
+def build_call_timer(work: CeilingWork, clock: Clock = perf_counter) -> EventTimer:
+    """Return a timer of the work, launched as a library launches it."""
+    return build_event_timer([work.call], work.driver, TimingMode("warm", "call"), clock=clock)
 
 
-def _usual(work: Work, clock: Clock) -> float:
-    return float(np.median(timer(work, clock).burst(_SECONDS).samples))
+def _usual(work: CeilingWork, clock: Clock) -> float:
+    return float(np.median(build_call_timer(work, clock).burst(_SECONDS).samples))
 
 
-def _rate(work: Work, clock: Clock) -> float:
-    """The highest rate at which `work` is done, a second."""
-    return work.done / min(timer(work, clock).burst(_SECONDS).samples)
+def _rate(work: CeilingWork, clock: Clock) -> float:
+    """Return the highest rate of `work`, per second."""
+    return work.done / min(build_call_timer(work, clock).burst(_SECONDS).samples)

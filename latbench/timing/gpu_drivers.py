@@ -1,7 +1,7 @@
-"""The drivers of `latbench.timing.gpu_events`: CUDA streams, events and graphs through torch or CuPy.
+"""Drivers of `latbench.timing.gpu_events`: CUDA streams, events and graphs through torch or CuPy.
 
-A process has one of each at most. Whoever asks for one makes its stream the current one, so that what a library
-launches lands on it.
+A process has at most one of each. Opening one makes its stream the current one, so that a library's launches land on
+it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TorchDriver:
     def __init__(self) -> None:
         import torch
 
-        self._torch = torch
+        self._torch: Any = torch
         self.l2_bytes = int(torch.cuda.get_device_properties(0).L2_cache_size)
-        self._stream = torch.cuda.Stream()  # the default stream cannot be captured
+        self._stream = self._torch.cuda.Stream()  # the default stream cannot be captured
         self.use()
         self._buffer = torch.empty(FLUSH_TIMES_L2 * self.l2_bytes, dtype=torch.int8, device="cuda")
         self._captured_on: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # graphs, by stream
@@ -59,10 +59,10 @@ class TorchDriver:
         return replay
 
     def _unused_stream(self) -> Any:
-        """Return a stream on which no living graph was captured. Raise RuntimeError where there is none.
+        """Return a stream on which no living graph was captured. Raises RuntimeError where there is none.
 
         With a graph, torch since 2.12 frees the cuBLAS workspace of its stream, and other graphs of that stream would
-        go on using it (pytorch #193402). torch hands out the streams of a pool in turn, again and again.
+        go on using it (pytorch #193402). torch hands out the streams of a pool in turn.
         """
         for _ in range(STREAMS):
             stream = self._torch.cuda.Stream()
@@ -80,7 +80,7 @@ class TorchDriver:
 
 
 class CupyDriver:
-    """Events and graphs of CuPy. With `capturable` false it works on the default stream, as Numba's kernels do."""
+    """Events and graphs of CuPy. Unless `capturable`, it works on the default stream, as Numba's kernels do."""
 
     def __init__(self, capturable: bool = True) -> None:
         import cupy
@@ -131,31 +131,31 @@ class CupyDriver:
         self._stream.synchronize()
 
 
-STARTED: list[Driver] = []
+OPEN_DRIVERS: list[Driver] = []
 """The drivers that this process has: while one can wait, the CUDA context works."""
 
 
 @functools.cache
 def _torch_driver() -> TorchDriver:
-    STARTED.append(driver := TorchDriver())
+    OPEN_DRIVERS.append(driver := TorchDriver())
     return driver
 
 
 @functools.cache
 def _cupy_driver(capturable: bool) -> CupyDriver:
-    STARTED.append(driver := CupyDriver(capturable))
+    OPEN_DRIVERS.append(driver := CupyDriver(capturable))
     return driver
 
 
-def torch_driver() -> TorchDriver:
-    """This process's driver through torch, with its stream the current one."""
+def open_torch_driver() -> TorchDriver:
+    """Return this process's driver through torch, with its stream the current one."""
     driver = _torch_driver()
     driver.use()
     return driver
 
 
-def cupy_driver(capturable: bool = True) -> CupyDriver:
-    """This process's driver through CuPy, with its stream the current one."""
+def open_cupy_driver(capturable: bool = True) -> CupyDriver:
+    """Return this process's driver through CuPy, with its stream the current one."""
     driver = _cupy_driver(capturable)
     driver.use()
     return driver

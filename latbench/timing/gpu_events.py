@@ -1,22 +1,22 @@
 """Times on a GPU: samples between CUDA events, taken in batches while the host runs ahead of the device.
 
-Pure: what does the work is a `Driver` (torch or CuPy, see latbench.timing.gpu_drivers), the clock is an argument.
+Pure: a `Driver` (torch or CuPy, see latbench.timing.gpu_drivers) does the work, and the clock is an argument.
 
-A sample is `mark, work, mark`. Events tell the device's time only if the host has queued all three before the
-device gets there, else the host's launch latency is timed as well; nvbench blocks the stream with a kernel for that.
-Here the device first flushes its L2 for as long as the host needs to queue a batch (measured, with some to spare).
+A sample is `mark, work, mark`. Events measure the device's time only if the host has queued all three before the
+device reaches them. Otherwise they include the host's launch latency; nvbench blocks the stream with a kernel for
+that reason. Here the device first flushes its L2 for as long as the host needs to queue a batch, with some reserve.
 
 cache_mode says what lies in the L2 when a call begins:
-    cold      nothing of it: every call is preceded by a flush. One call a sample, so no graph.
-    rotated   weights, activations and results of several copies are used in turn: when a copy is, the others have
-              since touched ROTATED_TIMES_L2 times what the L2 holds.
+    cold      nothing of it: a flush precedes every call. One call a sample, so no graph.
+    rotated   weights, activations and results of several copies are used in turn: before a copy is used again, the
+              others have touched ROTATED_TIMES_L2 times the size of the L2.
     warm      whatever the last call of the same copy left.
-launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, which leaves out
-the launches that a call of a few microseconds otherwise consists of.
+launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, without the launch
+overhead that dominates calls of a few microseconds.
 
-Events tick every half microsecond, so calls are repeated within a sample until that is below a percent; cold ones
-cannot be, and below 20 microseconds say little. What NVML says of the device is read while a batch still runs. Where
-it was slowed down by heat or by its power supply the batch does not count, as long as there are others.
+Events tick every half microsecond, so calls are repeated within a sample until the tick is below a percent. Cold
+calls cannot be repeated; times below 20 microseconds say little. NVML reports the state of the device while a batch
+still runs. A batch that heat or the power supply slowed down does not count, as long as there are others.
 """
 
 from __future__ import annotations
@@ -53,50 +53,50 @@ TRIALS, TRIAL_FLUSHES = 3, 20
 
 
 class NotCaptured(Exception):
-    """These launches cannot become a CUDA graph; the message is the library's."""
+    """Launches that cannot become a CUDA graph; the message is the library's."""
 
 
-class State(Protocol):
-    """The device's state at one moment, as far as timing asks."""
+class DeviceState(Protocol):
+    """The state of the device that timing needs."""
 
     @property
     def throttled(self) -> bool:
         """Whether heat or the power supply slows the device down."""
 
 
-Watch = Callable[[], State | None]
+StateReader = Callable[[], DeviceState | None]
 """Reads the device's state; None where nobody can tell."""
 
 
 class Driver(Protocol):
-    """What timing asks of a CUDA library; everything is queued on one stream."""
+    """The functions of a CUDA library that timing needs; everything is queued on one stream."""
 
     @property
     def l2_bytes(self) -> int:
-        """What the L2 holds."""
+        """The size of the L2 in bytes."""
 
     def flush(self) -> None:
-        """Queue what writes FLUSH_TIMES_L2 as much as the L2 holds, and so leaves nothing useful in it."""
+        """Queue a write of FLUSH_TIMES_L2 times the size of the L2, which displaces its content."""
 
     def mark(self) -> Any:
         """Queue an event."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The device's time between two marks that it has passed."""
+        """Return the device's time between two marks that it has passed."""
 
     def capture(self, work: Call) -> Call:
-        """The kernels that `work` launches as one graph, ready to be queued. RuntimeError where that cannot be."""
+        """Return the kernels that `work` launches as one graph. Raises RuntimeError where that is impossible."""
 
     def spoil(self, result: Any) -> None:
-        """Queue what makes every element of an array NaN."""
+        """Queue a write of NaN to every element of an array."""
 
     def wait(self) -> None:
-        """Return when the device has done everything queued; raises if it failed."""
+        """Wait until the device has done everything queued; raise if it failed."""
 
 
 @dataclass(frozen=True)
-class Mode:
-    """How a point is timed."""
+class TimingMode:
+    """The cache mode and the launch mode of a timing."""
 
     cache: str
     launch: str
@@ -108,26 +108,43 @@ class Mode:
             raise ValueError("a flush between the calls of a graph would be timed with them: cold calls are launched")
 
 
-class EventTimer:
-    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample.
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch of samples is taken.
 
-    It holds on to the calls that are `needed`: a graph knows the addresses of their arrays only.
+    Parameters
+    ----------
+    inner_loops
+        Calls per sample.
+    samples
+        Samples per batch.
+    flushes
+        Cache flushes that keep the device busy while the host queues the batch.
+    """
+
+    inner_loops: int
+    samples: int
+    flushes: int
+
+
+class EventTimer:
+    """Work that is ready to be sampled; a `Timer`. `inner_loops` calls make one sample.
+
+    It keeps a reference to the calls `needed`, because a graph knows only the addresses of their arrays.
     """
 
     def __init__(
         self,
         work: Call,
         driver: Driver,
-        mode: Mode,
+        mode: TimingMode,
+        batch: BatchPlan,
         *,
-        inner_loops: int,
-        samples: int,
-        flushes: int,
         needed: Sequence[Call] = (),
-        watch: Watch = lambda: None,
+        watch: StateReader = lambda: None,
         clock: Clock = perf_counter,
     ) -> None:
-        self.inner_loops, self.samples, self.flushes = inner_loops, samples, flushes
+        self.inner_loops, self.samples, self.flushes = batch.inner_loops, batch.samples, batch.flushes
         self.facts: dict[str, Any] = {
             "timer": "cuda_event",
             "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
@@ -140,7 +157,7 @@ class EventTimer:
         _wait_for(self._driver, self._work)
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, one batch at least, in seconds a call."""
+        """Return samples taken for about `seconds`, at least one batch, in seconds a call."""
         end = self._clock() + seconds
         self.run()  # what ran before took the caches, and let the clocks fall
         batches = [self._batch()]
@@ -169,25 +186,40 @@ class EventTimer:
 @dataclass(frozen=True)
 class _Batch:
     samples: list[float]
-    state: State | None
+    state: DeviceState | None
 
     @property
     def throttled(self) -> bool:
         return self.state is not None and self.state.throttled
 
 
-def prepare(
+def build_event_timer(
     calls: Sequence[Call],
     driver: Driver,
-    mode: Mode,
+    mode: TimingMode,
     *,
-    watch: Watch = lambda: None,
+    watch: StateReader = lambda: None,
     clock: Clock = perf_counter,
 ) -> EventTimer:
-    """Find out how often to repeat `calls` and how far the host must run ahead; captures the graph.
+    """Find out how often to repeat calls and how far the host must run ahead; capture the graph.
 
-    `calls` do the same work on copies of their own. Only the first is used unless the mode is rotated. Raises
-    NotCaptured, and whatever a call raises.
+    Parameters
+    ----------
+    calls
+        They do the same work on copies of their own. Only the first is used unless the mode is rotated.
+    driver
+        Runs and times them.
+    mode
+        Cache and launch mode.
+    watch
+        Reads the state of the device.
+    clock
+        Returns seconds.
+
+    Raises
+    ------
+    NotCaptured
+        The calls cannot become a graph. Other exceptions of a call pass through.
     """
     used = list(calls) if mode.cache == "rotated" else list(calls)[:1]
     for call in used:
@@ -201,56 +233,68 @@ def prepare(
     most = MOST_LOOPS
     if mode.launch == "call":
         most = min(MOST_QUEUED, int(room * len(used) / _queueing_seconds(driver, turn, clock)))
-    loops = inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
+    loops = choose_inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
     work = _repeated(used, loops)
     if mode.launch == "graph":
-        try:
-            work = driver.capture(work)
-        except RuntimeError as error:
-            raise NotCaptured(str(error)) from error
-        _wait_for(driver, work)
+        work = _capture(driver, work)
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
-    samples = batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
+    samples = choose_batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
     return EventTimer(
-        work, driver, mode,
-        inner_loops=loops,
-        samples=samples,
-        flushes=head_start(queueing=(samples + 1) * queueing, gained=gained),
+        work,
+        driver,
+        mode,
+        BatchPlan(
+            inner_loops=loops,
+            samples=samples,
+            flushes=choose_flushes(queueing=(samples + 1) * queueing, gained=gained),
+        ),
         needed=used,
         watch=watch,
         clock=clock,
-    )  # fmt: skip
+    )
 
 
-def inner_loops(mode: Mode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
-    """How many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
+def _capture(driver: Driver, work: Call) -> Call:
+    try:
+        graph = driver.capture(work)
+    except RuntimeError as error:
+        raise NotCaptured(str(error)) from error
+    _wait_for(driver, graph)
+    return graph
+
+
+def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
+    """Return how many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
     if mode.cache == "cold":
         return 1
     turns = math.ceil(SHORTEST_SAMPLE_SECONDS / max(once, 1e-9) / copies)
     return copies * max(1, min(turns, most // copies))
 
 
-def batch_size(*, seconds: float, queueing: float, room: float) -> int:
-    """How many samples make a batch, if each takes the device `seconds` and the host `queueing`, and the device can
-    be kept busy for `room` seconds meanwhile.
+def choose_batch_size(*, seconds: float, queueing: float, room: float) -> int:
+    """Return how many samples make a batch.
+
+    A sample takes the device `seconds` and the host `queueing`; the device can be kept busy for `room` seconds
+    meanwhile.
     """
     return max(1, min(MOST_SAMPLES_A_BATCH, int(BATCH_SECONDS / seconds), int(room / max(queueing, 1e-9))))
 
 
-def head_start(*, queueing: float, gained: float) -> int:
-    """How many flushes keep the device busy while the host queues a batch, if it gains so much by each."""
+def choose_flushes(*, queueing: float, gained: float) -> int:
+    """Return how many flushes keep the device busy while the host queues a batch, if each gains so much time."""
     return max(1, min(MOST_FLUSHES, math.ceil(HEAD_START * queueing / gained)))
 
 
-def copies_for(bytes_each: int, l2_bytes: int, most: int) -> int:
-    """How many copies that touch `bytes_each` are to be used in turn, `most` at most: so many that the others touch
-    ROTATED_TIMES_L2 times what the L2 holds before it is a copy's turn again.
+def choose_copies(bytes_each: int, l2_bytes: int, most: int) -> int:
+    """Return how many copies that touch `bytes_each` to use in turn, at most `most`.
+
+    The others then touch ROTATED_TIMES_L2 times the size of the L2 before a copy is used again.
     """
     return min(most, 1 + -(-ROTATED_TIMES_L2 * l2_bytes // max(1, bytes_each)))
 
 
-def displaced(bytes_each: int, l2_bytes: int, copies: int) -> bool:
-    """Whether the others of so many copies displace what a copy left in the L2."""
+def displaces_cache(bytes_each: int, l2_bytes: int, copies: int) -> bool:
+    """Return whether the other copies displace what a copy left in the L2."""
     return (copies - 1) * bytes_each >= LEAST_TIMES_L2 * l2_bytes
 
 
@@ -266,7 +310,7 @@ def _all(calls: Sequence[Call]) -> None:
         call()
 
 
-def _sample(driver: Driver, mode: Mode, work: Call) -> tuple[Any, Any]:
+def _sample(driver: Driver, mode: TimingMode, work: Call) -> tuple[Any, Any]:
     if mode.cache == "cold":
         driver.flush()
     start = driver.mark()
@@ -280,7 +324,7 @@ def _wait_for(driver: Driver, work: Call) -> None:
 
 
 def _seconds_of(driver: Driver, work: Call) -> float:
-    """The median time of `work`, after flushes that let the host run ahead as it will when it counts."""
+    """Return the median time of `work`, after flushes that let the host run ahead as in a measurement."""
     times = []
     for _ in range(TRIALS):
         for _ in range(TRIAL_FLUSHES):
@@ -294,13 +338,13 @@ def _seconds_of(driver: Driver, work: Call) -> float:
 
 
 def _gained(driver: Driver, clock: Clock) -> float:
-    """By how much the host gets ahead of the device with every flush; a tenth of the flush at worst."""
+    """Return by how much each flush lets the host get ahead of the device; at least a tenth of the flush."""
     flush = _seconds_of(driver, driver.flush)
     return max(flush - _queueing_seconds(driver, driver.flush, clock), flush / 10)
 
 
 def _queueing_seconds(driver: Driver, run: Call, clock: Clock) -> float:
-    """The median time that the host takes to queue `run`."""
+    """Return the median time that the host takes to queue `run`."""
     times = []
     for _ in range(TRIALS):
         began = clock()

@@ -1,10 +1,10 @@
-"""The timing loop: bursts of samples, several runs in turn, until each median is known well enough.
+"""The sampling loop: bursts of samples, several callables in turn, until each median is known well enough.
 
-Pure: the clock is an argument, nothing here knows what it times. One sample is the mean of `inner_loops` calls, so
-that the clock's own resolution and cost stay far below it. Runs are sampled in rounds, a short burst each in random
-order: a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by 40%), and
-the bursts of one run lie so far apart that they see it in several moods. How much they disagree is part of the error.
-A noisy result is a fact (`converged` is false), not an exception.
+Pure: the clock is an argument, and nothing here knows what is timed. One sample is the mean of `inner_loops` calls,
+so that the clock's resolution and cost stay far below it. Callables are sampled in rounds, a short burst each in
+random order. So a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by
+40%), and the bursts of one callable are far apart in time. How much they disagree is part of the error. A noisy
+result is a fact (`converged` is false), not an exception.
 """
 
 from __future__ import annotations
@@ -23,18 +23,27 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from latbench.base.median_interval import median_interval
+from latbench.base.median_interval import bound_median
 from latbench.machines import devices
+from latbench.machines.devices import read_cpu_times, read_scaling_hertz
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
 
 
-class Used(NamedTuple):
-    """What this process used so far, and what it had to do without.
+class ResourceUsage(NamedTuple):
+    """Resources that this process has used or missed; None where the system does not say.
 
-    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; the clock
-    ticks of the machine. None where the system does not say.
+    Parameters
+    ----------
+    switches
+        Involuntary context switches.
+    cpu_seconds
+        CPU time.
+    waited_seconds
+        Time that all its threads together waited for a core.
+    machine
+        Clock ticks of the machine.
     """
 
     switches: int
@@ -43,7 +52,7 @@ class Used(NamedTuple):
     machine: devices.CpuTimes | None = None
 
 
-Usage = Callable[[], Used]
+UsageReader = Callable[[], ResourceUsage]
 """Reads what this process used so far."""
 
 SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times what reading perf_counter costs (50-100 ns)
@@ -56,8 +65,8 @@ SESSION_ROUNDS = 16  # of each of several sessions: about what a run takes when 
 # nvbench's idea: stop where more samples do not make the error smaller. Independent ones would by 29% if doubled.
 PLATEAU_GAIN, PLATEAU_BURSTS = 0.05, 16
 NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
-STRETCH = 2
-SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
+BUDGET_STRETCH = 2
+SLOW_BUDGET_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
 
 # Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
 # beside one to four busy processes 200 to 300 times, and its median is 1.3 to 13 times longer.
@@ -78,10 +87,22 @@ PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
 class Burst:
     """Samples taken one after the other, in seconds a call.
 
-    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
-    showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
-    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards. began: by
-    the clock of who measures.
+    Parameters
+    ----------
+    samples
+        The samples.
+    preempted
+        Whether other processes took the cores, or heat slowed a GPU down.
+    states
+        States that the device reported.
+    reasons
+        How the disturbance showed.
+    discarded
+        Further samples that were left out at once.
+    rest_seconds
+        Time for threads to come to rest afterwards.
+    began
+        Start, by the clock of the sampling loop.
     """
 
     samples: list[float]
@@ -99,7 +120,7 @@ Sampler = Callable[[float], Burst]
 
 @dataclass
 class Timing:
-    """What was sampled so far, burst by burst. Preempted bursts do not count as long as there are enough others."""
+    """All samples so far, burst by burst. Preempted bursts do not count as long as there are enough others."""
 
     bursts: list[Burst] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
@@ -107,7 +128,7 @@ class Timing:
     stop_reason: str = ""
 
     def add(self, burst: Burst) -> None:
-        """Take in a burst."""
+        """Add a burst."""
         self.bursts.append(burst)
         samples = np.sort(self.samples)
         self.medians.append(float(np.median(samples)))
@@ -115,7 +136,7 @@ class Timing:
 
     @property
     def preempted(self) -> bool:
-        """Whether preempted bursts had to be counted, because there were not enough others."""
+        """Whether preempted bursts count, because there are too few others."""
         quiet = sum(not burst.preempted for burst in self.bursts)
         return quiet < min(FEWEST_ROUNDS, len(self.bursts))
 
@@ -131,40 +152,42 @@ class Timing:
 
     @property
     def discarded(self) -> int:
-        """How many samples were taken and do not count."""
+        """How many samples do not count."""
         every = sum(len(burst.samples) + burst.discarded for burst in self.bursts)
         return every - sum(len(burst.samples) for burst in self.counted)
 
     @property
     def reasons(self) -> list[str]:
-        """How disturbances showed, in the bursts that count and in those that do not."""
+        """How disturbances showed, in all bursts."""
         return sorted({reason for burst in self.bursts for reason in burst.reasons})
 
     @property
     def states(self) -> list[Any]:
-        """What the device reported during the bursts that count."""
+        """The device's states during the bursts that count."""
         return [state for burst in self.counted for state in burst.states]
 
     @property
     def converged(self) -> bool:
-        """Whether the median is known to the error that was asked for."""
+        """Whether the median is known to the wanted error."""
         return self.stop_reason == "relative_error"
 
     @property
     def relative_error(self) -> float:
-        """Half the 95% interval of the median over the median; infinite while there are too few samples to tell.
+        """Half of the 95% interval of the median over the median; infinite with too few samples.
 
-        The larger of two: as if every sample told something of its own, and as the bursts disagree.
+        The larger of two estimates: from independent samples, and from the medians of the bursts.
         """
         return self.errors[-1]
 
     @property
     def burst_error(self) -> float | None:
-        """The second of the two alone; None with one burst."""
-        return burst_error([burst.samples for burst in self.counted])
+        """The error estimated from the medians of the bursts; None with one burst."""
+        return estimate_burst_error([burst.samples for burst in self.counted])
 
     def drift(self) -> float | None:
-        """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
+        """Return the median of the later half of the counted bursts over that of the earlier half; None with one
+        burst.
+        """
         bursts = self.counted
         if len(bursts) < 2:
             return None
@@ -176,8 +199,8 @@ class Timing:
 
 
 def _sample_error(ordered: np.ndarray) -> float:
-    """Half the 95% interval of the median of rising samples, over the median."""
-    low, high = median_interval(ordered)
+    """Return half of the 95% interval of the median of rising samples, over the median."""
+    low, high = bound_median(ordered)
     middle = float(np.median(ordered))
     return math.inf if low is None or high is None or middle <= 0 else (high - low) / 2 / middle
 
@@ -187,9 +210,10 @@ def _sample_error(ordered: np.ndarray) -> float:
 _OF_A_MEDIAN, _MAD = 1.2533, 0.6745
 
 
-def burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
-    """Half the 95% interval of the median of the medians of `bursts` (samples each), over it; None of a single burst,
-    which may not be the next one's like.
+def estimate_burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
+    """Return half of the 95% interval of the median of the medians of `bursts`, over it.
+
+    None with a single burst, because the next may differ.
     """
     if len(bursts) < 2:
         return None
@@ -202,38 +226,38 @@ def burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
 
 
 class Timer(Protocol):
-    """Something that is ready to be timed and knows how; `inner_loops` calls make one sample."""
+    """Work that is ready to be timed; `inner_loops` calls make one sample."""
 
     @property
     def inner_loops(self) -> int:
-        """How many calls each sample is the mean of."""
+        """Calls per sample."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Columns of the point's row."""
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one."""
+        """Return samples taken for about `seconds`, at least one."""
 
 
 class WallClock:
-    """Times a callable by this process's clock.
+    """A timer of a callable by this process's clock.
 
-    Its `facts`, if it has any, are columns of the point's row. Where it has `rest_seconds`, its threads spin on for
-    so long after a call, and a burst ends when they have come to rest, before another engine is timed.
+    The callable's attribute `facts` holds columns of the point's row. With the attribute `rest_seconds`, its threads
+    spin for that long after a call. A burst then ends when they have come to rest, before another engine is timed.
     """
 
     def __init__(self, run: Run) -> None:
-        self.inner_loops = calibrate(run)
+        self.inner_loops = calibrate_inner_loops(run)
         self.facts: dict[str, Any] = getattr(run, "facts", {})
         self._run = run
         self._rest_seconds: float = getattr(run, "rest_seconds", 0.0)
         self._fastest_hertz = 0.0
 
     def burst(self, seconds: float) -> Burst:
-        """Samples taken for about `seconds`, at least one."""
-        taken = replace(burst(self._run, seconds, self.inner_loops), rest_seconds=self._rest_seconds)
-        hertz = devices.scaling_hertz()  # while the cores are still warm from it
+        """Return samples taken for about `seconds`, at least one."""
+        taken = replace(sample_burst(self._run, seconds, self.inner_loops), rest_seconds=self._rest_seconds)
+        hertz = read_scaling_hertz()  # while the cores are still warm from it
         sleep(self._rest_seconds)
         if hertz is None:
             return taken
@@ -246,8 +270,8 @@ class WallClock:
 _THREADS = Path("/proc/self/task")
 
 
-def process_usage() -> Used:
-    """What all threads of this process used."""
+def read_process_usage() -> ResourceUsage:
+    """Return the resources that all threads of this process used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     waited = 0
     try:
@@ -255,12 +279,12 @@ def process_usage() -> Used:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
                 waited += int((thread / "schedstat").read_bytes().split()[1])
     except (OSError, IndexError):  # not Linux, or a kernel that keeps no count
-        return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime)
-    return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, devices.cpu_times())
+        return ResourceUsage(used.ru_nivcsw, used.ru_utime + used.ru_stime)
+    return ResourceUsage(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, read_cpu_times())
 
 
-def calibrate(run: Run, *, clock: Clock = perf_counter) -> int:
-    """How many calls of `run` make one sample long enough to be read off the clock; calls it a few times."""
+def calibrate_inner_loops(run: Run, *, clock: Clock = perf_counter) -> int:
+    """Return how many calls of `run` make a sample long enough for the clock; calls it a few times."""
     run()
     loops = 1
     while loops < MOST_INNER_LOOPS:
@@ -275,13 +299,18 @@ def calibrate(run: Run, *, clock: Clock = perf_counter) -> int:
     return loops
 
 
-def burst(
-    run: Run, seconds: float, inner_loops: int, *, clock: Clock = perf_counter, usage: Usage = process_usage
+def sample_burst(
+    run: Run,
+    seconds: float,
+    inner_loops: int,
+    *,
+    clock: Clock = perf_counter,
+    usage: UsageReader = read_process_usage,
 ) -> Burst:
-    """Samples of `run` taken for about `seconds`, at least one: each the mean seconds a call of `inner_loops` calls.
+    """Return samples of `run` taken for about `seconds`, at least one; each is the mean of `inner_loops` calls.
 
-    One untimed sample goes first: what ran before took the caches and put this run's threads to sleep. Garbage is not
-    collected meanwhile.
+    One untimed sample goes first, because other work took the caches and let this work's threads sleep. Garbage is
+    not collected meanwhile.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -296,14 +325,15 @@ def burst(
     finally:
         if collecting:
             gc.enable()
-    reasons = disturbances(before, after)
+    reasons = find_disturbances(before, after)
     return Burst(samples, bool(reasons), reasons=reasons)
 
 
-def disturbances(before: Used, after: Used) -> tuple[str, ...]:
-    """How it shows that others had the cores between two readings: PREEMPTED, STOLEN; nothing if it does not.
+def find_disturbances(before: ResourceUsage, after: ResourceUsage) -> tuple[str, ...]:
+    """Return how it shows that others had the cores between two readings: PREEMPTED, STOLEN, or nothing.
 
-    Where the system counts how long threads waited for a core, switches are not looked at: each may be a moment.
+    Where the system counts how long threads waited for a core, context switches are ignored, because each may be
+    short.
     """
     ran = after.cpu_seconds - before.cpu_seconds
     if before.waited_seconds is not None and after.waited_seconds is not None:
@@ -325,60 +355,89 @@ def _time(run: Run, loops: int, clock: Clock) -> float:
     return clock() - start
 
 
-def measure(
-    run: Run,
-    *,
-    rel_error: float = 0.01,
-    max_seconds: float = 2.0,
-    round_seconds: float = 0.05,
-    clock: Clock = perf_counter,
-    usage: Usage = process_usage,
+@dataclass(frozen=True)
+class StopRule:
+    """When the sampling of a callable ends.
+
+    It ends for one of four reasons, which is the `stop_reason` of its Timing:
+
+    - ``relative_error``: the 95% interval of its median is within `rel_error` of the median on either side.
+    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
+      twice as many bursts have not narrowed the interval.
+    - ``budget``: it has used `max_seconds`. It may use twice as much while the median is not known to 10%, or while
+      too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
+    - ``failed``: its sampler returned no samples.
+
+    Parameters
+    ----------
+    rel_error
+        Wanted half of the 95% confidence interval of the median, over the median.
+    max_seconds
+        Seconds of sampling in each session.
+    round_seconds
+        Seconds of a burst.
+    sessions
+        Sessions, between which everything is built anew.
+    """
+
+    rel_error: float = 0.01
+    max_seconds: float = 2.0
+    round_seconds: float = 0.05
+    sessions: int = 1
+
+
+DEFAULT_RULE = StopRule()
+
+
+def sample_callable(
+    run: Run, rule: StopRule = DEFAULT_RULE, *, clock: Clock = perf_counter, usage: UsageReader = read_process_usage
 ) -> Timing:
-    """Time one callable in this process; see `interleave` for when it stops."""
-    loops = calibrate(run, clock=clock)
+    """Sample one callable in this process until `rule` ends it; see `sample_interleaved`."""
+    loops = calibrate_inner_loops(run, clock=clock)
 
     def sampler(seconds: float) -> Burst:
-        return burst(run, seconds, loops, clock=clock, usage=usage)
+        return sample_burst(run, seconds, loops, clock=clock, usage=usage)
 
-    finished = interleave(
-        {"run": sampler}, rel_error=rel_error, max_seconds=max_seconds, round_seconds=round_seconds, clock=clock
-    )
-    return next(finished)[1]
+    return next(sample_interleaved({"run": sampler}, rule, clock=clock))[1]
 
 
-def interleave(
+def sample_interleaved(
     samplers: Mapping[str, Sampler],
+    rule: StopRule = DEFAULT_RULE,
     *,
-    rel_error: float = 0.01,
-    max_seconds: float = 2.0,
-    round_seconds: float = 0.05,
     clock: Clock = perf_counter,
     order: random.Random | None = None,
     between: Callable[[], None] = lambda: None,
-    sessions: int = 1,
     renew: Callable[[int], None] = lambda session: None,
 ) -> Iterator[tuple[str, Timing]]:
-    """Sample all `samplers` in rounds, a burst of about `round_seconds` each, and yield each as it finishes.
+    """Sample several callables in rounds, one burst each per round, and yield each as it finishes.
 
-    One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
-    for several rounds its median has stayed within a quarter of that although samples scatter, or twice as many
-    bursts have not made the interval narrower (plateau), when it has used `max_seconds` (budget; up to twice that
-    while it is not known to 10%, or bursts were preempted and too few were not; longer for calls so slow that there
-    are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
-    every burst.
+    With several sessions, each but the last has SESSION_ROUNDS rounds; then `renew` builds everything anew. Each
+    session adds `rule.max_seconds` to what a callable may use. A callable that has used its seconds waits for the
+    next session. None finishes before the last session.
 
-    The samples come from so many `sessions`: after SESSION_ROUNDS rounds of each but the last, `renew` is called with
-    the number of the next, from 1 on, to build everything anew. Each adds `max_seconds` to what a run may use; one
-    that has used them waits for the next session. None finishes before the last, which is as long for those that have
-    seconds left.
+    Parameters
+    ----------
+    samplers
+        A sampler for each callable, by name.
+    rule
+        When the sampling of each callable ends.
+    clock
+        Returns seconds.
+    order
+        Shuffles each round.
+    between
+        Is called before every burst.
+    renew
+        Is called with the number of each session from 1 on.
     """
     shuffle = (order or random.Random(0)).shuffle
     timings = {name: Timing() for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
-    for session in range(sessions):
+    for session in range(rule.sessions):
         if session and timings:
             renew(session)
-        last, granted = session == sessions - 1, (session + 1) * max_seconds
+        last, granted = session == rule.sessions - 1, (session + 1) * rule.max_seconds
         for rounds in itertools.count(1) if last else range(SESSION_ROUNDS):
             names = [name for name in timings if last or spent[name] < granted]
             if not names:
@@ -387,14 +446,14 @@ def interleave(
             for name in names:
                 between()
                 timing, start = timings[name], clock()
-                sampled = samplers[name](round_seconds)
+                sampled = samplers[name](rule.round_seconds)
                 spent[name] += clock() - start - sampled.rest_seconds
                 if not sampled.samples:
                     timing.stop_reason = "failed"
                 else:
                     timing.add(replace(sampled, began=start))
-                    if last and (sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
-                        timing.stop_reason = _stop(timing, spent[name], rel_error, granted)
+                    if last and (rule.sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
+                        timing.stop_reason = _stop(timing, spent[name], rule.rel_error, granted)
                 if timing.stop_reason:
                     yield name, timings.pop(name)
 
@@ -410,7 +469,7 @@ def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) ->
     useless = bursts >= PLATEAU_BURSTS and error > (1 - PLATEAU_GAIN) * timing.errors[bursts // 2 - 1]
     if known and (steady or useless):
         return "plateau"
-    most = STRETCH if math.isfinite(error) else SLOW_STRETCH
+    most = BUDGET_STRETCH if math.isfinite(error) else SLOW_BUDGET_STRETCH
     if (known and spent >= max_seconds) or spent >= most * max_seconds:
         return "budget"
     return ""

@@ -1,1 +1,1 @@
-"""What is to be measured: layers of networks, and the points of a sweep."""
+"""What to measure: layers of networks, and the points of a sweep."""

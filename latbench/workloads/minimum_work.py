@@ -1,7 +1,7 @@
-"""What a layer cannot do without: the operations and the inputs that no engine can leave out.
+"""The least work of a layer: operations and inputs that no engine can leave out.
 
 Taps of a convolution that fall on its padding need no operation, and inputs that no kept weight reaches need not be
-read: a ceiling that counted them would call fast kernels impossible.
+read. A ceiling that counted them would call fast kernels impossible.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 
-def inside_share(shape: Shape) -> float:
-    """The share of all (output position, tap) pairs that do not fall on padding; 1 of a linear layer."""
+def compute_inside_share(shape: Shape) -> float:
+    """Return the share of all (output position, tap) pairs that do not fall on padding; 1 for a linear layer."""
     if not isinstance(shape, Conv2dShape):
         return 1.0
     inside = [sum(len(hit) for hit in taps) for taps in _inputs_hit(shape)]
@@ -21,8 +21,8 @@ def inside_share(shape: Shape) -> float:
     return inside[0] * inside[1] * shape.batch / (rows * columns * shape.n)
 
 
-def inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
-    """How many elements of the activations the kept weights, bool (m, k), reach."""
+def count_inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
+    """Return how many elements of the activations the kept weights, bool (m, k), reach."""
     used = kept.any(axis=0)
     if not isinstance(shape, Conv2dShape):
         return int(used.sum()) * shape.n
@@ -36,7 +36,7 @@ def inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
 
 
 def _inputs_hit(shape: Conv2dShape) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-    """For every tap along height, and along width: the inputs that it falls on, over all output positions."""
+    """Return the inputs of every tap along height, and along width, over all output positions."""
     along = []
     for axis, (size, taps) in enumerate(((shape.h, shape.kh), (shape.w, shape.kw))):
         stride, padding, dilation = shape.stride[axis], shape.padding[axis], shape.dilation[axis]

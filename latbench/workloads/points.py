@@ -1,7 +1,7 @@
-"""What is to be measured: points, and how long they take.
+"""Points of a CPU sweep, and estimates of how long they take.
 
 A point is the key of a table row: a layer's shape, a pattern at a sparsity, an engine with its settings. Linear
-layers are timed token-major (torch's own order), convolutions NCHW, both with a bias: as a model runs them.
+layers are timed token-major (torch's own order), convolutions NCHW, both with a bias, as a model runs them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Workload
+from latbench.workloads.workload import Workload, list_workloads, read_workload
 from sparse_kernels import patterns
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
@@ -29,16 +28,16 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "scipy": {"linear": ("auto",), "conv2d": ()},
 }
 # What they are asked for besides in a sweep that tunes: kernels found by trying.
-TUNED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
+TUNED_KERNELS: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
 # And in one with bfloat16, by kernel the types that weights and activations are multiplied in: kernels that read two
 # bytes a weight; and those that round both, dense ones beside them.
 _WEIGHTS, _BOTH = ("bfloat16", ""), ("bfloat16", "bfloat16")
-ROUNDED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
     ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
-STANDARD = ("torch", "onnxruntime", "openvino", "numba")
+STANDARD_ENGINES = ("torch", "onnxruntime", "openvino", "numba")
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
 _COMPRESSED = ("unstructured", "nm", "block")
@@ -68,7 +67,7 @@ _CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that a result is compa
 _TIMING_SECONDS = 0.5  # most use up what they may, and a sixth of the time goes into the reference
 _START_SECONDS = 10.0  # engines, and ceilings where none are kept
 
-ASSUMED = "an ordinary core, and nothing else at work on it"
+ESTIMATE_ASSUMPTION = "an ordinary core, and nothing else at work on it"
 
 # Sweeps of 70 points on two cores: a part is mostly the description of its columns, a row has 130 samples on average.
 _PART_BYTES, _ROW_BYTES, _SAMPLE_BYTES, _SAMPLES = 25_500, 400, 5.3, 130
@@ -106,13 +105,13 @@ class Point:
             object.__setattr__(self, "layout", usual)
 
     def key(self) -> dict[str, Any]:
-        """The key columns of this point's row."""
+        """Return the key columns of this point's row."""
         return {
             "purpose": self.purpose,
             "device": self.device,
             "backend": self.backend,
             "model": "",
-            **shape_columns(self.shape),
+            **convert_shape_to_columns(self.shape),
             "pattern": str(self.pattern),
             "sparsity_target": self.sparsity,
             "pattern_seed": self.seed,
@@ -134,11 +133,11 @@ class Point:
         return hash_key(self.key())
 
     def __str__(self) -> str:
-        return f"{self.backend} {self.kernel} {self.pattern} {self.sparsity:g} {describe(self.shape)}"
+        return f"{self.backend} {self.kernel} {self.pattern} {self.sparsity:g} {format_shape(self.shape)}"
 
 
-def shape_columns(shape: Shape) -> dict[str, Any]:
-    """The key columns that say the operation and its shape; a linear layer has no convolution columns."""
+def convert_shape_to_columns(shape: Shape) -> dict[str, Any]:
+    """Return the key columns of a shape and its operation; a linear layer has no convolution columns."""
     columns: dict[str, Any] = {"op": shape.op, "m": shape.m, "k": shape.k, "n": shape.n}
     if isinstance(shape, Conv2dShape):
         columns |= {name: getattr(shape, name) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw")}
@@ -151,59 +150,91 @@ def shape_columns(shape: Shape) -> dict[str, Any]:
     return columns
 
 
-def describe(shape: Shape) -> str:
-    """A shape in few characters, for people."""
+def format_shape(shape: Shape) -> str:
+    """Return a shape as a short text."""
     if isinstance(shape, Conv2dShape):
         stride = f"/{shape.stride[0]}" if shape.stride != (1, 1) else ""
         return f"conv {shape.c_out}x{shape.c_in}x{shape.kh}x{shape.kw}{stride} on {shape.batch}x{shape.h}x{shape.w}"
     return f"linear {shape.m}x{shape.k} on {shape.n}"
 
 
-def points(
-    chosen: Iterable[Workload],
-    *,
-    device: str,
-    threads: int,
-    backends: Sequence[str] = STANDARD,
-    wanted: Sequence[Pattern] | None = None,
-    sparsities: Sequence[float] = SPARSITIES,
-    seed: int = 0,
-    tune: bool = False,
-    bf16: bool = False,
-) -> list[Point]:
-    """Every point of every distinct shape of the workloads `chosen`, in their order.
+@dataclass(frozen=True)
+class PointSetup:
+    """What all points of a CPU sweep share.
 
-    `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
-    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, and `bf16`
-    those with weights of bfloat16, and with activations rounded to it, too.
+    Parameters
+    ----------
+    device
+        The device's name in tables.
+    threads
+        Threads of each engine.
+    backends
+        The engines.
+    seed
+        Random seed of the synthetic weights.
+    tune
+        Add kernels that are found by trying several.
+    bf16
+        Add kernels with bfloat16 weights, and those that round activations too.
+    """
+
+    device: str
+    threads: int
+    backends: Sequence[str] = STANDARD_ENGINES
+    seed: int = 0
+    tune: bool = False
+    bf16: bool = False
+
+
+def list_points(
+    chosen: Iterable[Workload],
+    setup: PointSetup,
+    *,
+    patterns: Sequence[Pattern] | None = None,
+    sparsities: Sequence[float] = SPARSITIES,
+) -> list[Point]:
+    """Return every point of every distinct shape of workloads, in their order.
+
+    Parameters
+    ----------
+    chosen
+        The workloads.
+    setup
+        Device, threads and engines of all points.
+    patterns
+        Patterns for all layers; by default those that fit a layer's shape, dense among them.
+    sparsities
+        Sparsities of each pattern. A pattern whose name gives its sparsity is measured at that one only.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
-        for pattern in default_patterns(shape) if wanted is None else wanted:
-            engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
+        for pattern in select_default_patterns(shape) if patterns is None else patterns:
+            engines = [name for name in setup.backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
-                tuned = TUNED.get((backend, shape.op), ()) if tune else ()
+                tuned = TUNED_KERNELS.get((backend, shape.op), ()) if setup.tune else ()
                 rounded = {
                     kernel: dtypes
-                    for kernel, dtypes in (ROUNDED.get((backend, shape.op), {}) if bf16 else {}).items()
+                    for kernel, dtypes in (
+                        BFLOAT16_KERNELS.get((backend, shape.op), {}) if setup.bf16 else {}
+                    ).items()
                     if pattern.format in _ROUNDED_FORMATS[kernel]
                 }
                 for kernel in (*KERNELS[backend][shape.op], *tuned, *rounded):
                     layout = _LAYOUTS.get((backend, shape.op, kernel), "")
                     dtype_w, dtype_a = rounded.get(kernel, ("", ""))
-                    for sparsity in sparsities_of(pattern, sparsities):
+                    for sparsity in select_sparsities(pattern, sparsities):
                         point = Point(
-                            device, backend, kernel, shape, pattern, sparsity, threads, seed,
+                            setup.device, backend, kernel, shape, pattern, sparsity, setup.threads, setup.seed,
                             layout=layout, dtype_w=dtype_w, dtype_a=dtype_a,
                         )  # fmt: skip
                         found[point] = None
     return list(found)
 
 
-def default_patterns(shape: Shape) -> list[Pattern]:
-    """The patterns worth measuring for a layer: vectors as long as its rows allow, and short for convolutions.
+def select_default_patterns(shape: Shape) -> list[Pattern]:
+    """Return the default patterns of a layer: vectors as long as its rows allow, shorter ones for convolutions.
 
-    A convolution has few output features and its accuracy suffers more from long vectors than a linear layer's does.
+    A convolution has few output features, and its accuracy suffers more from long vectors than a linear layer's.
     """
     if isinstance(shape, Conv2dShape):
         v = 16 if shape.m >= 64 else 8
@@ -213,15 +244,15 @@ def default_patterns(shape: Shape) -> list[Pattern]:
     return [pattern for pattern in every if pattern.refuses(shape) is None]
 
 
-def sparsities_of(pattern: Pattern, sparsities: Sequence[float]) -> Sequence[float]:
-    """The sparsities at which `pattern` is measured: those asked for, unless it has only one."""
+def select_sparsities(pattern: Pattern, sparsities: Sequence[float]) -> Sequence[float]:
+    """Return the sparsities of `pattern`: the given ones, unless it has only one."""
     if isinstance(pattern, Dense):
         return (0.0,)
     return (pattern.sparsity,) if isinstance(pattern, NM | VectorNM) else sparsities
 
 
 def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
-    """Patterns from their specs, several in one text separated by commas. Raises UsageError for an unknown one."""
+    """Parse specs of patterns, several in one text separated by commas. Raises UsageError for an unknown one."""
     try:
         return [patterns.parse(text.strip()) for given in texts for text in given.split(",")]
     except ValueError as error:
@@ -229,7 +260,7 @@ def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
 
 
 def parse_sparsities(texts: Sequence[str]) -> list[float]:
-    """Sparsities, several in one text separated by commas. Raises UsageError for one outside 0 < sparsity < 1."""
+    """Parse sparsities, several in one text separated by commas. Raises UsageError outside 0 < sparsity < 1."""
     values = []
     for text in (part.strip() for given in texts for part in given.split(",")):
         try:
@@ -242,18 +273,18 @@ def parse_sparsities(texts: Sequence[str]) -> list[float]:
     return values
 
 
-def wanted_sparsities(texts: Sequence[str] | None) -> tuple[float, ...] | None:
-    """Sparsities as `parse_sparsities` reads them, or for `fine` all that an adaptive sweep may choose from."""
+def parse_wanted_sparsities(texts: Sequence[str] | None) -> tuple[float, ...] | None:
+    """Parse sparsities as `parse_sparsities`; `fine` means all that an adaptive sweep may choose from."""
     if not texts:
         return None
     return FINE_SPARSITIES if list(texts) == ["fine"] else tuple(parse_sparsities(texts))
 
 
-def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
-    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood.
+def group_into_blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
+    """Group points by layer shape, shapes in a random order that depends on `seed`.
 
-    Shapes of few points come together in blocks of `least` points or more, as far as there are any: the more take
-    turns, the longer the time over which each is sampled.
+    Shapes of few points share a block of at least `least` points, as far as there are any. The more points take
+    turns, the longer is the time over which each is sampled.
     """
     by_shape: dict[Shape, list[Point]] = {}
     for point in wanted:
@@ -272,9 +303,10 @@ def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Poin
     return found
 
 
-def estimated_seconds(wanted: Iterable[Point]) -> float:
-    """About how long measuring takes, within a factor of two or so; longer where others use the machine: noisy
-    points get other chances. See ASSUMED.
+def estimate_seconds(wanted: Iterable[Point]) -> float:
+    """Return about how long measuring takes in seconds, within a factor of two; see ESTIMATE_ASSUMPTION.
+
+    It takes longer where others use the machine, because noisy points are measured again.
     """
     every = list(wanted)
     tuned = sum(point.kernel == "tuned" for point in every)
@@ -283,44 +315,48 @@ def estimated_seconds(wanted: Iterable[Point]) -> float:
     return (_START_SECONDS if every else 0.0) + each + checks + _TUNE_SECONDS * tuned
 
 
-def estimated_bytes(wanted: Iterable[Point], block_points: int = 24, samples: int = _SAMPLES) -> int:
-    """About how much disk the table takes, which has a part for every block of so many points or more, and so many
-    `samples` a row.
-    """
+def estimate_bytes(wanted: Iterable[Point], block_points: int = 24, samples: int = _SAMPLES) -> int:
+    """Return about how much disk a table takes, with a part per block and `samples` samples a row."""
     every = list(wanted)
     if not every:
         return 0
     rows = len(every) * (_ROW_BYTES + samples * _SAMPLE_BYTES)
-    return round(_ENVIRONMENT_BYTES + _PART_BYTES * len(blocks(every, 0, block_points)) + rows)
+    return round(_ENVIRONMENT_BYTES + _PART_BYTES * len(group_into_blocks(every, 0, block_points)) + rows)
 
 
-def select(
+def select_points(
     names: Sequence[str],
     pattern_specs: Sequence[str],
     sparsity_texts: Sequence[str],
+    setup: PointSetup,
     *,
-    device: str,
-    threads: int,
-    backends: Sequence[str] = STANDARD,
-    seed: int = 0,
-    tune: bool = False,
-    bf16: bool = False,
-    usual: Sequence[float] = SPARSITIES,
+    default_sparsities: Sequence[float] = SPARSITIES,
 ) -> list[Point]:
-    """The points that a command line asks for; where it is silent, all bundled workloads, the default patterns and
-    the `usual` sparsities.
+    """Return the points that a command line asks for.
 
-    Raises UsageError for an unknown workload, pattern or sparsity, BadData for a file that is no workload.
+    Parameters
+    ----------
+    names
+        Names or files of workloads; by default all bundled ones.
+    pattern_specs
+        Specs of patterns; by default those that fit each layer.
+    sparsity_texts
+        Sparsities; by default `default_sparsities`.
+    setup
+        Device, threads and engines of all points.
+    default_sparsities
+        Sparsities where the command line gives none.
+
+    Raises
+    ------
+    UsageError
+        A workload, pattern or sparsity is unknown.
+    BadData
+        A file is no workload.
     """
-    chosen = [workloads.load(name) for name in names or workloads.bundled()]
-    return points(
-        chosen,
-        device=device,
-        threads=threads,
-        backends=backends,
-        wanted=parse_patterns(pattern_specs) if pattern_specs else None,
-        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else usual,
-        seed=seed,
-        tune=tune,
-        bf16=bf16,
+    return list_points(
+        [read_workload(name) for name in names or list_workloads()],
+        setup,
+        patterns=parse_patterns(pattern_specs) if pattern_specs else None,
+        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else default_sparsities,
     )

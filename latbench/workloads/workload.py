@@ -14,7 +14,7 @@ unknown may be added. The bundled ones lie in `datasets/workloads` (in a wheel: 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from latbench.base import strict_yaml
-from latbench.base.bundled_data import folder
+from latbench.base.bundled_data import find_dataset_folder
 from latbench.base.files import write_text_atomically
+from latbench.base.strict_yaml import (
+    MalformedDocument,
+    check_integer,
+    check_integer_pair,
+    check_keys,
+    check_list,
+    check_text,
+    named_in_errors,
+    read_yaml,
+)
 from latbench.errors import BadData, UsageError
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -43,40 +52,60 @@ class Layer:
 
 @dataclass(frozen=True)
 class Workload:
-    """The layers that a model spends its time in. `source` names where the shapes come from."""
+    """The layers that dominate a model's time. `source` names where the shapes come from."""
 
     name: str
     source: str
     layers: tuple[Layer, ...]
 
 
-def bundled() -> list[str]:
-    """The names of the workloads that come with latbench, sorted."""
-    return sorted(path.stem for path in folder("workloads").glob("*.yaml"))
+def list_workloads() -> list[str]:
+    """Return the names of the bundled workloads, sorted."""
+    return sorted(path.stem for path in find_dataset_folder("workloads").glob("*.yaml"))
 
 
-def load(name_or_path: str | Path) -> Workload:
-    """Read a workload: a bundled one by its name, or any YAML file by its path.
+def read_workload(name_or_path: str | Path) -> Workload:
+    """Read a workload.
 
-    Raises UsageError for a name that is neither, BadData (with file and layer) for a file that is no workload.
+    Parameters
+    ----------
+    name_or_path
+        The name of a bundled workload, or the path of a YAML file.
+
+    Returns
+    -------
+    Workload
+        Its layers.
+
+    Raises
+    ------
+    UsageError
+        The name is unknown.
+    BadData
+        The file is missing or no workload; the message names the file and the layer.
     """
-    return _read(find(name_or_path))
+    path = find_workload_file(name_or_path)
+    document = read_yaml(path)
+    with named_in_errors(path):
+        return _parse_workload(document)
 
 
-def find(name_or_path: str | Path) -> Path:
-    """The file of a workload, a bundled one or any other; raises as `load` does where there is none."""
+def find_workload_file(name_or_path: str | Path) -> Path:
+    """Return the file of a workload, bundled or not. Raises as `read_workload`."""
     path = Path(name_or_path)
-    if str(name_or_path) in bundled():
-        return folder("workloads") / f"{name_or_path}.yaml"
+    if str(name_or_path) in list_workloads():
+        return find_dataset_folder("workloads") / f"{name_or_path}.yaml"
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise BadData(f"{path}: no such workload file")
-    raise UsageError(f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(bundled())}")
+    raise UsageError(
+        f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(list_workloads())}"
+    )
 
 
-def save(workload: Workload, path: Path) -> None:
-    """Write `workload` to `path`, whole or not at all; `load` gives it back.
+def write_workload(workload: Workload, path: Path) -> None:
+    """Write `workload` to `path`, whole or not at all; `read_workload` reads it again.
 
     Raises EnvironmentUnusable when the file cannot be written.
     """
@@ -89,38 +118,36 @@ def save(workload: Workload, path: Path) -> None:
     write_text_atomically(path, "\n".join([head + "layers:", *lines]) + "\n")
 
 
-def trace(
+def trace_model(
     model: torch.nn.Module, inputs: Sequence[Any], name: str | None = None
 ) -> tuple[Workload, list[tuple[str, str]]]:
-    """Run `model(*inputs)` once, in eval mode and without gradients, and note the shape of every layer it calls.
+    """Run a model once and note the shape of every layer that it calls.
 
-    A layer is an `nn.Linear` (n: the product of its input's leading dimensions) or an `nn.Conv2d` with groups=1 and
-    symmetric zero padding. Returns the workload, layers in the order of the first call, named as in
-    `model.named_modules()`, and what was left out as (module name, reason): whatever else holds a weight of two or
-    more dimensions, shares its weight, or runs not exactly once a forward pass. The model is left as it was.
+    The model runs in eval mode without gradients, and is left as it was. A layer is an `nn.Linear` (n: the product of
+    its input's leading dimensions) or an `nn.Conv2d` with groups=1 and symmetric zero padding.
+
+    Parameters
+    ----------
+    model
+        The model.
+    inputs
+        Its arguments.
+    name
+        Name of the workload; by default the model's class.
+
+    Returns
+    -------
+    workload : Workload
+        Its layers in the order of the first call, named as in `model.named_modules()`.
+    skipped : list of (str, str)
+        Modules that were left out, with reasons: other modules with a weight of two or more dimensions, shared
+        weights, and layers that do not run exactly once in a forward pass.
     """
     import torch
 
     names = {module: module_name for module_name, module in model.named_modules()}
-    calls: dict[str, list[torch.Size]] = defaultdict(list)
-
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls[names[module]].append((arguments[0] if arguments else keywords["input"]).shape)
-
     layer_kinds = (torch.nn.Linear, torch.nn.Conv2d)
-    candidates = [module for module in names if isinstance(module, layer_kinds)]
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
-    modes = {module: module.training for module in names}
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
-
+    calls = _record_input_sizes(model, inputs, names, layer_kinds)
     layers: dict[str, Layer] = {}
     skipped: list[tuple[str, str]] = []
     shared = _shared_weights(names)
@@ -139,8 +166,37 @@ def trace(
     return Workload(name or type(model).__name__, f"traced from {kind} with inputs {given}", tuple(order)), skipped
 
 
+def _record_input_sizes(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    names: dict[torch.nn.Module, str],
+    kinds: tuple[type[torch.nn.Module], ...],
+) -> dict[str, list[torch.Size]]:
+    """Run `model(*inputs)` and return the input sizes of each call of a layer of these kinds, by layer name."""
+    import torch
+
+    calls: dict[str, list[torch.Size]] = defaultdict(list)
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        calls[names[module]].append((arguments[0] if arguments else keywords["input"]).shape)
+
+    candidates = [module for module in names if isinstance(module, kinds)]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
+    modes = {module: module.training for module in names}
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return calls
+
+
 def _shared_weights(names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, str]:
-    """Modules whose weight is another's too, with the sentence that says so: pruning one would prune the other."""
+    """Return modules with a shared weight and a sentence on it: pruning one would prune the other."""
     owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
     for module in names:
         for parameter in module.parameters(recurse=False):
@@ -155,7 +211,7 @@ def _shared_weights(names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, 
 
 
 def _traced_shape(module: torch.nn.Module, name: str, inputs: list[torch.Size]) -> Shape | str:
-    """The layer's shape for its one input, or the reason why it has none."""
+    """Return the layer's shape for its one input, or the reason why it has none."""
     import torch
 
     if not isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
@@ -176,7 +232,7 @@ def _traced_shape(module: torch.nn.Module, name: str, inputs: list[torch.Size]) 
 
 
 def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
-    """Raises ValueError, in the words of `trace`, for a convolution that latbench does not prune."""
+    """Return the shape of a convolution. Raises ValueError for one that latbench does not prune."""
     if module.groups > 1:
         kind = "depthwise" if module.groups == module.in_channels else "grouped"
         raise ValueError(f"{kind} convolution ({module.groups} groups)")
@@ -201,83 +257,51 @@ def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
 
 def _timed(shape: Shape) -> Shape:
     if shape.n < 1:
-        raise ValueError("it is given nothing to work on (n = 0)")
+        raise ValueError("its input is empty (n = 0)")
     return shape
 
 
-_WHOLE = {"m", "k", "n", "count", "batch", "c_in", "h", "w", "c_out", "kh", "kw"}
+_SIZES = {"m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw"}
 _OPS: dict[str, tuple[Callable[..., Shape], set[str], set[str]]] = {
     "linear": (LinearShape, {"m", "k", "n"}, set()),
     "conv2d": (Conv2dShape, {"batch", "c_in", "h", "w", "c_out", "kh", "kw"}, {"stride", "padding", "dilation"}),
 }
 
 
-def _read(path: Path) -> Workload:
-    try:
-        return _workload(strict_yaml.read(path))
-    except _Malformed as error:
-        raise BadData(f"{path}: {error}") from error
+def _parse_workload(document: Any) -> Workload:
+    entry = check_keys(document, "a workload", required={"name", "source", "layers"})
+    name, source = check_text(entry["name"], "name"), check_text(entry["source"], "source")
+    layers = tuple(
+        _parse_layer(layer, position) for position, layer in enumerate(check_list(entry["layers"], "layers"), start=1)
+    )
+    for layer_name, count in Counter(layer.name for layer in layers).items():
+        if count > 1:
+            raise MalformedDocument(f"layer {layer_name!r} is listed {count} times; use count for equal layers")
+    return Workload(name, source, layers)
 
 
-class _Malformed(Exception):
-    """What is wrong inside a workload file, still without the file's name."""
-
-
-def _workload(document: Any) -> Workload:
-    _check_keys(document, "a workload", required={"name", "source", "layers"})
-    for key in ("name", "source"):
-        if not isinstance(document[key], str) or not document[key].strip():
-            raise _Malformed(f"{key} must be a text that says something, not {document[key]!r}")
-    if not isinstance(document["layers"], list) or not document["layers"]:
-        raise _Malformed("layers must be a list of at least one layer")
-    layers = tuple(_layer(entry, position) for position, entry in enumerate(document["layers"], start=1))
-    names = [layer.name for layer in layers]
-    for name in names:
-        if names.count(name) > 1:
-            raise _Malformed(f"layer {name!r} is listed {names.count(name)} times; use count for equal layers")
-    return Workload(document["name"], document["source"], layers)
-
-
-def _layer(entry: Any, position: int) -> Layer:
+def _parse_layer(entry: Any, position: int) -> Layer:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
-        raise _Malformed(f"layer {position} must be a mapping with a name, not {entry!r}")
+        raise MalformedDocument(f"layer {position} must be a mapping with a name, not {entry!r}")
     what = f"layer {entry['name']!r}"
     op = entry.get("op")
     if not isinstance(op, str) or op not in _OPS:
-        raise _Malformed(f"{what}: op must be one of {', '.join(_OPS)}, not {op!r}")
+        raise MalformedDocument(f"{what}: op must be one of {', '.join(_OPS)}, not {op!r}")
     build, required, optional = _OPS[op]
-    _check_keys(entry, what, required={"name", "op"} | required, optional=frozenset({"count"} | optional))
-    for key in _WHOLE & entry.keys():
-        if not _is_whole(entry[key]) or entry[key] < 1:
-            raise _Malformed(f"{what}: {key} must be a whole number of at least 1, not {entry[key]!r}")
-    arguments = {key: entry[key] for key in required}
-    for key in optional & entry.keys():
-        pair = entry[key]
-        if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_whole, pair)):
-            raise _Malformed(f"{what}: {key} must be two whole numbers [rows, columns], not {pair!r}")
-        arguments[key] = tuple(pair)
+    check_keys(entry, what, required={"name", "op"} | required, optional={"count"} | optional)
+    arguments: dict[str, Any] = {
+        key: check_integer(entry[key], f"{what}: {key}", 1) for key in entry if key in _SIZES
+    }
+    arguments |= {key: check_integer_pair(entry[key], f"{what}: {key}") for key in entry if key in optional}
+    count = check_integer(entry.get("count", 1), f"{what}: count", 1)
     try:
-        return Layer(entry["name"], build(**arguments), entry.get("count", 1))
+        return Layer(entry["name"], build(**arguments), count)
     except ValueError as error:
-        raise _Malformed(f"{what}: {error}") from error
-
-
-def _check_keys(entry: Any, what: str, required: set[str], optional: frozenset[str] = frozenset()) -> None:
-    if not isinstance(entry, dict):
-        raise _Malformed(f"{what} must be a mapping with the keys {', '.join(sorted(required))}")
-    if missing := required - entry.keys():
-        raise _Malformed(f"{what}: {', '.join(sorted(missing))} missing")
-    if unknown := entry.keys() - required - optional:
-        known = ", ".join(sorted(required | optional))
-        raise _Malformed(f"{what}: unknown key {', '.join(sorted(map(str, unknown)))}; known are {known}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        raise MalformedDocument(f"{what}: {error}") from error
 
 
 def _entry(layer: Layer) -> dict[str, Any]:
-    """The YAML mapping of a layer, without what is at its default."""
+    """Return the YAML mapping of a layer, without default values."""
     fields: dict[str, Any] = {"name": layer.name, "op": layer.shape.op}
     for key, value in asdict(layer.shape).items():
         if key not in ("stride", "padding", "dilation"):

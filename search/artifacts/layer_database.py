@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from latbench.base.files import remove_left, write_atomically, write_text_atomically
+from latbench.base.files import remove_left_behind, write_atomically, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Database:
     def tidy(self) -> None:
         """Remove unfinished files that killed builds left on this machine. Call it only while no build runs here."""
         for folder in (self.folder, *self.folder.glob("*/")):
-            remove_left(folder)
+            remove_left_behind(folder)
 
     def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
         # Quoted, so that every layer name is one folder. Some file systems refuse the colons of a pattern.

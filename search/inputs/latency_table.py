@@ -13,12 +13,11 @@ from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Workload
+from latbench.workloads.workload import Workload, read_workload
 from search.backends import in_table
 from search.inputs.layer_options import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
-from search.inputs.problem_builder import Seconds, all_dense, build_problem
-from search.problem.layers import CLOSE, DENSE, Interval, Layer, Option, interval, listed
+from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seconds
+from search.problem.layers import CLOSE, DENSE, Interval, LayerOptions, Option, convert_to_interval, format_names
 from search.problem.problem import Problem
 from sparse_kernels.shapes import Shape
 
@@ -68,7 +67,7 @@ def problem_from_table(
             dense_seconds = whole
             if fixed_seconds is None:
                 # Medians of layers may add up to more than the median of their sums.
-                fixed_seconds = max(0.0, whole - all_dense(found).value)
+                fixed_seconds = max(0.0, whole - sum_dense_seconds(found).value)
     else:
         if batch is not None:
             raise UsageError("a batch (--batch) says which rows of a network: shapes have theirs")
@@ -91,7 +90,7 @@ def problem_from_table(
             # What may be multiplied in bfloat16 has rivals of either kind, what may not has those in float32.
             rivals = rows if engine == "numba-bf16" else rows_in_precision(rows, engine)
             dense, engine = _fastest_dense(rivals, shapes)
-            fixed_seconds = interval(fixed_seconds or 0.0)
+            fixed_seconds = convert_to_interval(fixed_seconds or 0.0)
             dense_seconds = dense + fixed_seconds
     if model is None:
         found = tuple(_only(layer, patterns, sparsities) for layer in found)
@@ -102,7 +101,7 @@ def shapes_of(layers: Layers) -> dict[str, Shape]:
     """Shapes by name; of a workload, or of one by its name, each of a layer's `count` with a number."""
     if isinstance(layers, Mapping):
         return dict(layers)
-    workload = layers if isinstance(layers, Workload) else workloads.load(layers)
+    workload = layers if isinstance(layers, Workload) else read_workload(layers)
     return {
         layer.name if layer.count == 1 else f"{layer.name}#{i}": layer.shape
         for layer in workload.layers
@@ -120,13 +119,13 @@ def narrowed(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
         if value is not None:
             rows = rows[rows[column] == value]
             if rows.empty:
-                raise UsageError(f"the table has no {column} {value}, but {listed(map(str, found)) or 'none'}")
+                raise UsageError(f"the table has no {column} {value}, but {format_names(map(str, found)) or 'none'}")
     return rows
 
 
 def _inside(
     rows: pd.DataFrame, shapes: Mapping[str, Shape] | None, settings: Mapping[str, Any], coverage: float
-) -> tuple[tuple[Layer, ...], float | None, str]:
+) -> tuple[tuple[LayerOptions, ...], float | None, str]:
     """The layers of a network, the whole dense model's seconds if they are known, and the backend of both."""
     rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify")]
     if (rows["op"] == "model").all():
@@ -165,14 +164,14 @@ def _fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Int
     sums: dict[str, Interval] = {}
     for engine, own in rows[rows["pattern"] == DENSE].groupby("backend"):
         with contextlib.suppress(BadData):  # an engine that lacks a layer is no rival
-            sums[str(engine)] = all_dense(swept_layers(own.assign(kernel_requested="auto"), shapes))
+            sums[str(engine)] = sum_dense_seconds(swept_layers(own.assign(kernel_requested="auto"), shapes))
     if not sums:
         raise BadData("no engine's dense times of all layers are in the table: give dense_seconds (--dense-seconds)")
     engine = min(sums, key=lambda name: sums[name].value)
     return sums[engine], engine
 
 
-def _only(layer: Layer, patterns: Sequence[str] | None, sparsities: Sequence[float] | None) -> Layer:
+def _only(layer: LayerOptions, patterns: Sequence[str] | None, sparsities: Sequence[float] | None) -> LayerOptions:
     """The layer with dense and what has these patterns and sparsities."""
 
     def wanted(it: Option) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from latbench.errors import BadData
 from search.inputs.option_frame import read_frame
-from search.problem.error_table import LayerErrors, errors_from_frame
+from search.problem.error_table import LayerErrors, convert_frame_to_errors
 from search.problem.layers import DENSE, Option
 from search.problem.problem import Problem
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 KINDS = ("output", "weight")
 
 
-def output_errors(problem: Problem, database: Database) -> LayerErrors:
+def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
     """|dy|^2 / |y|^2 of each layer's outputs on the calibration data, as the database has them."""
     return _each(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
 
 
-def weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
+def compute_weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
     """|dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
     from sparse_kernels.nn import weight_matrix
 
@@ -40,11 +40,11 @@ def weight_errors(problem: Problem, database: Database, model: nn.Module) -> Lay
 
 
 def read_errors(path: Path) -> LayerErrors:
-    """A user's own, from a CSV or Parquet file with the columns of `errors_from_frame`. Raises BadData."""
+    """A user's own, from a CSV or Parquet file with the columns of `convert_frame_to_errors`. Raises BadData."""
 
     frame = read_frame(path)
     try:
-        return errors_from_frame(frame)
+        return convert_frame_to_errors(frame)
     except BadData as error:
         raise BadData(f"{path}: {error}") from error
 

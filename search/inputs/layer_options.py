@@ -13,14 +13,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
-from latbench.workloads.points import describe, shape_columns, sparsities_of
+from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
 from search.backends import OWN, in_table
 from search.knapsack.arrays import Floats
-from search.problem.layers import DENSE, Layer, Option
+from search.problem.layers import DENSE, LayerOptions, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Shape
 
@@ -51,7 +51,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
     `read_table` does.
     """
     sizes = {
-        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
+        name: pa.array(sorted({convert_shape_to_columns(shape)[name] for shape in shapes}), pa.int64())
         for name in ("m", "k", "n")
     }
     seen: set[tuple[object, ...]] = set()
@@ -93,7 +93,7 @@ def predicted_layers(
     patterns: Sequence[str] | None = None,
     sparsities: Sequence[float] | None = None,
     coverage: float = 0.9,
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
     With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape of
@@ -106,7 +106,7 @@ def predicted_layers(
     rows = rows_in_precision(rows, backend)
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
-    known: dict[Shape, Layer] = {}
+    known: dict[Shape, LayerOptions] = {}
     for name, shape in shapes.items():
         if shape not in known:
             wanted = of_shape(rows, shape)
@@ -114,7 +114,7 @@ def predicted_layers(
                 wanted = _covered(model, rows, shape, sparsities)
             if DENSE not in set(wanted["pattern"]):
                 raise BadData(
-                    f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with "
+                    f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {backend} with "
                     f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
                     f"trace, then latbench sweep --workload{' --bf16' if backend == 'numba-bf16' else ''})"
                 )
@@ -130,19 +130,20 @@ def rows_in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
     return rows[rows["dtype_w"] == rows["dtype_a"]]
 
 
-def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
+def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
     """Each layer with every pattern and sparsity that these rows hold for its shape, as measured; errors are NaN yet.
 
     The rows are of one backend and so many threads. Raises BadData where they hold nothing of a shape.
     """
-    known: dict[Shape, Layer] = {}
+    known: dict[Shape, LayerOptions] = {}
     for name, shape in shapes.items():
         if shape in known:
             continue
         own = of_shape(table, shape)
         if own.empty:
             raise BadData(
-                f"the table holds no time of layer {name} ({describe(shape)}): sweep its shape, or give a cost model"
+                f"the table holds no time of layer {name} ({format_shape(shape)}): sweep its shape, or give a cost "
+                "model"
             )
         seconds = own["median_seconds"].to_numpy(float)
         low, high = (own[column].to_numpy(float) for column in ("low_seconds", "high_seconds"))
@@ -156,7 +157,7 @@ def network_rows(
     """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
     rows = select_timed(table)
     rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
-    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
+    rows = rows[(rows["threads"] == threads) & (rows["device"] == name_cpu())]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
     layers = [of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
     return pd.concat([whole, *layers])
@@ -164,7 +165,7 @@ def network_rows(
 
 def measured_layers(
     table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """`layers_inside` of what `latbench layers` measured on this machine. Raises BadData without a dense time."""
     rows = network_rows(table, network, shapes, threads=threads, batch=batch)
     dense = set(rows.loc[rows["pattern"] == DENSE, "model"])
@@ -180,7 +181,7 @@ def measured_layers(
 
 def layers_inside(
     rows: pd.DataFrame, network: str, shapes: Mapping[str, Shape | None], coverage: float
-) -> tuple[Layer, ...]:
+) -> tuple[LayerOptions, ...]:
     """Each layer with every sparsity that the rows hold for it inside the network, dense first; errors are NaN yet.
 
     Its seconds are measured, not predicted: a layer's place counts. Without a shape (None) all of its rows count.
@@ -209,7 +210,7 @@ def layers_inside(
 
 def of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
     """The rows of this shape, as `one_each` takes them."""
-    for column, value in shape_columns(shape).items():
+    for column, value in convert_shape_to_columns(shape).items():
         rows = rows[rows[column] == value]
     return one_each(rows)
 
@@ -234,8 +235,13 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
         pattern = parse(str(spec))
         if pattern.refuses(shape) is not None:
             continue
-        levels = measured["sparsity_target"].unique() if sparsities is None else sparsities_of(pattern, sparsities)
-        made += [measured.head(1).assign(sparsity_target=float(level), **shape_columns(shape)) for level in levels]
+        levels = (
+            measured["sparsity_target"].unique() if sparsities is None else select_sparsities(pattern, sparsities)
+        )
+        made += [
+            measured.head(1).assign(sparsity_target=float(level), **convert_shape_to_columns(shape))
+            for level in levels
+        ]
     dense = own[own["pattern"] == DENSE]
     if not made:
         return dense
@@ -243,10 +249,12 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
     return one_each(pd.concat([dense, wanted[model.covers(wanted)]]))
 
 
-def _layer(name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None) -> Layer:
+def _layer(
+    name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None
+) -> LayerOptions:
     """The layer whose options are in these rows."""
     options = tuple(
         Option(str(pattern), float(sparsity))
         for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
     )
-    return Layer(name, options, seconds, low, high, np.full(len(options), np.nan), shape=shape)
+    return LayerOptions(name, options, seconds, low, high, np.full(len(options), np.nan), shape=shape)

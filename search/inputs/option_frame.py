@@ -22,7 +22,7 @@ import pandas as pd
 
 from latbench.errors import BadData
 from search.inputs.problem_builder import Seconds, build_problem
-from search.problem.layers import DENSE, Layer, option, tie
+from search.problem.layers import DENSE, LayerOptions, build_option, tie_layers
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ def read_frame(path: Path) -> pd.DataFrame:
         raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
 
 
-def _layers(frame: pd.DataFrame) -> list[Layer]:
+def _layers(frame: pd.DataFrame) -> list[LayerOptions]:
     if missing := [name for name in REQUIRED if name not in frame.columns]:
         raise BadData(f"the frame has no column {', '.join(missing)}: a problem has {', '.join(REQUIRED)}")
     if frame.empty:
         raise BadData("the frame has no row")
     if frame["layer"].isna().any():
         raise BadData("the frame has a row without a layer")
-    layers: dict[str, Layer] = {}
+    layers: dict[str, LayerOptions] = {}
     groups: dict[str, list[str]] = {}
     for name, own in frame.groupby("layer", sort=False):
         try:
@@ -85,11 +85,11 @@ def _layers(frame: pd.DataFrame) -> list[Layer]:
         group = several[0]
         groups.setdefault(str(group) or f"\0{name}", []).append(layer.name)
     found = [[layers[name] for name in names] for names in groups.values()]
-    return [tie(group) if len(group) > 1 else group[0] for group in found]
+    return [tie_layers(group) if len(group) > 1 else group[0] for group in found]
 
 
-def _layer(name: str, own: pd.DataFrame) -> Layer:
-    options = tuple(map(option, own["pattern"].astype(str), own["sparsity"].astype(float)))
+def _layer(name: str, own: pd.DataFrame) -> LayerOptions:
+    options = tuple(map(build_option, own["pattern"].astype(str), own["sparsity"].astype(float)))
     if twice := {str(it) for it in options if options.count(it) > 1}:
         raise BadData(f"layer {name} has {min(twice)} twice")
     seconds = own["seconds"].to_numpy(np.float64)
@@ -107,4 +107,4 @@ def _layer(name: str, own: pd.DataFrame) -> Layer:
                 "finite, at least 0, and within their interval"
             )
     errors = np.array([0.0 if it.pattern == DENSE else math.nan for it in options])
-    return Layer(name, options, seconds, low, high, errors)
+    return LayerOptions(name, options, seconds, low, high, errors)

@@ -9,7 +9,7 @@ import numpy as np
 from latbench.errors import BadData
 from latbench.importers.text_formats import read_spdy
 from search.inputs.problem_builder import Seconds, build_problem
-from search.problem.layers import DENSE_OPTION, Layer, option
+from search.problem.layers import DENSE_OPTION, LayerOptions, build_option
 from search.problem.problem import Problem
 
 
@@ -32,12 +32,12 @@ def problem_from_spdy(
         for seconds, sparsity in points:
             times.setdefault(sparsity, []).append(seconds)
         try:
-            options = tuple(option(pattern, sparsity) if sparsity else DENSE_OPTION for sparsity in times)
+            options = tuple(build_option(pattern, sparsity) if sparsity else DENSE_OPTION for sparsity in times)
         except ValueError as error:
             raise BadData(f"{path}: layer {name}: {error}") from error
         medians = np.array([np.median(samples) for samples in times.values()])
         if options:  # names without any time may follow
-            layers.append(Layer(name, options, medians, medians, medians, np.zeros(len(options))))
+            layers.append(LayerOptions(name, options, medians, medians, medians, np.zeros(len(options))))
     return build_problem(
         layers,
         dense_seconds=timings.base if dense_seconds is None else dense_seconds,

@@ -1,1 +1,1 @@
-"""The multiple-choice knapsack on plain arrays: one budget, two budgets, every efficient trade-off."""
+"""Solve the multiple-choice knapsack on plain arrays: one budget, two budgets, every efficient trade-off."""

@@ -1,25 +1,49 @@
-"""Compiled: the states of the exact solver, layer by layer. A state is (seconds, error); see
-`search.knapsack.one_budget`.
+"""Compiled loops of the exact solver. A state is a pair (seconds, error) of the first layers.
 
-Apart from `solve` and `frontier`, which import it when they are called, so that importing `search` compiles nothing.
-Options and states lie flat, one layer after the other: those of layer l from first[l] to first[l + 1].
+`search.knapsack.one_budget` describes the method. `solve` and `frontier` import this module when they are called, so
+`import search` compiles nothing. Options and states of all layers share flat arrays: those of layer l lie from
+first[l] to first[l + 1]. Python calls these functions with plain tuples: looking up the type of a named one takes
+Numba 5 us at each call.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from search.knapsack.arrays import Floats, Places
+from search.knapsack.arrays import Floats, Indices, OptionArrays, RelaxationArrays
 
-ROOM = 2**18
-"""So many sums of a layer, or four times as many as shall be left, are held before the less promising ones go."""
+MOST_STATES = 2**18
+"""A layer may hold this many states, or four times as many as it keeps, before it drops the least promising ones."""
+
+
+class States(NamedTuple):
+    """Efficient states: the seconds `spent` rise, `error` falls."""
+
+    spent: Floats
+    error: Floats
+
+
+class LeastError(NamedTuple):
+    """The relaxation of the layers to come: corners of the convex curve of least `error` within `seconds`."""
+
+    seconds: Floats
+    error: Floats
+
+
+StateTable = tuple[Floats, Floats, NDArray[np.int64]]
+"""Seconds and error of the states after each number of layers: those of d layers from begin[d] to begin[d + 1]."""
 
 
 @numba.njit(cache=True)
-def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
-    """The options on each layer's lower convex hull, for rising seconds, falling errors (Andrew's monotone chain)."""
+def find_lower_hull(seconds: Floats, errors: Floats, first: Indices) -> Indices:
+    """Return the options on each layer's lower convex hull (Andrew's monotone chain).
+
+    Within a layer seconds rise and errors fall.
+    """
     hull = np.empty(len(seconds), np.intp)
     count = 0
     for layer in range(len(first) - 1):
@@ -27,7 +51,7 @@ def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
         for j in range(first[layer], first[layer + 1]):
             while count > base + 1:
                 a, b = hull[count - 2], hull[count - 1]
-                # Slopes, not their products with both differences, which may be too small to tell apart.
+                # Compare slopes: products with both differences may underflow.
                 slope = (errors[b] - errors[a]) / (seconds[b] - seconds[a])
                 if slope < (errors[j] - errors[a]) / (seconds[j] - seconds[a]):
                     break
@@ -38,10 +62,11 @@ def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
 
 
 @numba.njit(cache=True, nogil=True)
-def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) -> tuple[Floats, Floats]:
-    """The efficient states of two lists: in each seconds never fall and errors never rise, but both may stay equal.
+def merge_states(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) -> tuple[Floats, Floats]:
+    """Return the efficient states of two sorted lists.
 
-    No branch depends on the data while both last: half of them would be mispredicted.
+    In each list seconds never fall and errors never rise; neighbours may be equal. The main loop has no branch that
+    depends on the data: half of them would be mispredicted.
     """
     spent, error = np.empty(len(spent_a) + len(spent_b)), np.empty(len(spent_a) + len(spent_b))
     a, b, count, last, least = 0, 0, 0, -np.inf, np.inf
@@ -50,14 +75,14 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
         more_spent = spent_a[a] if first else spent_b[b]
         more_error = error_a[a] if first else error_b[b]
         efficient = more_error < least
-        count -= efficient and more_spent == last  # overwrites what it beats at equal seconds
+        count -= efficient and more_spent == last  # overwrites the state that it beats at equal seconds
         spent[count], error[count] = more_spent, more_error
         last = more_spent if efficient else last
         least = more_error if efficient else least
         a += first
         b += not first
         count += efficient
-    # What is left of either list lies above all of the other in seconds.
+    # The rest of one list is slower than all of the other list.
     for rest_spent, rest_error in ((spent_a[a:], error_a[a:]), (spent_b[b:], error_b[b:])):
         for i in range(len(rest_spent)):
             if rest_error[i] < least:
@@ -69,8 +94,8 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
 
 
 @numba.njit(cache=True, nogil=True)
-def below(spent: Floats, seconds: float, end: float) -> int:
-    """How many sums of a state and `seconds` are below `end`: the first ones, because they rise."""
+def count_below(spent: Floats, seconds: float, end: float) -> int:
+    """Return how many sums of a state and `seconds` are below `end`. They are the first ones, because sums rise."""
     low, high = 0, len(spent)
     while low < high:
         middle = (low + high) // 2
@@ -85,16 +110,16 @@ def below(spent: Floats, seconds: float, end: float) -> int:
 def extend_between(
     spent: Floats, error: Floats, seconds: Floats, errors: Floats, start: float, end: float
 ) -> tuple[Floats, Floats]:
-    """The efficient ones among the sums of a state and an option that take from `start` to below `end` seconds.
+    """Return the efficient sums of a state and an option that take from `start` to below `end` seconds.
 
-    Most sums lie far above the front. They are looked at twice, in intervals of equal length: the first time for the
-    least error in each; the second time those are kept that no earlier interval beats, and few are left to be sorted.
+    Most sums lie far above the front. Two passes over intervals of equal length avoid sorting them: the first finds
+    the least error of each interval, the second keeps the sums that no earlier interval beats. Few are left to sort.
     """
     options = len(seconds)
     begin, stop = np.empty(options, np.int64), np.empty(options, np.int64)
     least_spent, most_spent, count = np.inf, -np.inf, 0
     for option in range(options):
-        low, high = below(spent, seconds[option], start), below(spent, seconds[option], end)
+        low, high = count_below(spent, seconds[option], start), count_below(spent, seconds[option], end)
         begin[option], stop[option] = low, high
         if low < high:
             least_spent = min(least_spent, spent[low] + seconds[option])
@@ -104,7 +129,7 @@ def extend_between(
     if most_spent > least_spent and (count - 1) / (most_spent - least_spent) < np.inf:
         scale = (count - 1) / (most_spent - least_spent)
 
-    # Places are unsigned: those that may be negative would be checked each time.
+    # Unsigned indices: Numba checks signed ones for negative values at each access.
     least = np.full(count, np.inf)
     for option in range(options):
         own_spent, own_error = spent[begin[option] : stop[option]], error[begin[option] : stop[option]]
@@ -127,17 +152,17 @@ def extend_between(
             if e < least[np.uint32((s - least_spent) * scale)]:
                 kept_spent[kept], kept_error[kept] = s, e
                 kept += 1
-    return efficient_of(kept_spent[:kept], kept_error[:kept])
+    return select_efficient(kept_spent[:kept], kept_error[:kept])
 
 
 @numba.njit(cache=True, nogil=True)
-def efficient_of(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
-    """The efficient ones of states in any order, by rising seconds."""
+def select_efficient(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
+    """Return the efficient states of a list in any order, by rising seconds."""
     front_spent, front_error = np.empty(len(spent)), np.empty(len(spent))
     count, last, least = 0, -np.inf, np.inf
     for i in np.argsort(spent):
         if error[i] < least:
-            count -= spent[i] == last  # overwrites what it beats at equal seconds
+            count -= spent[i] == last  # overwrites the state that it beats at equal seconds
             last, least = spent[i], error[i]
             front_spent[count], front_error[count] = last, least
             count += 1
@@ -145,25 +170,30 @@ def efficient_of(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
 
 
 @numba.njit(cache=True)
-def least_after(x: float, left: Floats, after: Floats, k: int) -> float:
-    """The relaxation's error at x seconds left, where `k` is the last with left[k] <= x."""
-    if k == len(left) - 1:
-        return float(after[k])
-    return float(after[k] + (after[k + 1] - after[k]) * ((x - left[k]) / (left[k + 1] - left[k])))
+def interpolate_error(x: float, curve: LeastError, k: int) -> float:
+    """Return the curve's error within x seconds, where `k` is its last corner with at most x seconds."""
+    seconds, error = curve
+    if k == len(seconds) - 1:
+        return float(error[k])
+    return float(error[k] + (error[k + 1] - error[k]) * ((x - seconds[k]) / (seconds[k + 1] - seconds[k])))
 
 
 @numba.njit(cache=True)
-def most_promising(
-    spent: Floats, error: Floats, left: Floats, after: Floats, horizon: float, width: int
+def select_most_promising(
+    states: States, curve: LeastError, horizon: float, width: int
 ) -> tuple[Floats, Floats, float]:
-    """The `width` states of least bound, of equal ones those of fewer seconds; and the least bound of the others."""
+    """Return the `width` states of least bound, and the least bound of the others.
+
+    Of states with equal bounds the faster ones are selected.
+    """
+    spent, error = states
     bound = np.empty(len(spent))
-    k = len(left) - 1
+    k = len(curve.seconds) - 1
     for i in range(len(spent)):
         x = horizon - spent[i]
-        while left[k] > x:
+        while curve.seconds[k] > x:
             k -= 1
-        bound[i] = error[i] + least_after(x, left, after, k)
+        bound[i] = error[i] + interpolate_error(x, curve, k)
     limit = np.partition(bound, width)[width]
     equal = width - np.sum(bound < limit)
     keep = np.empty(width, np.intp)
@@ -177,93 +207,68 @@ def most_promising(
 
 
 @numba.njit(cache=True)
-def extend(
-    spent: Floats,
-    error: Floats,
-    seconds: Floats,
-    errors: Floats,
-    left: Floats,
-    after: Floats,
-    horizon: float,
-    ceiling: float,
-    width: int,
+def extend_states(
+    states: States, seconds: Floats, errors: Floats, curve: LeastError, horizon: float, ceiling: float, width: int
 ) -> tuple[Floats, Floats, float]:
-    """The efficient sums of a state and an option whose completions may end within `horizon`, under `ceiling`.
+    """Return the efficient sums of a state and an option of the next layer, and the least bound of those dropped.
 
-    (left, after) is the relaxation of the layers to come: the least error within so many seconds. At most `width` of
-    the sums, the most promising ones, and the least bound of those dropped for that.
+    Sums whose completion cannot stay within `horizon` (seconds) and `ceiling` (error) are left out; `curve` bounds
+    the completions. At most `width` sums are kept, the most promising ones.
     """
+    spent, error = states
     front_spent, front_error = np.empty(0), np.empty(0)
     least_dropped = np.inf
     more_spent, more_error = np.empty(len(spent)), np.empty(len(spent))
     for option in range(len(seconds)):
         count = 0
-        # Seconds rise along the states, so what is left of the horizon falls, and the place in the curve with it.
-        k = np.searchsorted(left, horizon - (spent[0] + seconds[option]), side="right") - 1 if len(spent) else -1
+        # Seconds rise along the states, so the rest of the horizon shrinks, and so does the position on the curve.
+        most = horizon - (spent[0] + seconds[option]) if len(spent) else -np.inf
+        k = int(np.searchsorted(curve.seconds, most, side="right")) - 1
         for i in range(len(spent)):
             s, e = spent[i] + seconds[option], error[i] + errors[option]
             x = horizon - s
-            while k >= 0 and left[k] > x:
+            while k >= 0 and curve.seconds[k] > x:
                 k -= 1
             if k < 0:
                 break
-            if e + least_after(x, left, after, k) <= ceiling:
+            if e + interpolate_error(x, curve, k) <= ceiling:
                 more_spent[count], more_error[count] = s, e
                 count += 1
         if count:
-            front_spent, front_error = merge(front_spent, front_error, more_spent[:count], more_error[:count])
-        if len(front_spent) > (width if option == len(seconds) - 1 else max(4 * width, ROOM)):
-            front_spent, front_error, least = most_promising(front_spent, front_error, left, after, horizon, width)
+            front_spent, front_error = merge_states(front_spent, front_error, more_spent[:count], more_error[:count])
+        if len(front_spent) > (width if option == len(seconds) - 1 else max(4 * width, MOST_STATES)):
+            front = States(front_spent, front_error)
+            front_spent, front_error, least = select_most_promising(front, curve, horizon, width)
             least_dropped = min(least_dropped, least)
     return front_spent, front_error, least_dropped
 
 
 @numba.njit(cache=True)
-def label(
-    first: Places,
-    seconds: Floats,
-    errors: Floats,
-    step_layer: Places,
-    step_seconds: Floats,
-    step_gain: Floats,
-    fastest_seconds: Floats,
-    fastest_error: Floats,
-    horizon: float,
-    ceiling: float,
-    width: int,
-) -> tuple[Floats, Floats, NDArray[np.int64], float]:
-    """The states after each layer, at most `width`, and the least bound of those dropped for that.
-
-    Steps and fastest sums are those of `search.knapsack.one_budget.Relaxation`. States of d layers lie from begin[d]
-    to begin[d+1].
-    """
+def build_states(
+    options: OptionArrays, relaxation: RelaxationArrays, horizon: float, ceiling: float, width: int
+) -> tuple[StateTable, float]:
+    """Return the states of all layers, at most `width` a layer, and the least bound of those dropped for that."""
+    all_seconds, all_errors, first = options
+    step_layer, step_seconds, step_gain, fastest_seconds, fastest_error = relaxation
     layers = len(first) - 1
     begin = np.zeros(layers + 2, np.int64)
     begin[1] = 1
     all_spent, all_error = np.zeros(4096), np.zeros(4096)
     spent, error = np.zeros(1), np.zeros(1)
-    left, after = np.empty(len(step_layer) + 1), np.empty(len(step_layer) + 1)
+    curve_seconds, curve_error = np.empty(len(step_layer) + 1), np.empty(len(step_layer) + 1)
     least_dropped = np.inf
     for depth in range(1, layers + 1):
-        left[0], after[0] = fastest_seconds[depth], fastest_error[depth]
-        steps = 1
+        curve_seconds[0], curve_error[0] = fastest_seconds[depth], fastest_error[depth]
+        corners = 1
         for i in range(len(step_layer)):
             if step_layer[i] >= depth:
-                left[steps] = left[steps - 1] + step_seconds[i]
-                after[steps] = after[steps - 1] - step_gain[i]
-                steps += 1
+                curve_seconds[corners] = curve_seconds[corners - 1] + step_seconds[i]
+                curve_error[corners] = curve_error[corners - 1] - step_gain[i]
+                corners += 1
         start, stop = first[depth - 1], first[depth]
-        spent, error, dropped = extend(
-            spent,
-            error,
-            seconds[start:stop],
-            errors[start:stop],
-            left[:steps],
-            after[:steps],
-            horizon,
-            ceiling,
-            width,
-        )
+        curve = LeastError(curve_seconds[:corners], curve_error[:corners])
+        seconds, errors = all_seconds[start:stop], all_errors[start:stop]
+        spent, error, dropped = extend_states(States(spent, error), seconds, errors, curve, horizon, ceiling, width)
         least_dropped = min(least_dropped, dropped)
         begin[depth + 1] = begin[depth] + len(spent)
         if begin[depth + 1] > len(all_spent):
@@ -272,21 +277,15 @@ def label(
             all_error = np.concatenate((all_error[: begin[depth]], room))
         all_spent[begin[depth] : begin[depth + 1]] = spent
         all_error[begin[depth] : begin[depth + 1]] = error
-    return all_spent[: begin[-1]], all_error[: begin[-1]], begin, least_dropped
+    return (all_spent[: begin[-1]], all_error[: begin[-1]], begin), least_dropped
 
 
 @numba.njit(cache=True)
-def trace_back(
-    first: Places,
-    seconds: Floats,
-    errors: Floats,
-    all_spent: Floats,
-    all_error: Floats,
-    begin: NDArray[np.int64],
-    spent: float,
-    error: float,
-) -> Places:
-    """The options that lead to the last state (spent, error). The same additions give the same floats."""
+def trace_back(options: OptionArrays, states: StateTable, last: int) -> Indices:
+    """Return the options that lead to the state with index `last`. Equal additions give equal floats."""
+    seconds, errors, first = options
+    all_spent, all_error, begin = states
+    spent, error = all_spent[last], all_error[last]
     layers = len(first) - 1
     taken = np.empty(layers, np.intp)
     for depth in range(layers, 0, -1):
@@ -303,25 +302,26 @@ def trace_back(
 
 
 @numba.njit(cache=True)
-def efficient_in_three(spent: Floats, other: Floats, error: Floats) -> NDArray[np.bool_]:
-    """Which states none beats in all three; of equal ones the first. They come by rising seconds, other, error.
+def find_efficient_in_three(spent: Floats, other: Floats, error: Floats) -> NDArray[np.bool_]:
+    """Return which states no other state beats in all three values; of equal states the first.
 
-    Places of a Fenwick tree hold the least error for so much of the other: a state is beaten by an earlier one or not
-    at all. Source: Fenwick 1994, "A new data structure for cumulative frequency tables".
+    States come by rising seconds, other, error, so only an earlier state can beat a later one. Nodes of a Fenwick
+    tree hold the least error up to an amount of the other. Source: Fenwick 1994, "A new data structure for cumulative
+    frequency tables".
     """
     keep = np.zeros(len(spent), np.bool_)
     rank = np.searchsorted(np.unique(other), other) + 1
     least = np.full(len(other) + 1, np.inf)
     for i in range(len(spent)):
-        place, best = rank[i], np.inf
-        while place > 0:
-            best = min(best, least[place])
-            place &= place - 1
+        node, best = rank[i], np.inf
+        while node > 0:
+            best = min(best, least[node])
+            node &= node - 1
         if best <= error[i]:
             continue
         keep[i] = True
-        place = rank[i]
-        while place < len(least):
-            least[place] = min(least[place], error[i])
-            place += place & -place
+        node = rank[i]
+        while node < len(least):
+            least[node] = min(least[node], error[i])
+            node += node & -node
     return keep

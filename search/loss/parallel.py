@@ -25,7 +25,7 @@ from search.loss.cache import LossCache
 from search.loss.evaluation_worker import EvaluatorPool, EvaluatorSource
 from search.loss.evaluator import LossEvaluator, ProfileOptions
 from search.loss.pools import open_pool
-from search.problem.layers import Layer, options_of
+from search.problem.layers import LayerOptions, expand_choice
 from search.task import Task
 
 
@@ -69,8 +69,8 @@ class ParallelEvaluator:
     """
 
     def __init__(
-        self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database, cache: LossCache,
-        workers: Workers = THIS_PROCESS,
+        self, task: Task, model: torch.nn.Module, layers: Sequence[LayerOptions], database: Database,
+        cache: LossCache, workers: Workers = THIS_PROCESS,
     ) -> None:  # fmt: skip
         self._layers, self._losses, self._workers = layers, cache, workers
         names = tuple(part.name for layer in layers for part in layer.parts)
@@ -151,7 +151,7 @@ class ParallelEvaluator:
         return losses
 
     def _options(self, choice: Choice) -> ProfileOptions:
-        options = options_of(self._layers, choice).values()
+        options = expand_choice(self._layers, choice).values()
         return tuple((option.pattern, option.sparsity) for option in options)
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable, LatbenchError
-from latbench.runners.block_scheduler import first_line
-from latbench.runners.ray_nodes import connected, nodes_of, why
+from latbench.runners.block_scheduler import take_first_line
+from latbench.runners.ray_nodes import explain_loss, open_ray, parse_nodes
 from search.loss.evaluation_worker import EvaluatorSource, evaluate_losses
 from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
@@ -25,8 +25,8 @@ class RayPool:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._ray = self._stack.enter_context(connected())
-        cpus = [int(node.cpus) for node in nodes_of(self._ray.nodes())]
+        self._ray = self._stack.enter_context(open_ray())
+        cpus = [int(node.cpus) for node in parse_nodes(self._ray.nodes())]
         self.workers, self._most_per_node = sum(cpus), max(cpus, default=0)
         if not self.workers:
             self._stack.close()
@@ -51,9 +51,9 @@ class RayPool:
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LatbenchError):
                 raise error.cause from None
-            raise LatbenchError(f"an evaluator on Ray failed: {first_line(error.cause)}") from error
+            raise LatbenchError(f"an evaluator on Ray failed: {take_first_line(error.cause)}") from error
         except self._ray.exceptions.RayError as error:
-            raise LatbenchError(f"Ray lost an evaluation: {why(error)}") from error
+            raise LatbenchError(f"Ray lost an evaluation: {explain_loss(error)}") from error
         return losses
 
     def is_done(self, handle: Any) -> bool:

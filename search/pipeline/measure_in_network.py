@@ -24,11 +24,11 @@ from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads.points import shape_columns
+from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.inputs.layer_options import in_network, network_rows
 from search.pipeline.search_setup import list_prunable_layers
@@ -247,7 +247,7 @@ def build_layer_rows(
             nnz = round((1 - last.sparsity) * shape.m * shape.k)
             found.append(
                 level
-                | shape_columns(shape)
+                | convert_shape_to_columns(shape)
                 | {
                     "model": f"{network}:{name}",
                     "kernel_used": last.kernel,
@@ -271,7 +271,7 @@ def build_model_row(network: str, samples: Sequence[float], *, threads: int, bat
 
 def _constant_columns(threads: int) -> dict[str, Any]:
     return {
-        "device": devices.cpu_device(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
+        "device": name_cpu(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
         "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32", "kernel_requested": "auto",
         "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": threads, "pinning": "none",
         "status": "ok", "stop_reason": "budget",
@@ -304,7 +304,7 @@ def _write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], threads: int, r
         if not remeasure:
             earlier = select_timed(table).set_index("point_id")["samples_seconds"].to_dict()
     rows = [{**row, "samples_seconds": [*earlier.get(hash_key(row), ()), *row["samples_seconds"]]} for row in rows]
-    environment = devices.environment(threads)
+    environment = describe_cpu_environment(threads)
     run = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     write_environment(folder, environment)
     write_part(folder, date_after(newest, ({**row, **run, "seq": i} for i, row in enumerate(rows))))

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latbench.base.files import sha256
+from latbench.base.files import hash_file
 from latbench.errors import BadData
 from search.inputs.layer_errors import KINDS
 from search.loss.cache import hash_loss_inputs
@@ -59,7 +59,7 @@ class SearchHistory:
         inputs, candidates = self._inputs, self._request.candidates
         return {
             **self.conditions(), "probes": overhead.VERSION, "table_hash": inputs.table_hash,
-            "cost_model": sha256(inputs.cost_model)[:16] if inputs.cost_model else None,
+            "cost_model": hash_file(inputs.cost_model)[:16] if inputs.cost_model else None,
             "patterns": list(candidates.patterns) if candidates.patterns else None,
             "excluded": list(inputs.task.limits.excluded),
             "sparsities": list(candidates.sparsities) if candidates.sparsities else None,
@@ -77,7 +77,7 @@ class SearchHistory:
         timed = [*read_sessions(self._probes_path(), self.key()), *self.read_verifications()]
         return _hash([
             self.key(), self._request.to_record(), self.loss_key(), asdict(self._inputs.task.limits),
-            None if errors in KINDS else sha256(Path(errors)), [hash_session(session) for session in timed],
+            None if errors in KINDS else hash_file(Path(errors)), [hash_session(session) for session in timed],
         ])  # fmt: skip
 
     # Probe profiles -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from latbench.errors import PromiseMissed, UsageError
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from search.artifacts.profile import LayerChoice, Profile
 from search.backends import Deployment
 from search.knapsack.arrays import Choice, sum_in_order
@@ -34,12 +34,12 @@ from search.pipeline.speedup_loop import (
     pool_sessions,
     run_speedup_loop,
 )
-from search.problem.layers import Layer, Option, options_of
+from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
-from search.problem.second_budget import all_bytes
+from search.problem.second_budget import count_model_bytes
 from search.progress import Progress
-from search.strategies.evaluation_budget import Found, Judging
-from search.strategies.run_strategy import find
+from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
+from search.strategies.run_strategy import run_strategy
 from search.whole_model import overhead
 from search.whole_model.end_to_end import ModelEngine, lock_cpu, time_engines
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
@@ -137,7 +137,7 @@ class _RoundTimer:
 
 
 def build_search_round(
-    plan: SearchPlan, target: float, evaluator: Judging, progress: Progress,
+    plan: SearchPlan, target: float, evaluator: ProfileEvaluator, progress: Progress,
     *, clock: Callable[[], float] = time.monotonic,
 ) -> SearchRound:  # fmt: skip
     """Return the function that searches one round of the speedup loop; its time budget runs from now on.
@@ -147,12 +147,12 @@ def build_search_round(
     deadline = math.inf if plan.time_budget is None else clock() + plan.time_budget
     known: dict[Choice, str] = {}
 
-    def search_round(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+    def search_round(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
         def tell(what: str, done: int | None, total: int | None) -> None:
             progress(what if number < 2 else f"{what}, round {number}", done, total)
 
         first = number == 0 and plan.strategy != "uniform"
-        found = find(
+        found = run_strategy(
             "once" if first else plan.strategy, problem, target, evaluator,
             seed=plan.seed, evaluations=plan.evaluations, batches=None if first else plan.batches,
             known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
@@ -173,7 +173,7 @@ def _verified_choices(problem: Problem, verified: Sequence[Session]) -> list[Cho
     return found
 
 
-def compute_additivity(layers: Sequence[Layer], sessions: Sequence[Session]) -> tuple[float, float]:
+def compute_additivity(layers: Sequence[LayerOptions], sessions: Sequence[Session]) -> tuple[float, float]:
     """Return `overhead.compute_additivity` over all profiles that were timed.
 
     Parameters
@@ -249,7 +249,7 @@ def build_profile(
         backend=deployment.backend,
         threads=deployment.threads,
         batch=int(inputs.task.example()[0].shape[0]),
-        device=devices.cpu_device(),
+        device=name_cpu(),
         target=promise.target,
         risk=promise.risk,
         dense_engine=measured.dense_engine,
@@ -271,8 +271,8 @@ def build_profile(
         strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=plan.seed,
         most_bytes=promise.most_bytes,
-        weight_bytes=budget.used(options_of(problem.layers, found.choice)) if budget else None,
-        dense_bytes=float(all_bytes(inputs.model)) if budget else None,
+        weight_bytes=budget.used(expand_choice(problem.layers, found.choice)) if budget else None,
+        dense_bytes=float(count_model_bytes(inputs.model)) if budget else None,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

@@ -17,7 +17,7 @@ import torch
 
 import cost_models
 from latbench.errors import BadData, UsageError
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.backends import Deployment
 from search.inputs import layer_errors
@@ -30,9 +30,9 @@ from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, SearchInputs, SearchRequest
 from search.pipeline.speedup_loop import calibrate_to, pool_sessions
 from search.problem.error_table import LayerErrors
-from search.problem.layers import Layer
+from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
-from search.problem.second_budget import bytes_of_model
+from search.problem.second_budget import build_model_budget
 from search.progress import Progress
 from search.pruning.one_shot.fill_database import build_database
 from search.strategies import chance_constraint as chance
@@ -63,7 +63,7 @@ class SearchSetup:
 
     problem: Problem
     evaluator: ParallelEvaluator
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerOptions, ...]
     probes: Session
     whole: overhead.WholeModel
 
@@ -88,16 +88,16 @@ def set_up_search(
     source = request.candidates.errors
     given = None if source in layer_errors.KINDS else read_errors(Path(source))
     layers = build_layers(inputs, request.deployment, request.candidates, promise.coverage, shapes)
-    task.limits.narrow(layers)  # raises for limits that contradict each other
+    task.limits.apply(layers)  # raises for limits that contradict each other
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
     probes = _find_probes(inputs, request.deployment, layers, history, remeasure, progress)
     whole = overhead.fit_whole_model(layers, probes, promise.coverage)
     verified = history.read_verifications()
 
     def limit(problem: Problem) -> Problem:
-        problem = replace(problem, layers=task.limits.narrow(problem.layers))
+        problem = replace(problem, layers=task.limits.apply(problem.layers))
         if promise.most_bytes is not None:
-            budget = bytes_of_model(inputs.model, problem.layers, shapes, promise.most_bytes)
+            budget = build_model_budget(inputs.model, problem.layers, shapes, promise.most_bytes)
             problem = replace(problem, second_budget=budget)
         return problem if given is None else problem.with_errors(given)
 
@@ -113,7 +113,7 @@ def set_up_search(
     prune = _Pruning(inputs, database, workers.processes, progress)
     problem = prune.options(select(problem)) if given is not None else prune.with_errors(problem, select, source)
     if not verified:  # a verification moves all layers together
-        problem = chance.apart(problem, promise.target)
+        problem = chance.assume_independent_times(problem, promise.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
     cache = LossCache(names, inputs.database / "trials.jsonl", history.loss_key())
     evaluator = ParallelEvaluator(task, inputs.model, problem.layers, database, cache, workers)
@@ -157,8 +157,8 @@ class _Pruning:
 
     def _errors(self, problem: Problem, kind: str) -> LayerErrors:
         if kind == "output":
-            return layer_errors.output_errors(problem, self.database)
-        return layer_errors.weight_errors(problem, self.database, self.inputs.model)
+            return layer_errors.read_output_errors(problem, self.database)
+        return layer_errors.compute_weight_errors(problem, self.database, self.inputs.model)
 
 
 def _check_dense_loss(task: Task, model: Any) -> None:
@@ -187,7 +187,7 @@ def _calibrate_by_verification(problem: Problem, verified: Sequence[Session], ri
 def build_layers(
     inputs: SearchInputs, deployment: Deployment, candidates: CandidateOptions, coverage: float,
     shapes: Mapping[str, Shape],
-) -> tuple[Layer, ...]:  # fmt: skip
+) -> tuple[LayerOptions, ...]:  # fmt: skip
     """Return the layers with their options' seconds on the backend.
 
     Raises BadData where the table has none for a layer.
@@ -208,17 +208,18 @@ def build_layers(
 
 def list_prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
     """Return the shapes by name of the layers that can be pruned and are not excluded. Raises UsageError if none."""
-    traced, skipped = workloads.trace(model, task.example())
+    traced, skipped = trace_model(model, task.example())
     shapes = {layer.name: layer.shape for layer in traced.layers}
-    shapes = {name: shapes[name] for name in task.limits.without(list(shapes), [name for name, _ in skipped])}
+    included = task.limits.select_included(list(shapes), [name for name, _ in skipped])
+    shapes = {name: shapes[name] for name in included}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
 
 
 def _find_probes(
-    inputs: SearchInputs, deployment: Deployment, layers: Sequence[Layer], history: SearchHistory, remeasure: bool,
-    progress: Progress,
+    inputs: SearchInputs, deployment: Deployment, layers: Sequence[LayerOptions], history: SearchHistory,
+    remeasure: bool, progress: Progress,
 ) -> Session:  # fmt: skip
     """Return the session of the probe profiles: a known one, or a new one that is kept."""
     if not remeasure and (known := history.read_probes()):

@@ -29,7 +29,7 @@ from search.knapsack.arrays import Choice, Infeasible
 from search.problem.calibration import allow_only_fastest, calibrate, fit_line, ignore_intervals
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
-from search.strategies.evaluation_budget import Found
+from search.strategies.evaluation_budget import SearchResult
 from search.whole_model.confidence import convert_to_coverage, pool_build_spread, predict_verified_speedup
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Session
@@ -42,7 +42,7 @@ AIM = 1 + MAX_SPARE / 2
 
 ROUNDS = 4
 
-SearchRound = Callable[[Problem, int, Collection[Choice]], Found]
+SearchRound = Callable[[Problem, int, Collection[Choice]], SearchResult]
 """Returns the profile of a problem in round 0, 1, ...; other than those that missed, if there is another. Round 0
 needs no search: its profile is the solver's own."""
 
@@ -93,7 +93,7 @@ class PromisedProfile:
     """
 
     problem: Problem
-    found: Found
+    found: SearchResult
     bound: float
     measured: MeasuredSpeedup
 
@@ -159,7 +159,7 @@ class _SpeedupLoop:
         self._could_reach = _is_feasible(problem.check_could_reach, target)
         self._search, self._time_profiles, self._target, self._before = search, time_profiles, target, before
         self._number = 0
-        self.found: dict[Choice, Found] = {}
+        self.found: dict[Choice, SearchResult] = {}
         self.measured: dict[Choice, MeasuredSpeedup] = {}
 
     def kept(self) -> list[Choice]:
@@ -188,7 +188,7 @@ class _SpeedupLoop:
             return []
         if not self.measured:
             for choice, loss in self._before.items():
-                self.found[choice] = Found(choice, loss, "verified", (), 0.0, False)
+                self.found[choice] = SearchResult(choice, loss, "verified", (), 0.0, False)
         self.found[found.choice] = found
         self.measured.update(zip(self.found, self._time_profiles(list(self.found)), strict=True))
         low = self.measured[found.choice].speedup.low
@@ -197,7 +197,9 @@ class _SpeedupLoop:
         return [interpolate(self.predicted, self.measured, self._target, aim) for aim in (AIM, 1.0)]
 
 
-def _search_first(search: SearchRound, problems: Sequence[Problem], number: int, missed: Collection[Choice]) -> Found:
+def _search_first(
+    search: SearchRound, problems: Sequence[Problem], number: int, missed: Collection[Choice]
+) -> SearchResult:
     """Return what the search finds in the first problem that has a profile. Raises Infeasible."""
     for problem in problems[:-1]:
         with contextlib.suppress(Infeasible):
@@ -265,7 +267,7 @@ def _explain_miss(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], 
         sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
     fastest = ignore_intervals(problem).fastest()
     if fastest in measured:
-        limits = calibrate_to(problem, fastest, measured[fastest]).where_time_goes()
+        limits = calibrate_to(problem, fastest, measured[fastest]).describe_remaining_time()
         sentence += f"; it is out of reach: the fastest possible profile was among them{limits}"
     return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 

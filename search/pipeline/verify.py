@@ -20,11 +20,11 @@ from latbench import backends
 from latbench.backends import deepsparse_environment
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.runners.worker_process import TaskFailed, Worker
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.timing.sampling import burst_error
+from latbench.timing.sampling import estimate_burst_error
 from search.artifacts.profile import Profile, read_profile
 from search.backends import Deployment
 from search.loss.cache import hash_score_code
@@ -188,7 +188,7 @@ def verify(
     progress("scoring", None, None)
     scores = _score_models(task, folder, deployment)
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
-    environment = devices.environment(profile.threads)
+    environment = describe_cpu_environment(profile.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     write_environment(output, environment)
     rows = [{**row, **identity, **state} for row in build_rows(verdict, profile, timings)]
@@ -219,12 +219,12 @@ def _time_pruned(
         (task.reference, deployment.threads, deployment.backend, str(folder.resolve()), str(exported.resolve())),
     )  # fmt: skip
     with lock_cpu(progress):
-        before, started = devices.cpu_times(), datetime.now(UTC)
-        known = {profile.dense_engine: profile.dense_seconds} if profile.device == devices.cpu_device() else {}
+        before, started = read_cpu_times(), datetime.now(UTC)
+        known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
         timings = time_engines(
             engines, threads=deployment.threads, required=["torch", PRUNED], known=known, progress=progress
         )
-    return timings, {"started_at": started, **devices.telemetry(before)}
+    return timings, {"started_at": started, **read_telemetry(before)}
 
 
 def _score_models(task: Task, folder: Path, deployment: Deployment) -> tuple[float, float]:
@@ -306,7 +306,7 @@ def build_verdict(
         score_name=task.score_name,
         score_dense=scores[0],
         score_pruned=scores[1],
-        device=devices.cpu_device(),
+        device=name_cpu(),
         threads=profile.threads,
         batch=profile.batch,
         inputs=inputs,
@@ -336,7 +336,7 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
-            "burst_error": burst_error(blocks),
+            "burst_error": estimate_burst_error(blocks),
         })  # fmt: skip
     return found
 

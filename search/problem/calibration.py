@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from search.knapsack.arrays import Choice, sum_in_order
-from search.problem.layers import ROUNDING, Interval, interval
+from search.problem.layers import ROUNDING, Interval, convert_to_interval
 from search.problem.problem import Problem
 
 
@@ -31,9 +31,9 @@ def calibrate(problem: Problem, choice: Choice, measured: Interval, dense: Inter
     fixed = min(problem.fixed.value, measured.low / 2)
     layers = _layer_seconds(problem, choice)
     if not layers > 0:  # nothing to correct but what is around them
-        return replace(problem, fixed=measured, dense=interval(dense.value), dense_engine=dense_engine)
+        return replace(problem, fixed=measured, dense=convert_to_interval(dense.value), dense_engine=dense_engine)
     factor = Interval(*((end - fixed) / layers for end in measured.ends))
-    return _scale_layers(problem, factor, interval(fixed), dense.value, dense_engine)
+    return _scale_layers(problem, factor, convert_to_interval(fixed), dense.value, dense_engine)
 
 
 def fit_line(problem: Problem, measured: Mapping[Choice, float], dense: float, dense_engine: str) -> Problem | None:
@@ -48,13 +48,15 @@ def fit_line(problem: Problem, measured: Mapping[Choice, float], dense: float, d
     if not (second - first) * (others - seconds) > 0:
         return None
     scale = (others - seconds) / (second - first)
-    return _scale_layers(problem, interval(scale), interval(seconds - scale * first), dense, dense_engine)
+    return _scale_layers(
+        problem, convert_to_interval(scale), convert_to_interval(seconds - scale * first), dense, dense_engine
+    )
 
 
 def ignore_intervals(problem: Problem) -> Problem:
     """Return the problem as if every number were exact: for a search whose result is measured anyway."""
-    fixed = interval(problem.fixed.value)
-    return _scale_layers(problem, interval(1.0), fixed, problem.dense.value, problem.dense_engine)
+    fixed = convert_to_interval(problem.fixed.value)
+    return _scale_layers(problem, convert_to_interval(1.0), fixed, problem.dense.value, problem.dense_engine)
 
 
 def allow_only_fastest(problem: Problem, target: float) -> Problem:
@@ -63,7 +65,7 @@ def allow_only_fastest(problem: Problem, target: float) -> Problem:
     Raises Infeasible.
     """
     slowest = problem.predict(problem.fastest()).high * (1 + ROUNDING)
-    return replace(problem, dense=interval(slowest * target))
+    return replace(problem, dense=convert_to_interval(slowest * target))
 
 
 def _layer_seconds(problem: Problem, choice: Choice) -> float:
@@ -76,4 +78,4 @@ def _scale_layers(problem: Problem, factor: Interval, fixed: Interval, dense: fl
     scaled = problem.change_layers(lambda it: replace(
         it, seconds=it.seconds * factor.value, low=it.seconds * factor.low, high=it.seconds * factor.high
     ))  # fmt: skip
-    return replace(scaled, fixed=fixed, dense=interval(dense), dense_engine=dense_engine)
+    return replace(scaled, fixed=fixed, dense=convert_to_interval(dense), dense_engine=dense_engine)

@@ -1,4 +1,4 @@
-"""Layers to choose for and the options they have: a pattern at a sparsity, its seconds and its error."""
+"""Layers of a model and the options of each: a pattern at a sparsity, with its seconds and its error."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sparse_kernels.shapes import Shape
 DENSE = "dense"
 
 FOUR_DIGITS = 5e-5
-"""Sparsities in SPDY's files are rounded."""
+"""SPDY's files round sparsities: two that differ by less than this are the same there."""
 
 CLOSE = 1e-6
-"""Sparsities as near as this are the same: 2:3 keeps a third, which no text says exactly."""
+"""Sparsities nearer to each other than this are equal: no text states the third that 2:3 keeps exactly."""
 
 ROUNDING = 1e-12
-"""As a share of seconds: more than adding them up in another way can change."""
+"""A share of seconds: more than another order of addition can change."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval."""
+    """A value and its confidence interval, in seconds or as a ratio."""
 
     value: float
     low: float
@@ -35,21 +35,21 @@ class Interval:
 
     @property
     def ends(self) -> tuple[float, float, float]:
-        """All three numbers."""
+        """The value, the lower end and the upper end."""
         return self.value, self.low, self.high
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(self.value + other.value, self.low + other.low, self.high + other.high)
 
 
-def interval(seconds: float | Interval) -> Interval:
-    """The same; a number is an interval without width."""
+def convert_to_interval(seconds: float | Interval) -> Interval:
+    """Return the interval itself; a number becomes an interval without width."""
     return seconds if isinstance(seconds, Interval) else Interval(float(seconds), float(seconds), float(seconds))
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to hold a layer."""
+    """One way to store a layer: a pattern at a sparsity."""
 
     pattern: str
     sparsity: float
@@ -58,17 +58,27 @@ class Option:
         return self.pattern if self.pattern == DENSE else f"{self.pattern} at {self.sparsity:.6g}"
 
     def is_close(self, other: Option) -> bool:
-        """Whether both are the same but for the digits of a sparsity that a text gives."""
+        """Return whether both are equal up to the digits that a text gives of a sparsity."""
         return self.pattern == other.pattern and abs(self.sparsity - other.sparsity) <= CLOSE
 
 
 DENSE_OPTION = Option(DENSE, 0.0)
 
 
-def option(spec: str, sparsity: float | None = None) -> Option:
-    """The option of a pattern's spec at a sparsity, which dense and N:M patterns have of their own.
+def build_option(spec: str, sparsity: float | None = None) -> Option:
+    """Return the option of a pattern at a sparsity.
 
-    Raises ValueError for an unknown pattern, and for a sparsity that is missing, out of range or not the pattern's.
+    Parameters
+    ----------
+    spec
+        The pattern, such as `vector:32`.
+    sparsity
+        Between 0 and 1. Dense and N:M patterns have one sparsity of their own and need none.
+
+    Raises
+    ------
+    ValueError
+        The pattern is unknown, or its sparsity is missing, out of range or another one.
     """
     pattern = parse(spec)
     own = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM | VectorNM) else None
@@ -82,11 +92,23 @@ def option(spec: str, sparsity: float | None = None) -> Option:
 
 
 @dataclass(frozen=True, repr=False)
-class Layer:
-    """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors.
+class LayerOptions:
+    """A layer of the model and its options, or several `tied` layers that share one choice.
 
-    Or several layers of the model that are `tied`, with the same options each: one for all of them. `shape` is the
-    layer's, where it is known.
+    Attributes
+    ----------
+    name
+        The layer's name in the model.
+    options
+        Patterns and sparsities to choose from.
+    seconds, low, high
+        Arrays (options,): predicted seconds and the ends of their intervals.
+    errors
+        Array (options,): the error of each option, NaN while it is unknown.
+    tied
+        The layers that this one stands for, each with the same options; empty for a single layer.
+    shape
+        The layer's shape, where it is known.
     """
 
     name: str
@@ -95,68 +117,68 @@ class Layer:
     low: Floats
     high: Floats
     errors: Floats
-    tied: tuple[Layer, ...] = ()
+    tied: tuple[LayerOptions, ...] = ()
     shape: Shape | None = None
 
     def __repr__(self) -> str:
-        return f"<Layer {self.name} with {len(self.options)} options>"
+        return f"<LayerOptions {self.name} with {len(self.options)} options>"
 
     @property
-    def parts(self) -> tuple[Layer, ...]:
-        """The layers of the model that it stands for."""
+    def parts(self) -> tuple[LayerOptions, ...]:
+        """The layers of the model that this one stands for."""
         return self.tied or (self,)
 
     def time(self, j: int) -> Interval:
-        """The seconds of one option."""
+        """Return the seconds of one option and their interval."""
         return Interval(float(self.seconds[j]), float(self.low[j]), float(self.high[j]))
 
-    def changed(self, change: Callable[[Layer], Layer]) -> Layer:
-        """The layer with every part of it changed."""
-        return tie([change(part) for part in self.tied]) if self.tied else change(self)
+    def change_parts(self, change: Callable[[LayerOptions], LayerOptions]) -> LayerOptions:
+        """Return the layer with `change` applied to each of its parts."""
+        return tie_layers([change(part) for part in self.tied]) if self.tied else change(self)
 
-    def take(self, places: Sequence[int]) -> Layer:
-        """The layer with only these options."""
-        index = np.asarray(places, np.intp)
+    def take(self, indices: Sequence[int]) -> LayerOptions:
+        """Return the layer with only these options."""
+        index = np.asarray(indices, np.intp)
 
-        def taken(part: Layer) -> Layer:
+        def taken(part: LayerOptions) -> LayerOptions:
             return replace(
-                part, options=tuple(part.options[i] for i in places), seconds=part.seconds[index],
+                part, options=tuple(part.options[i] for i in indices), seconds=part.seconds[index],
                 low=part.low[index], high=part.high[index], errors=part.errors[index],
             )  # fmt: skip
 
-        return self.changed(taken)
+        return self.change_parts(taken)
 
 
-def tie(layers: Sequence[Layer]) -> Layer:
-    """One layer that stands for all of these: the options that all have, in the first's order; the sums in order.
+def tie_layers(layers: Sequence[LayerOptions]) -> LayerOptions:
+    """Return one layer that stands for all of these: their common options, with sums in layer order.
 
-    Raises UsageError where they have none in common.
+    Options come in the order of the first layer. Raises UsageError where the layers have no option in common.
     """
     shared = [option for option in layers[0].options if all(option in layer.options for layer in layers)]
     if not shared:
-        raise UsageError(f"{', '.join(layer.name for layer in layers)} are tied, and no option is one of all of them")
+        raise UsageError(f"{', '.join(layer.name for layer in layers)} are tied, and have no option in common")
     parts = tuple(
         layer if layer.options == tuple(shared) else layer.take([layer.options.index(option) for option in shared])
         for layer in layers
     )
 
-    def total(values: Callable[[Layer], Floats]) -> Floats:
+    def total(values: Callable[[LayerOptions], Floats]) -> Floats:
         summed = np.zeros(len(shared))
         for part in parts:
             summed = summed + values(part)
         return summed
 
-    return Layer(
+    return LayerOptions(
         f"{layers[0].name} and {len(layers) - 1} tied to it", tuple(shared),
         total(lambda part: part.seconds), total(lambda part: part.low), total(lambda part: part.high),
         total(lambda part: part.errors), parts,
     )  # fmt: skip
 
 
-def at_least_as_free(a: Pattern, b: Pattern) -> bool:
-    """Whether every mask of `b` is one of `a` too, so that `a` need not damage a layer more at the same sparsity.
+def is_at_least_as_free(a: Pattern, b: Pattern) -> bool:
+    """Return whether pattern `a` allows every mask of pattern `b`.
 
-    Dense, which drops nothing, is the freest.
+    If so, `a` need not damage a layer more at the same sparsity. Dense, which drops nothing, counts as the freest.
     """
     if a == b or isinstance(a, Dense | Unstructured):
         return True
@@ -172,48 +194,52 @@ def at_least_as_free(a: Pattern, b: Pattern) -> bool:
     return False
 
 
-def options_of(layers: Sequence[Layer], choice: Choice) -> dict[str, Option]:
-    """The option of every layer of the model; of tied layers one by one."""
+def expand_choice(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, Option]:
+    """Return the chosen option of every layer of the model; tied layers have one entry each."""
     chosen = zip(layers, choice, strict=True)
     return {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
 
 
 @cache
-def as_free(a: str, b: str) -> bool:
-    """`at_least_as_free` of two patterns' specs."""
-    return at_least_as_free(parse(a), parse(b))
+def is_spec_at_least_as_free(a: str, b: str) -> bool:
+    """Return `is_at_least_as_free` of two patterns in text form."""
+    return is_at_least_as_free(parse(a), parse(b))
 
 
-def every_option(layers: Sequence[Layer]) -> list[Option]:
-    """The options that any layer has, by pattern and rising sparsity."""
-    every = {option for layer in layers for option in layer.options}
-    return sorted(every, key=lambda option: (option.pattern, option.sparsity))
+def list_options(layers: Sequence[LayerOptions]) -> list[Option]:
+    """Return the options that any layer has, by pattern and rising sparsity."""
+    options = {option for layer in layers for option in layer.options}
+    return sorted(options, key=lambda option: (option.pattern, option.sparsity))
 
 
-def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
-    """This option in every layer that has it; elsewhere the fastest that drops no more and is at least as free.
+def build_uniform_choice(layers: Sequence[LayerOptions], option: Option) -> Choice:
+    """Return the profile with one option in all layers.
 
-    That is dense where nothing else is, and what took the option's place in `without_hopeless`. A layer that limits
-    leave neither has its mildest option.
+    A layer without that option takes its fastest option that drops no more weights with a pattern at least as free.
+    This is dense if there is no other, or the option that made `Problem.without_dominated` remove the wanted one. A
+    layer that limits leave none of these takes its option of least sparsity.
     """
 
-    def place(layer: Layer) -> int:
+    def select(layer: LayerOptions) -> int:
         if option in layer.options:
             return layer.options.index(option)
         free = [
             i
             for i, other in enumerate(layer.options)
-            if other.sparsity <= option.sparsity and as_free(other.pattern, option.pattern)
+            if other.sparsity <= option.sparsity and is_spec_at_least_as_free(other.pattern, option.pattern)
         ]
         if not free:
             return min(range(len(layer.options)), key=lambda i: (layer.options[i].sparsity, float(layer.high[i])))
         return min(free, key=lambda i: float(layer.high[i]))
 
-    return tuple(map(place, layers))
+    return tuple(map(select, layers))
 
 
-def place_of(layer: Layer, wanted: Option | tuple[str, float] | float) -> int:
-    """Where the layer has this option, or the one of this sparsity to the four digits of SPDY's files."""
+def find_option(layer: LayerOptions, wanted: Option | tuple[str, float] | float) -> int:
+    """Return the index of this option, or of the only one with this sparsity to the four digits of SPDY's files.
+
+    Raises UsageError where there is none, or several.
+    """
     if isinstance(wanted, tuple):
         wanted = Option(*wanted)
     if isinstance(wanted, Option):
@@ -222,13 +248,13 @@ def place_of(layer: Layer, wanted: Option | tuple[str, float] | float) -> int:
         found = [j for j, option in enumerate(layer.options) if abs(option.sparsity - wanted) <= FOUR_DIGITS]
     if len(found) == 1:
         return found[0]
-    asked = str(wanted) if isinstance(wanted, Option) else f"a sparsity of {wanted:g}"
+    asked = str(wanted) if isinstance(wanted, Option) else f"with a sparsity of {wanted:g}"
     if found:
-        raise UsageError(f"layer {layer.name} has several options of {asked}: say which pattern")
-    raise UsageError(f"layer {layer.name} cannot be had with {asked}: it has {listed(map(str, layer.options))}")
+        raise UsageError(f"layer {layer.name} has several options {asked}: name the pattern")
+    raise UsageError(f"layer {layer.name} has no option {asked}: it has {format_names(map(str, layer.options))}")
 
 
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first few, and how many more there are."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+def format_names(names: Iterable[str], most: int = 8) -> str:
+    """Return the first names as text, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,17 +1,17 @@
-"""Limits on a search: what a user knows about the layers of a model, or wants of them, whatever it costs.
+"""Limits on a search: what a user requires of the layers of a model, whatever it costs.
 
-    tied:                          # one option for all the layers of a group
+    tied:                          # one option for all layers of a group
       - [layer1.0.conv2, layer1.1.conv2, layer1.0.downsample]
-    tied_in_each:                  # the same, apart for each text that the stars stand for
+    tied_in_each:                  # the same, with one group for each text that the stars stand for
       - ["encoder.*.query", "encoder.*.key", "encoder.*.value"]
     fixed: {fc1: "vector:32 at 0.75", "*.output": dense}
     minimum: {"encoder.*": 0.5}    # sparsities
     maximum: {"*.query": 0.9}
     patterns: {"*.value": [vector:32, "nm:2:4"]}    # only these, and dense
-    excluded: [pooler, "encoder.0.*"]    # stay dense; their time is counted
+    excluded: [pooler, "encoder.0.*"]    # stay dense; their time counts
 
-Layers are given by name or by a glob (`*`, `?`, `[seq]`, as in fnmatch). Where several limits speak of a layer, all
-of them hold. A glob leaves out the layers that are excluded; a name, or a glob, that matches none is refused.
+A key names layers directly or by a glob (`*`, `?`, `[seq]`, as in fnmatch). If several limits name a layer, all of
+them hold. A glob does not match excluded layers. A name or glob that matches no layer is an error.
 """
 
 from __future__ import annotations
@@ -22,197 +22,253 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from latbench.base import strict_yaml
+from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
-from search.problem.layer_globs import matched, with_wildcards
-from search.problem.layers import CLOSE, DENSE, Layer, Option, listed, option, tie
+from search.problem.layer_globs import match_glob, match_layers
+from search.problem.layers import CLOSE, DENSE, LayerOptions, Option, build_option, format_names, tie_layers
 from sparse_kernels.patterns import parse
 
 Group = tuple[str, ...]
 
 
-class _Malformed(Exception):
-    """What is wrong in limits, still without their place."""
+class _MalformedLimits(Exception):
+    """A fault in limits, before the file is known."""
 
 
-def _sparsity(value: Any) -> float:
+def _parse_sparsity(value: Any) -> float:
+    """Return a sparsity between 0 and 1."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
     if isinstance(value, bool) or not 0 <= number <= 1:
-        raise _Malformed(f"a sparsity lies between 0 and 1, not {value!r}")
+        raise _MalformedLimits(f"a sparsity lies between 0 and 1, not {value!r}")
     return number
 
 
-def _names(value: Any) -> Group:
+def _parse_names(value: Any) -> Group:
+    """Return a list of names."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(it, str) for it in value):
-        raise _Malformed(f"expected a list of names, not {value!r}")
+        raise _MalformedLimits(f"expected a list of names, not {value!r}")
     return tuple(value)
 
 
-def _groups(value: Any) -> tuple[Group, ...]:
+def _parse_groups(value: Any) -> tuple[Group, ...]:
+    """Return a list of groups of names."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _Malformed(f"expected a list of groups of layers, not {value!r}")
-    return tuple(map(_names, value))
+        raise _MalformedLimits(f"expected a list of groups of layers, not {value!r}")
+    return tuple(map(_parse_names, value))
 
 
-def _each(read_one: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[str, Any], ...]]:
-    def pairs(value: Any) -> tuple[tuple[str, Any], ...]:
+def _parse_each(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[str, Any], ...]]:
+    """Return a parser of mappings from a glob to a value that `parse` parses."""
+
+    def parse_pairs(value: Any) -> tuple[tuple[str, Any], ...]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise _Malformed(f"expected a mapping from layers to what holds for them, not {value!r}")
-        return tuple((key, read_one(one)) for key, one in value.items())
+            raise _MalformedLimits(f"expected a mapping from layers to their limits, not {value!r}")
+        return tuple((key, parse(item)) for key, item in value.items())
 
-    return pairs
+    return parse_pairs
 
 
-def _option(value: Any) -> Option:
-    """As limits write it: `dense`, `nm:2:4`, `vector:32 at 0.75`."""
+def _parse_option(value: Any) -> Option:
+    """Return an option from its text in limits: `dense`, `nm:2:4`, `vector:32 at 0.75`."""
     spec, _, sparsity = (part.strip() for part in str(value).partition(" at "))
     try:
-        return option(spec, _sparsity(sparsity) if sparsity else None)
+        return build_option(spec, _parse_sparsity(sparsity) if sparsity else None)
     except ValueError as error:
-        raise _Malformed(str(error)) from error
+        raise _MalformedLimits(str(error)) from error
 
 
-def _patterns(value: Any) -> Group:
+def _parse_patterns(value: Any) -> Group:
+    """Return patterns in their canonical text."""
     try:
-        return tuple(str(parse(spec)) for spec in _names([value] if isinstance(value, str) else value))
+        return tuple(str(parse(spec)) for spec in _parse_names([value] if isinstance(value, str) else value))
     except ValueError as error:
-        raise _Malformed(str(error)) from error
+        raise _MalformedLimits(str(error)) from error
 
 
-def _limit(read_one: Callable[[Any], Any], globs: Callable[[Any], Iterable[str]]) -> Any:
-    """A field that is read by `read_one`, and speaks of the layers that match `globs` of its value."""
-    return field(default=(), metadata={"read": read_one, "globs": globs})
+def _declare_limit(parse: Callable[[Any], Any], globs: Callable[[Any], Iterable[str]]) -> Any:
+    """Return a field that `parse` parses; `globs` lists the globs in its value."""
+    return field(default=(), metadata={"parse": parse, "globs": globs})
 
 
-def _of_groups(read_one: Callable[[Any], Any]) -> Any:
-    return _limit(read_one, itertools.chain.from_iterable)
+def _declare_groups() -> Any:
+    """Return a field of groups of globs."""
+    return _declare_limit(_parse_groups, itertools.chain.from_iterable)
 
 
-def _by_glob(read_one: Callable[[Any], Any]) -> Any:
-    return _limit(_each(read_one), lambda pairs: [glob for glob, _ in pairs])
+def _declare_by_glob(parse: Callable[[Any], Any]) -> Any:
+    """Return a field of pairs: a glob and what holds for its layers."""
+    return _declare_limit(_parse_each(parse), lambda pairs: [glob for glob, _ in pairs])
 
 
 @dataclass(frozen=True)
 class Limits:
-    """As the module says; `fixed` and the like are pairs of a glob and what holds for its layers."""
+    """Limits on a search; the module's docstring shows the keys of a file.
 
-    tied: tuple[Group, ...] = _of_groups(_groups)
-    tied_in_each: tuple[Group, ...] = _of_groups(_groups)
-    fixed: tuple[tuple[str, Option], ...] = _by_glob(_option)
-    minimum: tuple[tuple[str, float], ...] = _by_glob(_sparsity)
-    maximum: tuple[tuple[str, float], ...] = _by_glob(_sparsity)
-    patterns: tuple[tuple[str, Group], ...] = _by_glob(_patterns)
-    excluded: tuple[str, ...] = _limit(_names, lambda names: ())  # they are matched before the others
+    Attributes
+    ----------
+    tied
+        Groups of names or globs. The layers of a group share one option.
+    tied_in_each
+        The same, with one group for each text that the wildcards stand for.
+    fixed
+        Pairs (glob, option): the only option of these layers.
+    minimum, maximum
+        Pairs (glob, sparsity).
+    patterns
+        Pairs (glob, patterns): the patterns to allow, besides dense.
+    excluded
+        Names or globs of layers that stay dense. Their time counts.
+    """
+
+    tied: tuple[Group, ...] = _declare_groups()
+    tied_in_each: tuple[Group, ...] = _declare_groups()
+    fixed: tuple[tuple[str, Option], ...] = _declare_by_glob(_parse_option)
+    minimum: tuple[tuple[str, float], ...] = _declare_by_glob(_parse_sparsity)
+    maximum: tuple[tuple[str, float], ...] = _declare_by_glob(_parse_sparsity)
+    patterns: tuple[tuple[str, Group], ...] = _declare_by_glob(_parse_patterns)
+    excluded: tuple[str, ...] = _declare_limit(_parse_names, lambda names: ())  # matched before the others
 
     def __add__(self, other: Limits) -> Limits:
-        """Both at once."""
+        """Return limits that combine both."""
         return Limits(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
 
-    def without(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
-        """Those of the layers `names` that are not excluded. Raises UsageError for what matches none of them.
+    def select_included(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+        """Return the layers among `names` that are not excluded.
 
-        `others` are layers that could not be pruned anyway: it is no mistake to exclude them.
+        Parameters
+        ----------
+        names
+            Layers that can be pruned.
+        others
+            Layers that cannot be pruned. To exclude them is no mistake.
+
+        Raises
+        ------
+        UsageError
+            An entry of `excluded` matches no layer.
         """
-        gone = {name for glob in self.excluded for name in matched(glob, [*names, *others], "excluded")}
-        return [name for name in names if name not in gone]
+        excluded = {name for glob in self.excluded for name in match_layers(glob, [*names, *others], "excluded")}
+        return [name for name in names if name not in excluded]
 
-    def narrow(self, layers: Sequence[Layer], gone: Collection[str] = ()) -> tuple[Layer, ...]:
-        """The layers, but for the excluded ones, which are `gone`: with what options are left, and tied.
+    def apply(self, layers: Sequence[LayerOptions], excluded: Collection[str] = ()) -> tuple[LayerOptions, ...]:
+        """Return the layers with the options that the limits allow, and tied as they require.
 
-        Raises UsageError for names that match nothing, for limits that contradict each other, and where they leave a
-        layer no option.
+        Parameters
+        ----------
+        layers
+            The layers of a problem without the excluded ones.
+        excluded
+            Names of the excluded layers, for messages.
+
+        Raises
+        ------
+        UsageError
+            A name matches nothing, limits contradict each other, or a layer is left without an option.
         """
         parts = {part.name: part for layer in layers for part in layer.parts}
         names = list(parts)
         matches: dict[str, set[str]] = {}
         for limit in fields(self):
             for glob in limit.metadata["globs"](getattr(self, limit.name)):
-                if glob in gone:
-                    raise UsageError(f"layer {glob} is excluded, and {limit.name} speaks of it")
-                matches[glob] = matched(glob, names, limit.name)
+                if glob in excluded:
+                    raise UsageError(f"layer {glob} is excluded, and {limit.name} names it")
+                matches[glob] = match_layers(glob, names, limit.name)
         already = [{part.name for part in layer.tied} for layer in layers]
-        narrowed = {name: self._narrowed(part, matches) for name, part in parts.items()}
-        return tuple(_tied(narrowed, _joined([*already, *self._groups(names, matches)])))
+        limited = {name: self._limit_options(part, matches) for name, part in parts.items()}
+        return tuple(_tie_groups(limited, _join_groups([*already, *self._list_groups(names, matches)])))
 
-    def _narrowed(self, layer: Layer, matches: Mapping[str, set[str]]) -> Layer:
-        """The layer with the options that it may have; `matches` are the layers of each glob."""
+    def _limit_options(self, layer: LayerOptions, matches: Mapping[str, set[str]]) -> LayerOptions:
+        """Return the layer with the options that it may have; `matches` holds the layers of each glob."""
 
-        def of(limit: Iterable[tuple[str, Any]]) -> list[Any]:
+        def select(limit: Iterable[tuple[str, Any]]) -> list[Any]:
             return [value for glob, value in limit if layer.name in matches[glob]]
 
-        low, high = max(of(self.minimum), default=0.0), min(of(self.maximum), default=1.0)
+        low, high = max(select(self.minimum), default=0.0), min(select(self.maximum), default=1.0)
         if low > high + CLOSE:
-            raise UsageError(f"layer {layer.name} is to have a sparsity of at least {low:g} and of at most {high:g}")
-        allowed = of(self.patterns)
-        fixed = of(self.fixed)
+            raise UsageError(f"layer {layer.name} must have a sparsity of at least {low:g} and of at most {high:g}")
+        allowed = select(self.patterns)
+        fixed = select(self.fixed)
         if len({(it.pattern, round(it.sparsity, 6)) for it in fixed}) > 1:
             raise UsageError(f"layer {layer.name} is fixed to {' and to '.join(map(str, fixed))}")
 
-        def may(own: Option) -> bool:
+        def is_allowed(own: Option) -> bool:
             return (
                 low - CLOSE <= own.sparsity <= high + CLOSE
-                and all(own.pattern in (DENSE, *some) for some in allowed)
+                and all(own.pattern in (DENSE, *patterns) for patterns in allowed)
                 and all(own.is_close(it) for it in fixed)
             )
 
-        places = [j for j, own in enumerate(layer.options) if may(own)]
-        if not places:
+        indices = [j for j, own in enumerate(layer.options) if is_allowed(own)]
+        if not indices:
             raise UsageError(
-                f"the limits leave layer {layer.name} no option: it has {listed(map(str, layer.options), 20)}"
+                f"the limits leave layer {layer.name} no option: it has {format_names(map(str, layer.options), 20)}"
             )
-        return layer if len(places) == len(layer.options) else layer.take(places)
+        return layer if len(indices) == len(layer.options) else layer.take(indices)
 
-    def _groups(self, names: Sequence[str], matches: Mapping[str, set[str]]) -> list[set[str]]:
-        """The layers that are tied, a set a group."""
+    def _list_groups(self, names: Sequence[str], matches: Mapping[str, set[str]]) -> list[set[str]]:
+        """Return the sets of layers that the limits tie."""
         groups = [{name for glob in group for name in matches[glob]} for group in self.tied]
         for globs in self.tied_in_each:
             by_stars: dict[tuple[str, ...], set[str]] = {}
             for glob in globs:
-                for name, stars in with_wildcards(glob, names):
+                for name, stars in match_glob(glob, names):
                     by_stars.setdefault(stars, set()).add(name)
             groups += by_stars.values()
         return groups
 
 
-def _joined(groups: Sequence[set[str]]) -> list[set[str]]:
-    """The groups of two or more; those that share a layer are one."""
+def _join_groups(groups: Sequence[set[str]]) -> list[set[str]]:
+    """Return the groups of two or more layers; groups that share a layer become one."""
     joined: list[set[str]] = []
     for group in groups:
-        apart = [other for other in joined if not other & group]
-        joined = [*apart, group.union(*(other for other in joined if other & group))]
+        disjoint = [other for other in joined if not other & group]
+        joined = [*disjoint, group.union(*(other for other in joined if other & group))]
     return [group for group in joined if len(group) > 1]
 
 
-def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer]:
-    """The layers, those of a group as one in the place of its first."""
+def _tie_groups(layers: Mapping[str, LayerOptions], groups: Sequence[set[str]]) -> list[LayerOptions]:
+    """Return the layers with each group as one layer, at the position of its first."""
     group_of = {name: group for group in groups for name in group}
-    found: list[Layer] = []
+    found: list[LayerOptions] = []
     done: set[str] = set()
     for name, layer in layers.items():
         if name not in group_of:
             found.append(layer)
         elif name not in done:
-            found.append(tie([layers[other] for other in layers if other in group_of[name]]))
+            found.append(tie_layers([layers[other] for other in layers if other in group_of[name]]))
             done |= group_of[name]
     return found
 
 
 def read_limits(path: Path) -> Limits:
-    """The limits in a YAML file. Raises BadData for a file that does not state any."""
-    return parse_limits(strict_yaml.read(path), str(path))
+    """Return the limits in a YAML file. Raises BadData for a file with other content."""
+    return parse_limits(read_yaml(path), str(path))
 
 
 def parse_limits(content: Any, where: str) -> Limits:
-    """Limits from a mapping with the module's keys. Raises BadData, saying `where`, for anything else."""
-    known = {limit.name: limit.metadata["read"] for limit in fields(Limits)}
+    """Return the limits in a mapping with the keys of a file.
+
+    Parameters
+    ----------
+    content
+        The mapping.
+    where
+        The source of the content, for messages.
+
+    Raises
+    ------
+    BadData
+        The content is no such mapping.
+    """
+    known = {limit.name: limit.metadata["parse"] for limit in fields(Limits)}
     if not isinstance(content, Mapping):
-        raise BadData(f"{where}: limits are a mapping with keys among {', '.join(known)}, not {content!r}")
+        raise BadData(f"{where}: limits must be a mapping with keys among {', '.join(known)}, not {content!r}")
     if unknown := [key for key in content if key not in known]:
         raise BadData(f"{where}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
     try:
         return Limits(**{key: known[key](value) for key, value in content.items()})
-    except _Malformed as error:
+    except _MalformedLimits as error:
         raise BadData(f"{where}: {error}") from error

@@ -17,10 +17,10 @@ import numpy as np
 
 from latbench.errors import BadData, UsageError
 from search.knapsack.arrays import Choice, Floats, Infeasible, is_finite, sum_in_order
-from search.problem.layers import Interval, Layer
+from search.problem.layers import Interval, LayerOptions
 
-SLOWEST = 3
-"""So many layers are named where a target is infeasible."""
+NAMED_LAYERS = 3
+"""Number of slowest layers that a message names where a target is infeasible."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,13 +30,13 @@ class ModelTimes:
     `fixed` may be negative: layers can be faster inside the model than on their own.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerOptions, ...]
     fixed: Interval
     dense: Interval
     dense_engine: str
 
     def predict(self, choice: Choice) -> Interval:
-        """Seconds of the converted model with these options."""
+        """Return the seconds of the converted model with these options."""
         value, low, high = (
             sum_in_order(seconds[j] for seconds, j in zip(arrays, choice, strict=True)) + fixed
             for fixed, arrays in (
@@ -48,7 +48,10 @@ class ModelTimes:
         return Interval(value, low, high)
 
     def speedup(self, seconds: Interval) -> Interval:
-        """How much faster than the dense model that is, both intervals at their worst and at their best."""
+        """Return the speedup over the dense model.
+
+        The ends of the interval combine the worst ends of both intervals, and the best ends.
+        """
         dense = self.dense
         return Interval(
             _ratio(dense.value, seconds.value), _ratio(dense.low, seconds.high), _ratio(dense.high, seconds.low)
@@ -56,38 +59,41 @@ class ModelTimes:
 
     @property
     def safe_seconds(self) -> list[Floats]:
-        """The upper ends of the options' seconds, an array a layer: what is compared with the budget."""
+        """The upper ends of the options' seconds, an array (options,) for each layer. The budget limits their sum."""
         return [layer.high for layer in self.layers]
 
     @property
     def errors(self) -> list[Floats]:
-        """The options' errors, an array a layer."""
+        """The options' errors, an array (options,) for each layer."""
         return [layer.errors for layer in self.layers]
 
     @property
     def ceiling(self) -> float | None:
-        """The speedup if the searched layers took no time; None if nothing is left then."""
+        """The speedup if the searched layers took no time; None if no other time is known."""
         return self.dense.value / self.fixed.value if self.fixed.value > 0 else None
 
     def budget(self, target: float) -> float:
-        """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few.
+        """Return the seconds that the layers may take together for a speedup of `target`.
 
-        A profile is within it just where `predict` and `speedup`, rounding included, say that it reaches `target`.
+        A profile keeps this budget exactly if `predict` and `speedup`, rounding included, say that it reaches
+        `target`. Raises Infeasible where the fastest profile does not.
         """
         if not (is_finite(target) and target > 0):
-            raise UsageError(f"a target is a speedup such as 2, not {target}")
+            raise UsageError(f"the target must be a speedup such as 2, not {target}")
         if not 0 < self.dense.low < math.inf:
-            raise BadData(f"the dense model takes {self.dense.low:g} s: there is no speedup over that")
-        whole = _last(self.dense.low / target, lambda it: self.dense.low / it >= target)
+            raise BadData(f"the dense model takes {self.dense.low:g} s: a speedup needs a finite time above 0")
+        whole = _find_largest(self.dense.low / target, lambda it: self.dense.low / it >= target)
         # Sums up to half a unit in the last place above the difference round to `whole`, about.
-        budget = _last(whole - self.fixed.high + math.ulp(whole) / 2, lambda it: it + self.fixed.high <= whole)
+        budget = _find_largest(
+            whole - self.fixed.high + math.ulp(whole) / 2, lambda it: it + self.fixed.high <= whole
+        )
         fastest = sum_in_order(layer.high.min() for layer in self.layers)
         if budget < fastest:
-            raise Infeasible(budget, fastest, self._infeasible(target))
+            raise Infeasible(budget, fastest, self._describe_best(target))
         return budget
 
-    def _infeasible(self, target: float) -> str:
-        """What the best is, and where its time goes."""
+    def _describe_best(self, target: float) -> str:
+        """Return the message for an infeasible target: the best speedup, and where its time goes."""
         choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
         best = self.speedup(self.predict(choice))
         width = f" ({best.low:.2f}-{best.high:.2f}x)" if best.low < best.high else ""
@@ -96,16 +102,16 @@ class ModelTimes:
             sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
         if self.ceiling is not None and target > self.ceiling:
             sentence += f", and {self.ceiling:.2f}x if all layers took no time"
-        return f"{sentence}{self.where_time_goes()}."
+        return f"{sentence}{self.describe_remaining_time()}."
 
-    def where_time_goes(self) -> str:
-        """Where the time of the fastest profile goes, in shares of the dense time: the end of a sentence."""
+    def describe_remaining_time(self) -> str:
+        """Return where the time of the fastest profile goes, in shares of the dense time: the end of a sentence."""
         choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
         share, sentence = self.fixed.value / self.dense.value, ""
         if share > 0:
             sentence += f"; {_percent(share)} of the time is in layers that cannot be pruned"
         left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
-        slowest = sorted(left, key=lambda one: -one[0])[:SLOWEST]
+        slowest = sorted(left, key=lambda one: -one[0])[:NAMED_LAYERS]
         if rest := sum(part for part, _, _ in left):
             named = ", ".join(f"{_percent(part)} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
             others = "the others" if share > 0 else "the layers"
@@ -113,8 +119,8 @@ class ModelTimes:
         return sentence
 
 
-def _last(near: float, holds: Callable[[float], bool]) -> float:
-    """The largest number that it holds for, which is not far from `near`; it holds for all that are smaller."""
+def _find_largest(near: float, holds: Callable[[float], bool]) -> float:
+    """Return the largest number that the condition holds for. It is close to `near`, and all smaller ones hold."""
     while not holds(near):
         near = math.nextafter(near, -math.inf)
     while holds(math.nextafter(near, math.inf)):
@@ -123,9 +129,10 @@ def _last(near: float, holds: Callable[[float], bool]) -> float:
 
 
 def _percent(share: float) -> str:
-    """A share of more than 0 as a sentence says it."""
+    """Return a share above 0 as text."""
     return f"{share:.0%}" if share >= 0.005 else "under 1%"
 
 
 def _ratio(above: float, below: float) -> float:
+    """Return the ratio; infinity for a denominator of 0 or less."""
     return above / below if below > 0 else math.inf

@@ -1,4 +1,4 @@
-"""What packed weights take in memory."""
+"""Count the bytes of packed weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.shapes import Shape
 
 
-def weight_bytes(option: Option, shape: Shape) -> float:
-    """Bytes of a weight as `sparse_kernels.formats` packs it: values, and what says where they are."""
+def count_weight_bytes(option: Option, shape: Shape) -> float:
+    """Return the bytes of a layer's weight as `sparse_kernels.formats` packs it: values and their positions."""
     return float(_packed(option, shape.m, shape.k))
 
 
 @cache
 def _packed(option: Option, m: int, k: int) -> int:
-    """Masks of one pattern and sparsity differ in what they keep, not in how much: that of equal scores will do."""
+    """Return the bytes of the mask of equal scores: all masks of a pattern and sparsity keep equally many weights."""
     pattern = parse(option.pattern)
-    alike = VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern  # packed the same, without the search
+    alike = VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern  # equal bytes, without a search of rows
     mask = alike.mask(np.ones((m, k)), option.sparsity)
     return int(pack(mask.astype(np.float32), mask, alike).nbytes)

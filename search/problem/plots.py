@@ -1,4 +1,4 @@
-"""Problems, profiles and frontiers as plotly figures, for notebooks. Plotly is an extra: `latbench[report]`."""
+"""Plot problems, profiles and frontiers with plotly, for notebooks. Plotly is an extra: `latbench[report]`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from latbench.errors import EnvironmentUnusable
 from search.knapsack.arrays import Choice, Floats
-from search.problem.layers import DENSE_OPTION, Layer
+from search.problem.layers import DENSE_OPTION, LayerOptions
 
-# Those of Okabe and Ito 2008, which stay apart for colour-blind readers.
+# From Okabe and Ito 2008: colour-blind readers can distinguish these colours.
 BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "#B0B0B0"
 
 MOST_POINTS = 2000
-"""A frontier may have 40,000 points; a line of so many looks the same."""
+"""Points of a line at most. A frontier may have 40,000, and the line looks the same."""
 
 
-def plot_options(layers: Sequence[Layer]) -> Any:
+def plot_options(layers: Sequence[LayerOptions]) -> Any:
     """Plot seconds over sparsity, a line a layer and pattern."""
     figure = _figure("sparsity", "ms")
     figure.update_xaxes(tickformat=".0%")
@@ -32,7 +32,7 @@ def plot_options(layers: Sequence[Layer]) -> Any:
     return figure
 
 
-def plot_choice(layers: Sequence[Layer], choice: Choice, title: str) -> Any:
+def plot_choice(layers: Sequence[LayerOptions], choice: Choice, title: str) -> Any:
     """Plot the seconds of each layer beside its dense seconds, in the model's order from the top."""
     figure = _figure("ms", "")
     chosen = list(zip(layers, choice, strict=True))

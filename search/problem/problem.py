@@ -15,24 +15,24 @@ from latbench.importers.text_formats import read_spdy_profile
 from search.knapsack.arrays import Choice, Infeasible, Solver, sum_in_order
 from search.knapsack.one_budget import solve
 from search.knapsack.two_budgets import solve_two
-from search.problem.error_table import errors_from_frame
+from search.problem.error_table import convert_frame_to_errors
 from search.problem.layers import (
     DENSE,
     DENSE_OPTION,
-    Layer,
+    LayerOptions,
     Option,
-    as_free,
-    every_option,
-    interval,
-    listed,
-    place_of,
-    uniform_choice,
+    build_uniform_choice,
+    convert_to_interval,
+    find_option,
+    format_names,
+    is_spec_at_least_as_free,
+    list_options,
 )
 from search.problem.limits import Limits, parse_limits, read_limits
 from search.problem.model_times import ModelTimes
 from search.problem.plots import plot_options
-from search.problem.priors import quadratic_prior
-from search.problem.second_budget import SecondBudget, bytes_of_weights, order_of
+from search.problem.priors import build_quadratic_prior
+from search.problem.second_budget import SecondBudget, build_weight_budget, list_tied_names
 from search.problem.selection import Selection, TradeOffs
 from search.problem.spdy_export import write_spdy_timings
 
@@ -68,7 +68,7 @@ class Problem(ModelTimes):
         A second budget: bytes of weights, or seconds on another device or at another batch.
     """
 
-    excluded: tuple[Layer, ...] = ()
+    excluded: tuple[LayerOptions, ...] = ()
     second_budget: SecondBudget | None = None
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Problem(ModelTimes):
         if second is None:
             return budget
         if not math.isfinite(second.left):
-            raise BadData(f"{second.what}: a budget is a finite number, not {second.budget:g}")
+            raise BadData(f"{second.name}: a budget is a finite number, not {second.budget:g}")
         costs = second.arrays(self.layers)
         found, at_any_speed = solve(self.safe_seconds, costs, budget), sum_in_order(it.min() for it in costs)
         if found.bound <= second.left:
@@ -101,14 +101,14 @@ class Problem(ModelTimes):
         fault = "that budget alone is too small" if at_any_speed > second.left else "either budget alone can be kept"
         raise Infeasible(
             budget, sum_in_order(layer.high.min() for layer in self.layers),
-            f"no profile that reaches {target:g}x keeps {second.what}, {second.budget:.6g}: the least that one takes "
+            f"no profile that reaches {target:g}x keeps {second.name}, {second.budget:.6g}: the least that one takes "
             f"is {found.error + second.fixed:.6g}, and {at_any_speed + second.fixed:.6g} at whatever speed: {fault}",
         )  # fmt: skip
 
     def check_could_reach(self, target: float) -> None:
         """Raise Infeasible for a target out of reach even if the favourable end of every interval is true."""
         best = self.change_layers(lambda it: replace(it, high=np.maximum(it.low, 0.0)))
-        best = replace(best, fixed=interval(self.fixed.low), dense=interval(self.dense.high))
+        best = replace(best, fixed=convert_to_interval(self.fixed.low), dense=convert_to_interval(self.dense.high))
         try:
             best.reachable(target)
         except Infeasible:
@@ -126,7 +126,7 @@ class Problem(ModelTimes):
         """Return whether a profile keeps the second budget, if there is one."""
         return self.second_budget is None or self.second_budget.keeps(self.layers, choice)
 
-    def as_second_budget(self, target: float, what: str = "the other problem") -> SecondBudget:
+    def as_second_budget(self, target: float, name: str = "the other problem") -> SecondBudget:
         """Return the second budget "reach `target` on this device or at this batch too", for another problem.
 
         Both problems must have the same layers in the same order, with the same ties.
@@ -135,7 +135,7 @@ class Problem(ModelTimes):
         ----------
         target
             The speedup to reach here.
-        what
+        name
             The name of this problem in messages.
 
         Raises
@@ -146,13 +146,15 @@ class Problem(ModelTimes):
         try:
             budget = self.budget(target)
         except Infeasible as error:
-            raise Infeasible(error.budget, error.fastest_seconds, f"{what}: {error}") from error
+            raise Infeasible(error.budget, error.fastest_seconds, f"{name}: {error}") from error
         costs = {
             part.name: dict(zip(part.options, part.high.tolist(), strict=True))
             for layer in self.layers
             for part in layer.parts
         }
-        return SecondBudget(costs, budget, f"the seconds for {target:g}x in {what}", order=order_of(self.layers))
+        return SecondBudget(
+            costs, budget, f"the seconds for {target:g}x in {name}", order=list_tied_names(self.layers)
+        )
 
     def byte_budget(self, budget: float, shapes: Mapping[str, Shape] | None = None) -> SecondBudget:
         """Return the second budget of packed weights (bytes): of all layers, also those that stay dense.
@@ -170,7 +172,9 @@ class Problem(ModelTimes):
             The shape of a layer is unknown.
         """
         parts = [part for layer in (*self.layers, *self.excluded) for part in layer.parts]
-        return bytes_of_weights(self.layers, {**{part.name: part.shape for part in parts}, **(shapes or {})}, budget)
+        return build_weight_budget(
+            self.layers, {**{part.name: part.shape for part in parts}, **(shapes or {})}, budget
+        )
 
     # Solutions ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class Problem(ModelTimes):
         self._check_errors()
         if second_budget is not None and self.second_budget is not None:
             raise UsageError(
-                f"the problem keeps {self.second_budget.what} already, and a profile can have one second budget"
+                f"the problem keeps {self.second_budget.name} already, and a profile can have one second budget"
             )
         problem = self if second_budget is None else replace(self, second_budget=second_budget)
         solution = problem.solver(target)(self.errors)
@@ -240,8 +244,8 @@ class Problem(ModelTimes):
         """
         self._check_errors()
         if self.second_budget is not None:
-            raise UsageError(f"a frontier is of seconds and errors: it cannot keep {self.second_budget.what}")
-        return TradeOffs.of(self, resolution)
+            raise UsageError(f"a frontier is of seconds and errors: it cannot keep {self.second_budget.name}")
+        return TradeOffs.from_problem(self, resolution)
 
     def selection(self, profile: Mapping[str, Option | tuple[str, float] | float] | str | Path) -> Selection:
         """Return a given profile as a solution of this problem.
@@ -263,10 +267,10 @@ class Problem(ModelTimes):
             profile = read_spdy_profile(Path(profile))
         known = [part.name for layer in self.layers for part in layer.parts]
         if unknown := [name for name in profile if name not in known]:
-            raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {listed(known)}")
+            raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {format_names(known)}")
 
-        def place(layer: Layer) -> int:
-            places = {place_of(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
+        def place(layer: LayerOptions) -> int:
+            places = {find_option(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
             if len(places) > 1:
                 raise UsageError(f"{', '.join(part.name for part in layer.parts)} are tied: they have one option")
             return places.pop()
@@ -280,10 +284,10 @@ class Problem(ModelTimes):
         """
         self.budget(target)
         found: dict[str, tuple[float, Choice]] = {}
-        for option in every_option(self.layers):
+        for option in list_options(self.layers):
             if option.pattern in found or pattern not in (None, option.pattern):
                 continue
-            choice = uniform_choice(self.layers, option)
+            choice = build_uniform_choice(self.layers, option)
             if self.keeps(choice, target):
                 error = sum_in_order(e[j] for e, j in zip(self.errors, choice, strict=True))
                 found[option.pattern] = error, choice
@@ -303,7 +307,7 @@ class Problem(ModelTimes):
             raise Infeasible(
                 self.budget(target), math.nan,
                 f"no uniform {pattern or 'profile'} reaches {target:g}x"
-                + (f" and keeps {second.what}, {second.budget:.6g}" if second else "")
+                + (f" and keeps {second.name}, {second.budget:.6g}" if second else "")
                 + "; mixed profiles do",
             )  # fmt: skip
         return choices[0]
@@ -338,12 +342,12 @@ class Problem(ModelTimes):
         given = read_limits(Path(limits)) if isinstance(limits, str | Path) else limits or Limits()
         every = given + parse_limits(stated, "limits")
         names = [part.name for layer in self.layers for part in layer.parts]
-        gone = set(names) - set(every.without(names))
+        gone = set(names) - set(every.select_included(names))
         for layer in self.layers:
             if layer.tied and gone & {part.name for part in layer.parts}:
                 raise UsageError(f"layer {layer.name} is tied already, and excluded now")
         left = self.without(gone)
-        return replace(left, layers=every.narrow(left.layers, gone))
+        return replace(left, layers=every.apply(left.layers, gone))
 
     def without(self, names: Collection[str]) -> Problem:
         """Return the problem in which these layers stay dense; their seconds become part of `fixed`.
@@ -351,12 +355,13 @@ class Problem(ModelTimes):
         Raises UsageError for an unknown layer, a layer without a dense option, and where no layer is left.
         """
         if unknown := set(names) - {layer.name for layer in self.layers}:
-            raise UsageError(f"no layer is called {min(unknown)}: there are {listed(it.name for it in self.layers)}")
+            known = format_names(layer.name for layer in self.layers)
+            raise UsageError(f"no layer is called {min(unknown)}: the problem has {known}")
         left = tuple(layer for layer in self.layers if layer.name not in names)
         if not left:
             raise UsageError("every layer is excluded: nothing is left to prune")
         gone = tuple(layer for layer in self.layers if layer.name in names)
-        fixed = sum((layer.time(place_of(layer, DENSE_OPTION)) for layer in gone), start=self.fixed)
+        fixed = sum((layer.time(find_option(layer, DENSE_OPTION)) for layer in gone), start=self.fixed)
         parts = [part.name for layer in gone for part in layer.parts]
         second = self.second_budget and self.second_budget.without(parts)
         return replace(self, layers=left, fixed=fixed, excluded=(*self.excluded, *gone), second_budget=second)
@@ -382,7 +387,7 @@ class Problem(ModelTimes):
                 no_worse = layer.errors[:, None] <= layer.errors
             else:
                 no_worse = sparsity[:, None] <= sparsity
-                no_worse &= np.array([[as_free(a, b) for b in patterns] for a in patterns])
+                no_worse &= np.array([[is_spec_at_least_as_free(a, b) for b in patterns] for a in patterns])
             beats = no_worse & (layer.high[:, None] <= layer.high)
             if costs is not None:
                 beats &= costs[i][:, None] <= costs[i]
@@ -406,9 +411,9 @@ class Problem(ModelTimes):
         BadData
             An option has no error, or a layer has no option with a finite one.
         """
-        given = errors if isinstance(errors, Mapping) else errors_from_frame(errors)
+        given = errors if isinstance(errors, Mapping) else convert_frame_to_errors(errors)
 
-        def known(part: Layer) -> Layer:
+        def known(part: LayerOptions) -> LayerOptions:
             own = given.get(part.name, {})
             found = [0.0 if it.pattern == DENSE else _find_error(own, it) for it in part.options]
             if missing := [it for it, error in zip(part.options, found, strict=True) if math.isnan(error)]:
@@ -421,7 +426,7 @@ class Problem(ModelTimes):
     def without_infinite_errors(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
         """Leave out the options with an infinite error, before other options are compared with them."""
 
-        def possible(layer: Layer) -> list[bool]:
+        def possible(layer: LayerOptions) -> list[bool]:
             own = [errors.get(part.name, {}) for part in layer.parts]
             return [it.pattern == DENSE or all(of.get(it) != math.inf for of in own) for it in layer.options]
 
@@ -430,16 +435,16 @@ class Problem(ModelTimes):
     def with_prior(self) -> Problem:
         """Return the problem with SPDY's prior for errors: the square of a sparsity's rank in its layer."""
         return self.change_layers(
-            lambda it: replace(it, errors=quadratic_prior([own.sparsity for own in it.options]))
+            lambda it: replace(it, errors=build_quadratic_prior([own.sparsity for own in it.options]))
         )
 
     def with_shapes(self, shapes: Mapping[str, Shape]) -> Problem:
         """Return the problem with shapes of layers, by name."""
         return self.change_layers(lambda it: replace(it, shape=shapes.get(it.name, it.shape)))
 
-    def change_layers(self, change: Callable[[Layer], Layer]) -> Problem:
+    def change_layers(self, change: Callable[[LayerOptions], LayerOptions]) -> Problem:
         """Return the problem with every layer of the model changed."""
-        return replace(self, layers=tuple(layer.changed(change) for layer in self.layers))
+        return replace(self, layers=tuple(layer.change_parts(change) for layer in self.layers))
 
     # Errors ---------------------------------------------------------------------------------------------------------
 
@@ -460,9 +465,9 @@ class Problem(ModelTimes):
         `search.inputs.problem_from_frame` reads the frame back, with `dense_seconds=problem.dense` and
         `fixed_seconds=problem.fixed`. These contain the seconds of excluded layers.
         """
-        from search.problem.data_frames import frame_of_layers
+        from search.problem.data_frames import build_layer_frame
 
-        return frame_of_layers(self.layers)
+        return build_layer_frame(self.layers)
 
     def save_spdy(self, path: str | Path) -> None:
         """Write SPDY's timing file, which has no patterns, intervals or errors.
@@ -484,7 +489,7 @@ def _find_error(given: Mapping[Option, float], wanted: Option) -> float:
     return next(near, math.nan)
 
 
-def _take_finite(layer: Layer, possible: Sequence[bool]) -> Layer:
+def _take_finite(layer: LayerOptions, possible: Sequence[bool]) -> LayerOptions:
     """Return the layer with its possible options. Raises BadData where there is none."""
     if not any(possible):
         raise BadData(f"layer {layer.name} has no option whose error is finite")

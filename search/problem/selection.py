@@ -1,4 +1,4 @@
-"""What a problem answers with: one profile, or all efficient ones, as frames, as plots and in SPDY's text format."""
+"""Answers of a problem: one profile, or all efficient ones, as frames, plots and SPDY's text format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from latbench.importers.text_formats import write_spdy_profile
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.knapsack.one_budget import solve
 from search.knapsack.pareto import Frontier, frontier
-from search.problem.layers import options_of
+from search.problem.layers import expand_choice
 from search.problem.model_times import ModelTimes
 from search.problem.plots import plot_choice, plot_trade_offs
 
@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Selection:
-    """One option a layer of `problem`, as places among its options.
+    """A profile: one option for each layer of a problem.
 
-    No profile within the same budget has an error below `bound`, which is -inf where nothing is proven.
+    Attributes
+    ----------
+    problem
+        The problem that it answers.
+    choice
+        For each layer the index of its option.
+    bound
+        No profile within the same budget has a smaller error; -inf where nothing is proven.
     """
 
     problem: ModelTimes = field(repr=False, compare=False)
@@ -40,7 +47,7 @@ class Selection:
 
     @property
     def seconds(self) -> float:
-        """The layers' seconds at their upper ends: what was compared with the budget."""
+        """The sum of the layers' seconds at their upper ends, which the budget limits."""
         return sum_in_order(t[j] for t, j in zip(self.problem.safe_seconds, self.choice, strict=True))
 
     @property
@@ -50,27 +57,27 @@ class Selection:
 
     @property
     def predicted(self) -> Interval:
-        """Seconds of the whole model."""
+        """The seconds of the whole model."""
         return self.problem.predict(self.choice)
 
     @property
     def speedup(self) -> Interval:
-        """Over the dense model; the promise is its lower end."""
+        """The speedup over the dense model; the promise is its lower end."""
         return self.problem.speedup(self.predicted)
 
     @property
     def options(self) -> dict[str, Option]:
-        """Every layer of the model that was chosen for, and its option; tied layers one by one."""
-        return options_of(self.problem.layers, self.choice)
+        """The option of every searched layer, by name; tied layers have one entry each."""
+        return expand_choice(self.problem.layers, self.choice)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a layer: layer, pattern, sparsity, seconds, low_seconds, high_seconds, error."""
-        from search.problem.data_frames import frame_of_choice
+        """Return a row for each layer: layer, pattern, sparsity, seconds, low_seconds, high_seconds, error."""
+        from search.problem.data_frames import build_choice_frame
 
-        return frame_of_choice(self.problem.layers, self.choice)
+        return build_choice_frame(self.problem.layers, self.choice)
 
     def plot(self) -> Any:
-        """What each layer takes, beside its dense time: a plotly figure."""
+        """Return a plotly figure: the seconds of each layer beside its dense seconds."""
         speedup = self.speedup
         title = f"{speedup.value:.2f}x ({speedup.low:.2f}-{speedup.high:.2f}), error {self.error:.4g}"
         return plot_choice(self.problem.layers, self.choice, title)
@@ -85,10 +92,20 @@ class Selection:
 
 @dataclass(frozen=True, repr=False)
 class TradeOffs:
-    """The efficient profiles of `problem`, the fastest first: (profiles,) falling `speedups` and `errors`.
+    """The efficient profiles of a problem, the fastest first.
 
-    `seconds` are the whole model's. Both are the unfavourable ends, so each speedup is one that can be promised.
-    Where they are not `exact`, a profile may be faster than is listed by the resolution that was asked for.
+    Attributes
+    ----------
+    problem
+        The problem that they answer.
+    seconds
+        Array (profiles,): seconds of the whole model, the upper ends.
+    speedups
+        Array (profiles,), falling: the lower ends, so each speedup can be promised.
+    errors
+        Array (profiles,), falling: total errors.
+    exact
+        Whether these are exact. If not, a profile may be faster than listed, by up to the requested resolution.
     """
 
     problem: ModelTimes = field(repr=False, compare=False)
@@ -99,8 +116,11 @@ class TradeOffs:
     exact: bool = True
 
     @classmethod
-    def of(cls, problem: ModelTimes, resolution: float = 0.0) -> TradeOffs:
-        """Raises BadProblem where there are too many to list."""
+    def from_problem(cls, problem: ModelTimes, resolution: float = 0.0) -> TradeOffs:
+        """Return the trade-offs of a problem, merged within `resolution` seconds.
+
+        Raises BadProblem where there are too many to list.
+        """
         layers = frontier(problem.safe_seconds, problem.errors, resolution=resolution)
         seconds = layers.seconds + problem.fixed.high
         with np.errstate(divide="ignore"):
@@ -114,24 +134,24 @@ class TradeOffs:
         return len(self.seconds)
 
     def profile(self, i: int) -> Selection:
-        """The i-th profile; solved for on demand."""
+        """Return the i-th profile; it is solved for on demand."""
         return Selection(self.problem, self._layers.choice(i), float(self.errors[i]) if self.exact else -math.inf)
 
     def at(self, target: float) -> Selection:
-        """The profile of least error that is listed as at least `target` times as fast. Raises Infeasible."""
+        """Return the profile of least error with a listed speedup of at least `target`. Raises Infeasible."""
         budget = self.problem.budget(target)
         fast = np.flatnonzero(self.speedups >= target)
-        if not len(fast):  # only where seconds are listed too high
+        if not len(fast):  # only with a resolution, which rounds seconds up
             solution = solve(self.problem.safe_seconds, self.problem.errors, budget)
             return Selection(self.problem, solution.choice, solution.bound)
         return self.profile(int(fast[-1]))
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a profile: seconds, speedup, error."""
+        """Return a row for each profile: seconds, speedup, error."""
         import pandas as pd
 
         return pd.DataFrame({"seconds": self.seconds, "speedup": self.speedups, "error": self.errors})
 
     def plot(self) -> Any:
-        """Total error over speedup: a plotly figure."""
+        """Return a plotly figure: the total error over the speedup."""
         return plot_trade_offs(self.speedups, self.errors)

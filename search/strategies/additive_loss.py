@@ -6,8 +6,8 @@
 
 There are several priors, because relative output errors of unlike layers hardly compare: where few outputs are huge
 and always right, as in the Transformer layers that end a block, an error of 0.4% may cost as much as one of 25%
-elsewhere. See `layer_priors`. Each is trusted up to a factor a layer, which is what the published search draws at
-random, and within the layer up to a smaller one an option. Profiles determine all factors by Bayesian linear
+elsewhere. See `build_layer_priors`. Each is trusted up to a factor a layer, which is what the published search draws
+at random, and within the layer up to a smaller one an option. Profiles determine all factors by Bayesian linear
 regression, in the form of Gaussian processes: as many unknowns as profiles, however many options there are. No sum
 tells the whole loss, and the less the further a profile is from the best one: what lies between the loss and a sum is
 taken for noise that grows with that distance, so the fit is closest where the optimum is looked for.
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from search.knapsack.arrays import Choice, Floats, Places
+from search.knapsack.arrays import Choice, Floats, Indices
 
 OWN = 0.2
 """Standard deviation of an option's own factor."""
@@ -43,7 +43,7 @@ Prior = Sequence[Floats]
 """What options are thought to add, in any unit, an array >= 0 a layer."""
 
 
-def layer_priors(errors: Prior, sparsities: Prior) -> list[Prior]:
+def build_layer_priors(errors: Prior, sparsities: Prior) -> list[Prior]:
     """The measured errors; the same levelled, so that only their course within a layer counts; sparsities squared.
 
     All are of the same size in the middle, and zero for each layer's least.
@@ -93,7 +93,7 @@ class AdditiveLoss:
             result.append(np.maximum(w + self._spread**2 * correction, LEAST * self._scale * e.mean(axis=0)))
         return result
 
-    def _by_layer(self) -> Iterator[tuple[Floats, Places]]:
+    def _by_layer(self) -> Iterator[tuple[Floats, Indices]]:
         """Each layer's priors (priors, options), and the option that each profile has there."""
         return zip(self._layers, self._chosen.T, strict=True)
 

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from search.knapsack.arrays import BadProblem, Choice, Floats, Infeasible, Solution, sum_in_order
 from search.knapsack.one_budget import solve
-from search.problem.layers import Interval, Layer
+from search.problem.layers import Interval, LayerOptions
 from search.problem.problem import Problem
 
 WIDTH = 1.25
@@ -43,7 +43,7 @@ POLISHES = 4
 ROUNDING = 1e-12
 
 
-def upper(
+def compute_upper_seconds(
     seconds: Sequence[Floats], deviations: Sequence[Floats], choice: Sequence[int], shared: float = 0.0
 ) -> float:
     """The seconds that a profile does not pass with the wanted probability."""
@@ -51,7 +51,7 @@ def upper(
     return sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True)) + math.sqrt(shared * shared + squares)
 
 
-def tangent(
+def build_tangent(
     seconds: Sequence[Floats], deviations: Sequence[Floats], budget: float, shared: float, at: float
 ) -> tuple[list[Floats], float]:
     """Seconds of the options, and a budget for their sum, that no profile keeps without keeping `budget` itself."""
@@ -91,7 +91,7 @@ def solve_with_chance(
         """The deviation of a profile, which is kept if it keeps the budget."""
         nonlocal fastest
         *_, s = one = _of(t, d, errors, choice, shared)
-        fastest = min(fastest, needed := upper(t, d, choice, shared))
+        fastest = min(fastest, needed := compute_upper_seconds(t, d, choice, shared))
         if needed <= budget:
             found.append(one)
         return s
@@ -107,26 +107,26 @@ def solve_with_chance(
     cells = [(least, small), *itertools.pairwise(_cells(small, most))]
     for low, high in cells:
         s = max(small, math.sqrt(low * high))
-        within, room = tangent(t, d, budget, shared, s)
+        within, room = build_tangent(t, d, budget, shared, s)
         look(within, room)
         # Every profile that deviates by so much, and keeps the budget, keeps this.
         too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
         relaxed = look(within, room + too_high + ROUNDING * abs(budget))
         bounds += [relaxed.bound] if relaxed is not None else []
         for _ in range(POLISHES):  # the fastest profile near: by its own tangent it is exactly as fast as it is
-            within, _room = tangent(t, d, budget, shared, s)
+            within, _room = build_tangent(t, d, budget, shared, s)
             if (s := keep(tuple(int(np.argmin(layer)) for layer in within))) <= TINY:
                 break
     if not found:
         raise Infeasible(float(budget), fastest)
     best = min(found)
     for _ in range(POLISHES if best[3] > TINY else 0):
-        within, room = tangent(t, d, budget, shared, best[3])
+        within, room = build_tangent(t, d, budget, shared, best[3])
         try:
             better = _of(t, d, errors, solve(within, errors, room).choice, shared)
         except Infeasible:  # by a rounding: the best itself is on the tangent
             break
-        if not better < best or upper(t, d, better[2], shared) > budget:
+        if not better < best or compute_upper_seconds(t, d, better[2], shared) > budget:
             break
         best = better
     error, spent, choice, s = best
@@ -149,7 +149,7 @@ def _of(
     return error, spent, choice, math.hypot(shared, *(float(d[j]) for d, j in zip(deviations, choice, strict=True)))
 
 
-def apart(problem: Problem, target: float) -> Problem:
+def assume_independent_times(problem: Problem, target: float) -> Problem:
     """The problem with the upper ends that it has for this target if layers err on their own, not all together.
 
     What they share is in `fixed`, as it is once whole models were timed. Layers of one shape err alike, whatever
@@ -161,7 +161,7 @@ def apart(problem: Problem, target: float) -> Problem:
     """
     alike = Counter(part.shape for layer in problem.layers for part in layer.parts)
 
-    def deviation(layer: Layer) -> Floats:
+    def deviation(layer: LayerOptions) -> Floats:
         squares = [alike[part.shape] * (part.high - part.seconds) ** 2 for part in layer.parts]
         return np.asarray(np.sqrt(np.sum(squares, axis=0)))
 
@@ -176,12 +176,12 @@ def apart(problem: Problem, target: float) -> Problem:
         return problem
     around = s / 2 + shared * shared / (2 * s)
 
-    def narrowed(layer: Layer, deviation: Floats) -> Layer:
+    def narrowed(layer: LayerOptions, deviation: Floats) -> LayerOptions:
         own = layer.high - layer.seconds
         with np.errstate(over="ignore"):
             by_tangent = deviation**2 / (2 * s)
         share = np.divide(np.minimum(by_tangent, own), own, out=np.zeros_like(own), where=own > 0)
-        return layer.changed(lambda part: replace(
+        return layer.change_parts(lambda part: replace(
             part, low=part.seconds - share * (part.seconds - part.low),
             high=part.seconds + share * (part.high - part.seconds),
         ))  # fmt: skip

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from search.knapsack.arrays import BadProblem, Choice
 
-AT_ONCE = 8
+EVALUATED_TOGETHER = 8
 """Profiles handed to the judge together: what it can share out, and how finely time is watched."""
 
 
-class Judging(Protocol):
+class ProfileEvaluator(Protocol):
     """Who judges profiles: `batches` are the calibration data."""
 
     batches: int
@@ -29,7 +29,7 @@ class Judging(Protocol):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluatedProfile:
     """One profile that was judged in full: its loss, how it was found, and what had been spent by then."""
 
     choice: Choice
@@ -39,7 +39,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best profile, how it was found, and every full evaluation in the order made.
 
     `spent` counts evaluations, partial ones by their share; `out_of_time` says whether there was more to try.
@@ -48,16 +48,16 @@ class Found:
     choice: Choice
     loss: float
     found_by: str
-    trace: tuple[Evaluation, ...]
+    trace: tuple[EvaluatedProfile, ...]
     spent: float
     out_of_time: bool
 
 
-class Enough(Exception):
+class BudgetExhausted(Exception):
     """The evaluations that were allowed are used up, or the time is."""
 
 
-class Evaluations:
+class EvaluationBudget:
     """Asks the judge for a search, each profile once, and keeps the account.
 
     At most `allowed` evaluations on the first `batches` (all, if None); once there is a result, none begins when
@@ -67,7 +67,7 @@ class Evaluations:
 
     def __init__(
         self,
-        judge: Judging,
+        judge: ProfileEvaluator,
         allowed: int,
         *,
         batches: int | None = None,
@@ -84,24 +84,24 @@ class Evaluations:
         self._judge, self._tell = judge, tell
         self._deadline, self._clock = deadline, clock
         self._allowed = self._left = allowed * self.batches
-        self._trace: dict[Choice, Evaluation] = {}
+        self._trace: dict[Choice, EvaluatedProfile] = {}
         self._out_of_time = False
         known = known or {}
         for (choice, found_by), loss in zip(known.items(), judge.losses(list(known), self.batches), strict=True):
             self.known[choice] = self.batches
-            self._trace[choice] = Evaluation(choice, loss, found_by, 0.0)
+            self._trace[choice] = EvaluatedProfile(choice, loss, found_by, 0.0)
 
     @property
-    def best(self) -> Evaluation:
+    def best(self) -> EvaluatedProfile:
         """The least loss so far, the first of equal ones."""
         return min(self._trace.values(), key=lambda one: one.loss)
 
     @property
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """What came of it so far."""
         best = self.best
         trace = tuple(self._trace.values())
-        return Found(best.choice, best.loss, best.found_by, trace, self._spent, self._out_of_time)
+        return SearchResult(best.choice, best.loss, best.found_by, trace, self._spent, self._out_of_time)
 
     def losses(
         self, choices: Sequence[Choice], batches: int | None = None, found_by: str | None = None
@@ -109,7 +109,8 @@ class Evaluations:
         """The mean loss of each profile over the first `batches` (all, if None).
 
         Those judged on all may be the search's result where `found_by` says how they were found; without, they were
-        asked for to learn from. Raises Enough when not all may be asked for; those that may are judged before.
+        asked for to learn from. Raises BudgetExhausted when not all may be asked for; those that may are judged
+        before.
         """
         count = batches or self.batches
         enters = count == self.batches and found_by is not None
@@ -118,25 +119,25 @@ class Evaluations:
             for choice in dict.fromkeys(choices)
             if self.known.get(choice, 0) < count or (enters and choice not in self._trace)
         ]
-        for start in range(0, len(new), AT_ONCE):
-            self._ask(new[start : start + AT_ONCE], count, found_by if enters else None)
+        for start in range(0, len(new), EVALUATED_TOGETHER):
+            self._ask(new[start : start + EVALUATED_TOGETHER], count, found_by if enters else None)
         return self._judge.losses(choices, count)
 
     def _ask(self, choices: Sequence[Choice], batches: int, found_by: str | None) -> None:
         if self._trace and self._clock() >= self._deadline:
             self._out_of_time = True
-            raise Enough
+            raise BudgetExhausted
         costs = [max(0, batches - self.known.get(choice, 0)) for choice in choices]
         within = choices[: sum(cost <= self._left for cost in itertools.accumulate(costs))]
         for choice, cost, loss in zip(within, costs, self._judge.losses(within, batches), strict=False):
             self._left -= cost
             self.known[choice] = max(batches, self.known.get(choice, 0))
             if found_by is not None:
-                self._trace[choice] = Evaluation(choice, loss, found_by, self._spent)
+                self._trace[choice] = EvaluatedProfile(choice, loss, found_by, self._spent)
         if self._trace:
             self._tell(self._spent, self.best.loss)
         if len(within) < len(choices):
-            raise Enough
+            raise BudgetExhausted
 
     @property
     def _spent(self) -> float:

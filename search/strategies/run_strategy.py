@@ -17,14 +17,14 @@ from dataclasses import replace
 import numpy as np
 
 from search.knapsack.arrays import Choice, Floats
-from search.problem.layers import every_option
-from search.problem.priors import quadratic_prior
+from search.problem.layers import list_options
+from search.problem.priors import build_quadratic_prior
 from search.problem.problem import Problem
 from search.progress import Progress
-from search.strategies.additive_loss import layer_priors
-from search.strategies.evaluation_budget import Enough, Evaluations, Found, Judging
-from search.strategies.spdy import spdy_search
-from search.strategies.staged import staged_search
+from search.strategies.additive_loss import build_layer_priors
+from search.strategies.evaluation_budget import BudgetExhausted, EvaluationBudget, ProfileEvaluator, SearchResult
+from search.strategies.spdy import run_spdy_search
+from search.strategies.staged import run_staged_search
 
 STRATEGIES = ("staged", "spdy", "once", "uniform")
 
@@ -37,11 +37,11 @@ STARTS = 2
 """Uniform profiles that the staged search begins with."""
 
 
-def find(
+def run_strategy(
     strategy: str,
     problem: Problem,
     target: float,
-    judge: Judging,
+    judge: ProfileEvaluator,
     *,
     seed: int,
     evaluations: int,
@@ -51,7 +51,7 @@ def find(
     deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
     progress: Progress = lambda what, done, total: None,
-) -> Found:
+) -> SearchResult:
     """The profile of least loss that `strategy` finds for a speedup of `target`.
 
     It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
@@ -72,22 +72,22 @@ def find(
         """Whether what was found so may be this strategy's find: the published search has no start but its own."""
         return found_by == "spdy" if strategy == "spdy" else strategy != "once"
 
-    account = Evaluations(
+    account = EvaluationBudget(
         judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
         known={choice: found_by for choice, found_by in (known or {}).items() if counts(found_by) and fits(choice)},
     )  # fmt: skip
-    with contextlib.suppress(Enough):
+    with contextlib.suppress(BudgetExhausted):
         if strategy == "uniform":
             account.losses(problem.uniform_profiles(target) or [problem.best_uniform(target)], found_by="uniform")
         elif strategy == "once":
             account.losses([problem.solve(target).choice], found_by="solve once")
         elif strategy == "spdy":
-            spdy_search(account, solver, quadratic_priors(problem), rng)
+            run_spdy_search(account, solver, build_quadratic_priors(problem), rng)
         else:
             starts = problem.uniform_profiles(target)[:STARTS]
             sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
-            priors = layer_priors(problem.errors, sparsities)
-            staged_search(account, solver, priors, rng, starts=starts)
+            priors = build_layer_priors(problem.errors, sparsities)
+            run_staged_search(account, solver, priors, rng, starts=starts)
     found = account.found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
     ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
@@ -100,10 +100,10 @@ def find(
     return replace(found, choice=best.choice, loss=loss, found_by=best.found_by)
 
 
-def quadratic_priors(problem: Problem) -> list[Floats]:
+def build_quadratic_priors(problem: Problem) -> list[Floats]:
     """The published priors, an array a layer: by the place of each sparsity among all that any layer has.
 
     That is a grid of those that are left where options were left out that cannot pay.
     """
-    grid = [option.sparsity for option in every_option(problem.layers)]
-    return [quadratic_prior([option.sparsity for option in layer.options], grid) for layer in problem.layers]
+    grid = [option.sparsity for option in list_options(problem.layers)]
+    return [build_quadratic_prior([option.sparsity for option in layer.options], grid) for layer in problem.layers]

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.knapsack.arrays import Choice, Floats, Solver
-from search.strategies.evaluation_budget import Evaluations
+from search.strategies.evaluation_budget import EvaluationBudget
 
 DRAWS = 100
 TRIALS = 100
 NEIGHBOURHOOD = 0.1
 
 
-def spdy_search(
-    evaluations: Evaluations,
+def run_spdy_search(
+    evaluations: EvaluationBudget,
     solver: Solver,
     prior: Sequence[Floats],
     rng: np.random.Generator,
@@ -38,7 +38,7 @@ def spdy_search(
     """Search profiles of `solver` until nothing is left to try; `evaluations` keeps what was found.
 
     `solver` knows the budget; `prior` (errors >= 0) holds an array a layer. The same `rng` state gives the same
-    search. Raises Enough when `evaluations` are used up before, and what `solver` raises.
+    search. Raises BudgetExhausted when `evaluations` are used up before, and what `solver` raises.
     """
     layers = len(prior)
 

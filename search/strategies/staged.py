@@ -15,7 +15,7 @@ import numpy as np
 
 from search.knapsack.arrays import Choice, Solver
 from search.strategies.additive_loss import AdditiveLoss, Prior
-from search.strategies.evaluation_budget import Evaluations
+from search.strategies.evaluation_budget import EvaluationBudget
 
 WIDTH = 8
 """Profiles a round."""
@@ -31,8 +31,8 @@ TRIES = 60
 """A draw that leads to a known profile is followed by one from a wider posterior, so often in a round."""
 
 
-def staged_search(
-    evaluations: Evaluations,
+def run_staged_search(
+    evaluations: EvaluationBudget,
     solver: Solver,
     priors: Sequence[Prior],
     rng: np.random.Generator,
@@ -43,8 +43,8 @@ def staged_search(
 
     `solver` knows the budget; `priors` are what options may add to the loss, the measured errors first. What it makes
     of each prior alone, and the `starts`, which keep the budget, are judged in full: the result is no worse than any
-    of them. The same `rng` state gives the same search. Raises Enough when `evaluations` are used up before, and what
-    `solver` raises.
+    of them. The same `rng` state gives the same search. Raises BudgetExhausted when `evaluations` are used up before,
+    and what `solver` raises.
     """
     least = tuple(int(np.argmin(e)) for e in priors[0])
     for prior in priors:
@@ -70,7 +70,7 @@ def staged_search(
         _race(evaluations, candidates)
 
 
-def _race(evaluations: Evaluations, candidates: Sequence[Choice]) -> None:
+def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
     """Judge all on few batches, and ever fewer on ever more."""
     pool = list(candidates)
     for part in STAGES:
@@ -81,7 +81,7 @@ def _race(evaluations: Evaluations, candidates: Sequence[Choice]) -> None:
         pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda one: one[0])]
 
 
-def _learnt(evaluations: Evaluations, priors: Sequence[Prior], base: Choice, few: int) -> AdditiveLoss:
+def _learnt(evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, few: int) -> AdditiveLoss:
     """The model of what profiles add to the loss of `base`, by what was judged so far."""
     best = evaluations.best.choice
     (of_base,), (of_best,) = evaluations.losses([base], few), evaluations.losses([best], few)

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from latbench.base.files import cache_folder, write_atomically
+from latbench.base.files import find_cache_folder, write_atomically
 
 Batch = tuple[Tensor, Tensor]
 
@@ -147,7 +147,7 @@ def _splits() -> dict[str, Batch]:
     The images are kept beside the weights. scikit-learn has them, but takes a second to import, and each engine of
     each timing is a process that needs them.
     """
-    path = cache_folder() / "tasks" / f"images-{TEST_IMAGES}.safetensors"
+    path = find_cache_folder() / "tasks" / f"images-{TEST_IMAGES}.safetensors"
     try:
         parts = load_file(path)
         return {part: (parts[f"{part} images"], parts[f"{part} labels"]) for part in ("train", "test")}
@@ -213,7 +213,7 @@ def _train(network: nn.Module) -> None:
 
 def _cached_weights() -> Path:
     digest = hashlib.sha256(json.dumps(asdict(TRAINING), sort_keys=True).encode()).hexdigest()[:12]
-    return cache_folder() / "tasks" / f"digits-{digest}.safetensors"
+    return find_cache_folder() / "tasks" / f"digits-{digest}.safetensors"
 
 
 def _load_weights(network: nn.Module, path: Path) -> bool:

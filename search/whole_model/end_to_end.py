@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from latbench.errors import LatbenchError
-from latbench.machines import devices
-from latbench.runners.device_lock import device_lock
-from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
-from latbench.sweeping.core_placement import Placement
+from latbench.machines.devices import hash_machine, name_cpu
+from latbench.runners.device_lock import lock_device
+from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
+from latbench.sweeping.core_placement import CorePlacement
 from latbench.timing.sampling import Burst
 from search.progress import Progress
 from search.whole_model.quiet_rounds import (
@@ -108,12 +108,12 @@ DEFAULT_SCHEDULE = RoundSchedule()
 
 
 def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
-    """Lock this machine's CPU exclusively; report to `progress` who holds it. Raise what `device_lock` raises."""
+    """Lock this machine's CPU exclusively; report to `progress` who holds it. Raise what `lock_device` raises."""
 
     def waiting(holder: str) -> None:
         progress(f"waiting: {holder}", None, None)
 
-    return device_lock(devices.cpu_device(), devices.machine_hash(), waiting=waiting)
+    return lock_device(name_cpu(), hash_machine(), waiting=waiting)
 
 
 def time_engines(
@@ -159,7 +159,7 @@ def time_engines(
         # Entered first, left last: a worker dies with the thread that started it.
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
         workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
-        placement = Placement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
+        placement = CorePlacement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
         timing = _EngineTiming(
             engines, _Workers(workers, placement, pool, folder), required, schedule, known or {},
             order or np.random.default_rng(0), progress,
@@ -173,7 +173,7 @@ class _Workers(NamedTuple):
     """The processes of the engines, the placement of their cores, and a folder that they share."""
 
     processes: Mapping[str, Worker]
-    placement: Placement
+    placement: CorePlacement
     pool: Executor
     folder: str
 
@@ -256,7 +256,7 @@ class _EngineTiming:
         self._progress("timing whole models in turns", done, total)
         return True
 
-    def _time_round(self, prepared: Mapping[str, Prepared]) -> Round | None:
+    def _time_round(self, prepared: Mapping[str, PreparedTask]) -> Round | None:
         """Return a burst of each engine, taken in a shuffled order; None if an engine failed and was left out."""
         turns = list(prepared)
         self._order.shuffle(turns)
@@ -277,9 +277,9 @@ class _EngineTiming:
 
 def _build_engines(
     engines: Mapping[str, ModelEngine], workers: _Workers
-) -> tuple[dict[str, Prepared], dict[str, Exception]]:
+) -> tuple[dict[str, PreparedTask], dict[str, Exception]]:
     """Build all engines in new processes, different workers at the same time; return the built and the failed."""
-    prepared: dict[str, Prepared] = {}
+    prepared: dict[str, PreparedTask] = {}
     failed: dict[str, Exception] = {}
 
     def build(name_of_worker: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
 from search.backends import OWN
@@ -181,7 +181,7 @@ def build_dense_numba_bf16(reference: str, threads: int) -> Run:
 def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load_task(reference)
     model, inputs = task.model(), task.example()
-    traced, _ = workloads.trace(model, inputs)
+    traced, _ = trace_model(model, inputs)
     choices = in_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
     return _run_in_inference_mode(convert(model, choices, inputs), inputs, threads)
 

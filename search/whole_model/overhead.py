@@ -24,10 +24,18 @@ import numpy as np
 
 from latbench import backends
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from search.backends import OWN, Deployment
 from search.knapsack.arrays import Choice, Floats, sum_in_order
-from search.problem.layers import DENSE, Interval, Layer, Option, every_option, options_of, uniform_choice
+from search.problem.layers import (
+    DENSE,
+    Interval,
+    LayerOptions,
+    Option,
+    build_uniform_choice,
+    expand_choice,
+    list_options,
+)
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
@@ -79,7 +87,7 @@ class WholeModel:
         """The speedup if the searched layers took no time; None if nothing remains then."""
         return self.dense[self.dense_engine].value / self.fixed.value if self.fixed.value > 0 else None
 
-    def build_problem(self, layers: tuple[Layer, ...]) -> Problem:
+    def build_problem(self, layers: tuple[LayerOptions, ...]) -> Problem:
         """Return the problem of these layers, with their seconds in the network and the fixed seconds."""
         engine = self.dense_engine
 
@@ -87,7 +95,7 @@ class WholeModel:
             return np.maximum(self.scale * seconds - self.saved, MIN_SCALE * self.scale * seconds)
 
         placed = (
-            layer.changed(
+            layer.change_parts(
                 lambda it: replace(
                     it, seconds=in_network(it.seconds), low=in_network(it.low), high=in_network(it.high)
                 )
@@ -99,7 +107,7 @@ class WholeModel:
 
 def time_probe_profiles(
     task: Task,
-    layers: Sequence[Layer],
+    layers: Sequence[LayerOptions],
     deployment: Deployment,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
@@ -143,18 +151,18 @@ def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> 
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
     versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
     return {
-        "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
+        "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": deployment.threads, "backend": deployment.backend,
         "engines": {"kernels": str(kernel_cache.VERSION), **versions},
     }  # fmt: skip
 
 
-def name_options(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
+def name_options(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, tuple[str, float]]:
     """Return layer name -> (pattern, sparsity), with tied layers one by one."""
-    return {name: (it.pattern, it.sparsity) for name, it in options_of(layers, choice).items()}
+    return {name: (it.pattern, it.sparsity) for name, it in expand_choice(layers, choice).items()}
 
 
-def find_choice(layers: Sequence[Layer], options: OptionsByLayer) -> Choice:
+def find_choice(layers: Sequence[LayerOptions], options: OptionsByLayer) -> Choice:
     """Return the choice that `name_options` turns into `options`. Raises BadData for an unknown layer or option."""
     if missing := {layer.name for layer in layers} ^ set(options):
         raise BadData(f"the profile has other layers than the search: {', '.join(sorted(missing)[:3])}")
@@ -167,10 +175,11 @@ def find_choice(layers: Sequence[Layer], options: OptionsByLayer) -> Choice:
     return tuple(choice)
 
 
-def select_probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
+def select_probe_profiles(layers: Sequence[LayerOptions]) -> dict[str, Choice]:
     """Return the all-dense profile, the fastest uniform one, and one uniform profile about half way between them."""
     choices = {
-        f"{option.pattern} {option.sparsity:g}": uniform_choice(layers, option) for option in every_option(layers)
+        f"{option.pattern} {option.sparsity:g}": build_uniform_choice(layers, option)
+        for option in list_options(layers)
     }
     seconds = {label: sum_layer_seconds(layers, choice) for label, choice in choices.items()}
     dense = f"{DENSE} 0"
@@ -179,12 +188,12 @@ def select_probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
     return {label: choices[label] for label in dict.fromkeys([dense, half, fastest])}
 
 
-def sum_layer_seconds(layers: Sequence[Layer], choice: Choice) -> float:
+def sum_layer_seconds(layers: Sequence[LayerOptions], choice: Choice) -> float:
     """Return the sum of the layers' predicted seconds, each on its own."""
     return sum_in_order(layer.seconds[j] for layer, j in zip(layers, choice, strict=True))
 
 
-def fit_whole_model(layers: Sequence[Layer], session: Session, coverage: float) -> WholeModel:
+def fit_whole_model(layers: Sequence[LayerOptions], session: Session, coverage: float) -> WholeModel:
     """Fit the line to the session's profiles. Raises BadData for options that `layers` do not have.
 
     Parameters

@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from cpu_kernels import Key, Measured, engines, measure
 
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import read_workload
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 
@@ -85,13 +85,13 @@ def over_peers(found: list[Measured], goals: Iterable[Goal], each: bool) -> None
 
 def linear_shapes(tokens: int) -> list[LinearShape]:
     """The layers of the bundled workload, with so many tokens."""
-    shapes = [layer.shape for layer in workloads.load("cpu_kernels").layers]
+    shapes = [layer.shape for layer in read_workload("cpu_kernels").layers]
     return [LinearShape(shape.m, shape.k, tokens) for shape in shapes]
 
 
 def convolutions(workload: str) -> list[Shape]:
     """The distinct 1x1 and 3x3 layers."""
-    shapes = dict.fromkeys(layer.shape for layer in workloads.load(workload).layers)
+    shapes = dict.fromkeys(layer.shape for layer in read_workload(workload).layers)
     return [shape for shape in shapes if isinstance(shape, Conv2dShape) and shape.kh in (1, 3)]
 
 

@@ -44,9 +44,9 @@ import numpy as np
 from latbench.backends import copies_for, deepsparse_environment, synthetic_layer
 from latbench.errors import LatbenchError
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.core_placement import Placement
-from latbench.workloads import workload as workloads
+from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
+from latbench.workloads.workload import read_workload
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels.image_layout import copy
 from sparse_kernels.cpu.kernels.transpose_tiles import blocked
@@ -215,7 +215,7 @@ class Peers:
     """The pipe to each engine's process; and whether this machine's cores are together just now."""
 
     pipes: dict[str, Connection]
-    placement: Placement
+    placement: CorePlacement
 
     def together(self, timed: Callable[[], float]) -> float:
         """The seconds of a block that was timed while cores were together, or of the last try."""
@@ -238,7 +238,7 @@ def engines(threads: int, bf16: bool = False) -> Iterator[Peers]:
         context.Process(target=worker, args=(far, argument, threads), daemon=True).start()
     try:
         with Worker(threads=threads, name="reference") as worker:
-            yield Peers(pipes, Placement(worker, threads))
+            yield Peers(pipes, CorePlacement(worker, threads))
     finally:
         for pipe in pipes.values():
             pipe.send(None)
@@ -432,7 +432,7 @@ def main() -> None:
         *(conv if arguments.only != "linear" else []),
     ]
     if arguments.workload:
-        found = dict.fromkeys(layer.shape for layer in workloads.load(arguments.workload).layers)
+        found = dict.fromkeys(layer.shape for layer in read_workload(arguments.workload).layers)
         kinds = {"conv": Conv2dShape, "linear": LinearShape}
         shapes = [shape for shape in found if arguments.only is None or isinstance(shape, kinds[arguments.only])]
     if arguments.shape:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from latbench.errors import PromiseMissed
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
@@ -65,7 +65,7 @@ def main() -> None:
     )
     request = SearchRequest(
         Promise(LEAST, arguments.risk),
-        Deployment(devices.cores()),
+        Deployment(count_cores()),
         CandidateOptions(tuple(arguments.patterns.split(",")) if arguments.patterns else None),
         SearchPlan(evaluations=arguments.evaluations, batches=arguments.batches),
     )

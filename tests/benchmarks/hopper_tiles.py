@@ -18,8 +18,9 @@ from latbench.backends import gpu_layers as layers
 from latbench.backends import on_gpu, torch_gpu
 from latbench.backends.gpu_layers import GpuLayer
 from latbench.sweeping import gpu_points as points
-from latbench.timing import gpu_drivers as drivers
-from latbench.timing import gpu_events as timing
+from latbench.sweeping.gpu_points import build_gpu_point
+from latbench.timing.gpu_drivers import open_cupy_driver
+from latbench.timing.gpu_events import Call, TimingMode, build_event_timer
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import nm_sm90, plan, sm90, vector_sm90
 from sparse_kernels.cuda.machine import CupyMachine
@@ -30,16 +31,16 @@ from sparse_kernels.shapes import LinearShape
 
 SECONDS = 0.1  # of samples, each form
 SPLITS = (1, 2, 4)
-MODE = timing.Mode("rotated", "graph")
+MODE = TimingMode("rotated", "graph")
 
 
 def dense_seconds(shape: LinearShape) -> tuple[float, str]:
     """The fastest of cuBLAS and cuBLASLt in both layouts, and its name."""
     found = []
     for kernel in points.DENSE:
-        point = points.point("gpu", shape, Dense(), 0.0, kernel)
+        point = build_gpu_point("gpu", shape, Dense(), 0.0, kernel)
         engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
-        timer = timing.prepare(engine.calls, engine.driver, MODE)
+        timer = build_event_timer(engine.calls, engine.driver, MODE)
         found.append((float(np.median(timer.burst(SECONDS).samples)), engine.kernel))
     return min(found)
 
@@ -63,14 +64,14 @@ def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.Kerne
 
 def calls_of(
     program: sm90.HopperProgram, kernel: sm90.Kernel, splits: int, point: Point, layer: GpuLayer, machine: CupyMachine
-) -> list[timing.Call]:
+) -> list[Call]:
     """Calls of one form on copies of their own, each of which returns its result."""
     import cupy
 
     shape = point.shape
-    driver = drivers.cupy_driver()
+    driver = open_cupy_driver()
 
-    def call() -> timing.Call:
+    def call() -> Call:
         own = plan.CudaPlan(
             Chosen(program, kernel, splits), machine, (shape.k, None), (shape.m, None), "float16", kernel.function,
             "feature_major",
@@ -97,14 +98,14 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
     """A line for each form of one layer. Raises WrongResult."""
     import cupy
 
-    point = points.point("gpu", shape, pattern, sparsity, points.OURS[0])
+    point = build_gpu_point("gpu", shape, pattern, sparsity, points.OURS[0])
     layer, machine = layers.synthetic_layer(point), CupyMachine.current()
-    driver = drivers.cupy_driver()
+    driver = open_cupy_driver()
     weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))
     for program in programs_of(layer, shape.n, machine):
         for name, kernel, splits in forms(program, shape.n):
             calls = calls_of(program, kernel, splits, point, layer, machine)
-            timer = timing.prepare(calls, driver, MODE)
+            timer = build_event_timer(calls, driver, MODE)
             seconds = float(np.median(timer.burst(SECONDS).samples))
             results = [call() for call in calls]
             for result in results:

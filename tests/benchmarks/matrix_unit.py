@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, conv2d_run, least
 
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import read_workload
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.plans import conv2d, linear
@@ -100,7 +100,7 @@ def main() -> None:
     if not host().matrix:
         sys.exit("this processor has no matrix unit")
     numba.set_num_threads(given.threads)
-    shapes = list(dict.fromkeys(layer.shape for layer in workloads.load(given.workload).layers))
+    shapes = list(dict.fromkeys(layer.shape for layer in read_workload(given.workload).layers))
     for n, spec in itertools.product(map(int, given.tokens.split(",")), given.patterns.split(",")):
         dense = isinstance(parse(spec), Dense)
         for sparsity in [0.0] if dense else [float(each) for each in given.sparsities.split(",")]:

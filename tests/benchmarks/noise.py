@@ -29,16 +29,16 @@ import numpy as np
 import pandas as pd
 
 from latbench import backends
-from latbench.machines import devices
+from latbench.machines.devices import count_cores, name_cpu
 from latbench.runners.worker_process import Worker
-from latbench.sweeping import sweep, sweep_machine
-from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping import sweep_machine
+from latbench.sweeping.settings import SweepOptions, SweepSettings
+from latbench.sweeping.sweep import run_sweep
 from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
 from latbench.tables.table import read_table, select_timed
-from latbench.workloads import points as plan
-from latbench.workloads import workload as workloads
-from latbench.workloads.points import Point
+from latbench.workloads.points import Point, parse_patterns
+from latbench.workloads.workload import read_workload
 
 HERE = str(Path(__file__).resolve())
 WORK = (
@@ -53,10 +53,10 @@ WORK = (
 
 def chosen(count: int, threads: int) -> list[Point]:
     """`count` points of five layers of BERT and Transformer."""
-    shapes = list(dict.fromkeys(layer.shape for layer in workloads.load("cpu_kernels").layers))
-    device = devices.cpu_device()
+    shapes = list(dict.fromkeys(layer.shape for layer in read_workload("cpu_kernels").layers))
+    device = name_cpu()
     points = [
-        Point(device, backend, kernel, shape, plan.parse_patterns([pattern])[0], sparsity, threads)
+        Point(device, backend, kernel, shape, parse_patterns([pattern])[0], sparsity, threads)
         for backend, kernel, pattern, sparsity in WORK
         for shape in shapes
     ]
@@ -115,7 +115,9 @@ def measured(points: Sequence[Point], threads: int, settings: SweepSettings, see
     """
     with tempfile.TemporaryDirectory() as folder:
         machine = CpuMachine(threads)
-        sweep.run(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
+        run_sweep(
+            Path(folder), lambda table: points, machine=machine, settings=settings, options=SweepOptions(seed=seed)
+        )
         rows = read_table(Path(folder))
     taken = rows["sample_count"].fillna(0) + rows["discarded_samples"].fillna(0)
     spent = (taken * rows["inner_loops"] * rows["mean_seconds"]).groupby(rows["point_id"]).sum()
@@ -239,7 +241,7 @@ def main() -> None:
     parser.add_argument("what", choices=list(VERBS))
     parser.add_argument("--points", type=int, default=30)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=devices.cores())
+    parser.add_argument("--threads", type=int, default=count_cores())
     parser.add_argument("--seconds", type=float, default=SweepSettings.max_seconds, help="most seconds a point")
     parser.add_argument("--sessions", type=int, default=SweepSettings.sessions, help="as of `latbench sweep`")
     parser.add_argument("--error", type=float, default=SweepSettings.rel_error, help="error at which a point ends")

@@ -17,7 +17,7 @@ import numpy as np
 
 from latbench.backends import synthetic_layer
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.core_placement import Placement
+from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import parse
 from sparse_kernels.planner import prepare_conv2d
@@ -39,7 +39,7 @@ def main() -> None:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     changes, before = 0, False
     with Worker(threads=given.threads, name="reference") as worker:
-        placement = Placement(worker, given.threads)
+        placement = CorePlacement(worker, given.threads)
         end = time.perf_counter() + given.seconds
         while time.perf_counter() < end:
             calls = []

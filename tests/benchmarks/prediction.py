@@ -28,7 +28,7 @@ import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
 from cost_models.features import Physics
 from cost_models.rows import count_shapes
-from latbench.importers import kernel_timings
+from latbench.importers.kernel_timings import read_kernel_timings
 from latbench.importers.text_formats import read_spdy
 
 Truth = tuple[pd.DataFrame, np.ndarray]
@@ -42,7 +42,7 @@ def data() -> Path:
 def neusight_table(gpu: str) -> Truth:
     """The linear layers of one GPU."""
     file = data() / "neusight_kernels" / "linear_train.csv.gz"
-    rows, _ = kernel_timings.read("neusight", file, only={"Device": gpu})
+    rows, _ = read_kernel_timings("neusight", file, only={"Device": gpu})
     X = pd.DataFrame(rows).drop(columns=["samples_seconds", "kernel_used"])
     return X, np.array([np.median(row["samples_seconds"]) for row in rows])
 

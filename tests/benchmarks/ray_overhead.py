@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from latbench.runners.ray_nodes import ADDRESS, RayNodes
-from latbench.runners.worker import resolve
-from latbench.sweeping import cluster as nodes
-from latbench.sweeping import sweep
+from latbench.runners.ray_nodes import ADDRESS_VARIABLE, RayNodes
+from latbench.runners.worker import load_function
+from latbench.sweeping.cluster import ClusterSite
 from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.sweep import run_sweep, run_sweep_on_cluster
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -44,21 +44,21 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         cluster = Cluster(True, head_node_args={"num_cpus": 0, **small})
         try:
-            os.environ[ADDRESS] = cluster.address
+            os.environ[ADDRESS_VARIABLE] = cluster.address
             cluster.add_node(num_cpus=1, num_gpus=1, resources={"accelerator_type:A100": 1}, **small)
-            machine = resolve(MACHINE)()
+            machine = load_function(MACHINE)()
             wanted = points(machine.device)
             for number in range(ROUNDS):
                 began = time.perf_counter()
-                sweep.run(Path(folder, f"here{number}"), lambda table: wanted, machine=machine, settings=QUICK)
+                run_sweep(Path(folder, f"here{number}"), lambda table: wanted, machine=machine, settings=QUICK)
                 here.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 with RayNodes("a100") as taken:
-                    taken.ask("latbench.sweeping.cluster:sources")
+                    taken.ask("latbench.sweeping.cluster:hash_sources")
                     starts.append(time.perf_counter() - began)
                     began = time.perf_counter()
-                    where = nodes.Elsewhere(taken, machine.device, (MACHINE,), 0, QUICK)
-                    sweep.spread(
+                    where = ClusterSite(taken, machine.device, (MACHINE,), 0, QUICK)
+                    run_sweep_on_cluster(
                         Path(folder, f"there{number}"), lambda table: wanted, elsewhere=where, settings=QUICK
                     )
                     there.append(time.perf_counter() - began)

@@ -22,7 +22,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.backends import Deployment
@@ -36,8 +36,8 @@ from search.pipeline.search_setup import set_up_search
 from search.problem.calibration import ignore_intervals
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
-from search.strategies.evaluation_budget import Found, Judging
-from search.strategies.run_strategy import find, quadratic_priors
+from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
+from search.strategies.run_strategy import build_quadratic_priors, run_strategy
 from search.task import load_task
 
 TASKS = Path(__file__).parents[1] / "tasks"
@@ -68,15 +68,15 @@ def __getattr__(name: str) -> Fewer:
 BATCHES = {"resnet20": 4, "minilm": 4}  # of 128 images, of 32 sentences
 
 
-def reached(found: Found, loss: float) -> float:
+def reached(found: SearchResult, loss: float) -> float:
     """The evaluations spent when the search was first as good as `loss`."""
     return next((one.spent for one in found.trace if one.loss <= loss), math.inf)
 
 
 def compare(
-    every: tuple[Problem, Judging],
+    every: tuple[Problem, ProfileEvaluator],
     problem: Problem,
-    evaluator: Judging,
+    evaluator: ProfileEvaluator,
     target: float,
     label: str,
     seeds: int,
@@ -88,14 +88,14 @@ def compare(
     `every` is the problem with every option, and its evaluator, for uniform profiles; the others leave out what is
     hopeless.
     """
-    uniform = find("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
-    quadratic = solve(problem.safe_seconds, quadratic_priors(problem), problem.budget(target)).choice
+    uniform = run_strategy("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    quadratic = solve(problem.safe_seconds, build_quadratic_priors(problem), problem.budget(target)).choice
     (solved_quadratic,) = evaluator.losses([quadratic], evaluator.batches)
-    solved = find("once", problem, target, evaluator, seed=0, evaluations=1).loss
+    solved = run_strategy("once", problem, target, evaluator, seed=0, evaluations=1).loss
     found = []
     for seed in range(seeds):
         published, ours = (
-            find(strategy, problem, target, evaluator, seed=seed, evaluations=allowed)
+            run_strategy(strategy, problem, target, evaluator, seed=seed, evaluations=allowed)
             for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss), reached(published, published.loss)
@@ -127,7 +127,7 @@ def main() -> None:
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     workers = Workers(given.processes)
     request = SearchRequest(
-        Promise(1.0), Deployment(devices.cores()), plan=SearchPlan(strategy="uniform"), workers=workers
+        Promise(1.0), Deployment(count_cores()), plan=SearchPlan(strategy="uniform"), workers=workers
     )
     setup = set_up_search(inputs, request)
     every, evaluate_every = ignore_intervals(setup.problem), setup.evaluator

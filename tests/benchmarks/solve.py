@@ -24,10 +24,8 @@ import numpy as np
 from scipy import optimize, sparse
 
 from latbench.importers.text_formats import read_spdy
-from search import Infeasible, Solution
-from search.knapsack import one_budget as solve
-from search.knapsack import pareto as frontier
-from search.problem.priors import quadratic_prior
+from search import Infeasible, Solution, frontier, solve
+from search.problem.priors import build_quadratic_prior
 
 DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -143,7 +141,7 @@ def published(
         table = read_spdy(path)
         timed = [points for points in table.layers.values() if points]
         seconds = [np.array([t for t, _ in points]) for points in timed]
-        prior = [np.asarray(quadratic_prior([s for _, s in points])) for points in timed]
+        prior = [np.asarray(build_quadratic_prior([s for _, s in points])) for points in timed]
         of_table = Tally()
         for target in targets:
             budget = table.base / target - table.fixed

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.core_placement import Placement
+from latbench.sweeping.core_placement import CorePlacement
 from search.backends import OWN, Deployment
 from search.pipeline.search_setup import list_prunable_layers
 from search.task import Task, load_task
@@ -105,7 +105,7 @@ def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, fl
         return [*seconds]
 
     with torch.inference_mode(), Worker(threads=threads, name="reference") as worker:
-        placement = Placement(worker, threads)
+        placement = CorePlacement(worker, threads)
         rounds = [placement.together(a_round, MAX_BURST_TRIES)[0] for _ in range(40)]
     return float(np.median(np.array(rounds), axis=0).sum())
 

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from sklearn.base import clone
 
 from cost_models import Boosted, MixedModes, Unanchored, Uncalibrated, hold_outs, validate, validate_held_out
-from latbench.importers import kernel_timings
+from latbench.importers.kernel_timings import read_kernel_timings
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]
@@ -225,7 +225,7 @@ def test_it_is_a_scikit_learn_estimator() -> None:
 @pytest.mark.slow
 def test_published_gpu_timings_of_unseen_shapes_are_met(data: Path) -> None:
     file = data / "neusight_kernels" / "linear_train.csv.gz"
-    rows, _ = kernel_timings.read("neusight", file, only={"Device": "NVIDIA A100-PCIE-40GB"})
+    rows, _ = read_kernel_timings("neusight", file, only={"Device": "NVIDIA A100-PCIE-40GB"})
     X = pd.DataFrame(rows).drop(columns="samples_seconds")
     y = np.array([np.median(row["samples_seconds"]) for row in rows])
     figures = validate(Boosted().fit(X, y), X, y, 0.9)

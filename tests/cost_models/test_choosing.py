@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +12,7 @@ from cost_models.choosing import ANCHORS, Adaptive, anchors
 from latbench.errors import BadData
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
-from latbench.workloads import points as plan
-from latbench.workloads.points import FINE_SPARSITIES, Point
+from latbench.workloads.points import FINE_SPARSITIES, Point, PointSetup, select_points
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import LinearShape, Shape
 
@@ -150,8 +148,8 @@ def test_patterns_of_one_sparsity_have_one_anchor() -> None:
 
 
 def test_the_command_lines_points_are_anchored_by_six_a_curve() -> None:
-    chosen: dict[str, Any] = {"device": "a-cpu", "threads": 1, "backends": ["numba"], "usual": FINE_SPARSITIES}
-    every = plan.select(["transformer-base"], ["vector:32"], [], **chosen)
+    setup = PointSetup("a-cpu", threads=1, backends=["numba"])
+    every = select_points(["transformer-base"], ["vector:32"], [], setup, default_sparsities=FINE_SPARSITIES)
     curves = len({point.shape for point in every})
     assert len(every) == curves * len(FINE_SPARSITIES) and len(Adaptive(every).anchors) == curves * ANCHORS
 

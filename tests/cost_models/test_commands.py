@@ -15,12 +15,12 @@ import pytest
 import cost_models
 from cost_models.rows import count_shapes, shape_groups
 from latbench.cli import main as cli
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
-from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
+from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -356,7 +356,7 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
 
 
 def test_the_benchmark_judges_tables_of_ones_own(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = resolve(f"{Path(__file__).parents[1] / 'benchmarks' / 'prediction.py'}:own")
+    own = load_function(f"{Path(__file__).parents[1] / 'benchmarks' / 'prediction.py'}:own")
     own([str(swept)], "numba")
     first, *lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d+ points of \d+ shapes", first)
@@ -562,7 +562,7 @@ def test_trace_writes_a_workload_and_says_what_is_left_out(latbench: Run, tmp_pa
     code, out, _ = latbench(*arguments)
     assert code == 0 and "left out: 1: depthwise convolution (8 groups)" in out
     assert out.endswith("w.yaml: 2 layers\n")
-    workload = workloads.load(tmp_path / "w.yaml")
+    workload = read_workload(tmp_path / "w.yaml")
     assert [layer.name for layer in workload.layers] == ["0", "3"]
     assert workload.layers[1].shape == LinearShape(10, 128, 5)
     assert latbench(*arguments)[1].endswith("w.yaml: up to date\n")

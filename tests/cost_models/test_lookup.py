@@ -11,7 +11,7 @@ from sklearn.base import clone
 
 from cost_models import AnchoredLookup, Unanchored, Uncalibrated, read_training_rows, validate
 from cost_models.lookup import LeftOut
-from latbench.base import bundled_data as bundled
+from latbench.base.bundled_data import find_bundled_table
 from latbench.importers.text_formats import read_spdy
 
 Noisy = tuple[pd.DataFrame, np.ndarray]
@@ -150,7 +150,7 @@ def test_further_from_what_was_measured_it_is_less_certain(
 
 
 def test_the_bundled_tables_held_out_sparsities_lie_in_their_intervals_as_often_as_said() -> None:
-    X, y = read_training_rows(bundled.table("amd-epyc-zen4-1-thread"))
+    X, y = read_training_rows(find_bundled_table("amd-epyc-zen4-1-thread"))
     figures = validate(AnchoredLookup().fit(X, y), X, y, 0.9)
     # 464 points of 116 curves.
     assert 0.88 <= figures["coverage"] <= 0.94

@@ -42,7 +42,7 @@ from runs import Row
 from torch import nn
 
 from latbench.errors import PromiseMissed
-from latbench.machines import devices
+from latbench.machines.devices import count_cores, name_cpu
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
@@ -241,7 +241,7 @@ def train_all(results: Path, hours: float, steps: int) -> None:
         row = {
             **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": low,
             "speedup_high": high, "accuracy": task.score(model), "dense_accuracy": dense,
-            "cpu_seconds": time.process_time() - started, "timed_on": chosen.device, "cpu": devices.cpu_device(),
+            "cpu_seconds": time.process_time() - started, "timed_on": chosen.device, "cpu": name_cpu(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, **facts,
         }  # fmt: skip
         print(
@@ -336,7 +336,7 @@ def main() -> None:
             command.add_argument("--table", required=True)
             command.add_argument("--model", type=Path, required=True)
             command.add_argument("--database", type=Path, required=True)
-            command.add_argument("--threads", type=int, default=devices.cores(), help="of the table")
+            command.add_argument("--threads", type=int, default=count_cores(), help="of the table")
     commands.choices["time"].add_argument("--minutes", type=float, default=60.0)
     commands.choices["time"].add_argument("--evaluations", type=int, default=60)
     commands.choices["time"].add_argument("--risk", type=float, default=0.9, help="as of `latbench search`")

@@ -43,7 +43,7 @@ from sacrebleu import corpus_bleu
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from search.pruning.masks.layer_targets import Target, targets_of
 from search.pruning.training.flops import count_forward, layer_cost, training_flop
 from search.pruning.training.pruner import Pruner
@@ -375,7 +375,7 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
         "bleu": corpus_bleu(translations(model, data), [data.references], tokenize="none", force=True).score,
         "density": statistics.fmean(kept),
         "relative_cost": spent / dense, "dense_steps": steps * spent / dense,
-        "cpu_seconds": time.process_time() - started, "cpu": devices.cpu_device(),
+        "cpu_seconds": time.process_time() - started, "cpu": name_cpu(),
         "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
 

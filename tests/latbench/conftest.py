@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from latbench.cli import main as cli
-from latbench.workloads.workload import Layer, Workload, save
+from latbench.workloads.workload import Layer, Workload, write_workload
 from sparse_kernels.shapes import LinearShape
 
 
@@ -44,7 +44,9 @@ def tiny(tmp_path: Path) -> Path:
     """A workload file of seven layers so small that each takes microseconds."""
     shapes = [LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [LinearShape(5, 7, 3)]
     path = tmp_path / "tiny.yaml"
-    save(Workload("tiny", "made up", tuple(Layer(f"layer{i}", shape) for i, shape in enumerate(shapes))), path)
+    write_workload(
+        Workload("tiny", "made up", tuple(Layer(f"layer{i}", shape) for i, shape in enumerate(shapes))), path
+    )
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from latbench.workloads import workload as workloads
+from latbench.workloads.workload import read_workload
 from search.pipeline.search_setup import list_prunable_layers
 from search.task import load_task
 from search.tasks import digits
@@ -157,7 +157,7 @@ def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: 
     task = load_task(str(EXAMPLES / file))
     expected = {
         layer.name.replace("layer.0.", f"layer.{place}.") if layer.count > 1 else layer.name: layer.shape
-        for layer in workloads.load(workload).layers
+        for layer in read_workload(workload).layers
         for place in range(layer.count)
     }
     assert list_prunable_layers(task, task.model()) == expected

@@ -15,8 +15,8 @@ from latbench.backends import deepsparse_environment as environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.importers import text_formats as interchange
-from latbench.runners.worker import resolve
+from latbench.importers.text_formats import convert_rows_to_spdy
+from latbench.runners.worker import load_function
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
 from search.artifacts.onnx_export import export_onnx, find_layer_values
@@ -140,7 +140,7 @@ def test_layer_times_become_a_table(installed: Environment, little: Task, tmp_pa
 def test_every_layer_of_the_networks_of_spdy_has_a_time(installed: Environment, name: str, tmp_path: Path) -> None:
     task = load_task(str(ROOT / f"tests/tasks/{name}.py"))
     assert time_layers_in_network(task, tmp_path / "table", installed, RunSchedule({0.75: 1}), threads=2) == []
-    timings = interchange.spdy_timings(select_task_rows(task, tmp_path / "table", 2), task.name)
+    timings = convert_rows_to_spdy(select_task_rows(task, tmp_path / "table", 2), task.name)
     assert list(timings.layers) == list(list_prunable_layers(task, task.model()))
     assert 0 < timings.prunable < timings.base
 
@@ -150,7 +150,7 @@ def by_formula(engines: Mapping[str, ModelEngine], **_: Any) -> Timings:
     blocks = {}
     for name, engine in engines.items():
         if name == "deepsparse" or "deepsparse" in engine.arguments:
-            with resolve(engine.function)(*engine.arguments) as built:
+            with load_function(engine.function)(*engine.arguments) as built:
                 assert min(built.burst(0.0).samples) > 0
         choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else {}
         kept = np.mean([1 - sparsity for _, sparsity in choices.values()]) if choices else 1.0

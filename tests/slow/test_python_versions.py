@@ -101,8 +101,3 @@ def test_a_python_version_sweeps_fits_and_searches(version: str, environment: Pa
     solve = [latbench, "solve", TABLE, "--workload", "cpu_kernels", "--model", "model.json", "--target", "2"]
     assert "over numba" in succeed(*solve, "-o", "profile.txt")
     succeed(environment / "python", "-c", SPARSE_LAYER)
-
-
-def test_the_versions_begin_with_the_least_one_that_is_allowed() -> None:
-    assert PROJECT["requires-python"] == f">={VERSIONS[0]}"
-    assert [f"3.{minor}" for minor in range(11, 11 + len(VERSIONS))] == VERSIONS

@@ -99,7 +99,7 @@ def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_ratio, format_seconds
     from latbench.tables.compare import KINDS
 
     listed = [change for change in changes if most == 0 or change.kind != "SAME"][: most or None]
@@ -109,9 +109,9 @@ def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
     table.add_column("after / before", justify="right")
     words = _words(changes)
     for change in listed:
-        ratio = units.ratio(change.ratio, change.low, change.high)
+        ratio = format_ratio(change.ratio, change.low, change.high)
         table.add_row(
-            change.kind, words(change), units.seconds(change.before), units.seconds(change.after),
+            change.kind, words(change), format_seconds(change.before), format_seconds(change.after),
             ratio if change.ratio is not None else change.reason,
         )  # fmt: skip
     console = Console()
@@ -124,7 +124,7 @@ def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
 
 def _words(changes: Sequence[Change]) -> Callable[[Change], str]:
     """A function that tells a point from the others: its shape, pattern and engine, and what else differs."""
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_percent
     from latbench.report import frames as data
 
     plain = {*data.SHAPE, "model", "backend", "kernel_requested", "pattern", "sparsity_target"}
@@ -134,7 +134,7 @@ def _words(changes: Sequence[Change]) -> Callable[[Change], str]:
     def words(change: Change) -> str:
         key = change.key
         what = key["model"] or "" if key["op"] == "model" or key["m"] is None else data.shape_label(key)
-        sparsity = units.percent(key["sparsity_target"]) if key["sparsity_target"] else ""
+        sparsity = format_percent(key["sparsity_target"]) if key["sparsity_target"] else ""
         engine = data.engine_name(key["backend"], key["kernel_requested"] or "")
         also = [f"{key[name]} threads" if name == "threads" else str(key[name]) for name in others]
         return ", ".join(text for text in (what, f"{key['pattern']} {sparsity}".strip(), engine, *also) if text)

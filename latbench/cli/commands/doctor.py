@@ -45,21 +45,21 @@ def _facts() -> dict[str, Any]:
 
     from latbench import backends
     from latbench.backends import deepsparse_environment
-    from latbench.machines import devices
-    from latbench.machines import gpu_discovery as discovery
-    from latbench.machines import gpu_names as names
-    from latbench.machines import noise_sources as disturbances
-    from latbench.runners.device_lock import lock_folder
+    from latbench.machines.devices import count_cores, describe_cpu_environment, read_cpu_times, read_telemetry
+    from latbench.machines.gpu_discovery import list_gpus
+    from latbench.machines.gpu_names import format_option
+    from latbench.machines.noise_sources import list_advice, read_host
+    from latbench.runners.device_lock import find_lock_folder
 
-    environment = devices.environment(devices.cores())
-    before = devices.cpu_times()
+    environment = describe_cpu_environment(count_cores())
+    before = read_cpu_times()
     time.sleep(STEAL_SECONDS)
-    host = disturbances.host(devices.telemetry(before)["steal_fraction"])
+    host = read_host(read_telemetry(before)["steal_fraction"])
     engines = {
         name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
         for name, version in backends.available().items()
     }
-    gpus, no_gpu = discovery.gpus()
+    gpus, no_gpu = list_gpus()
     facts = {
         "device": environment["device"],
         "environment": environment,
@@ -68,13 +68,13 @@ def _facts() -> dict[str, Any]:
         "backends": engines,
         "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
         "gpus": [
-            {"index": index, "option": names.option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
+            {"index": index, "option": format_option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
         ],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
-        "lock_folder": str(lock_folder()),
+        "lock_folder": str(find_lock_folder()),
     }
-    disturbed = [*disturbances.advice(host), *_lock_advice(host.container)]
+    disturbed = [*list_advice(host), *_lock_advice(host.container)]
     unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
     return {**facts, "advice": [*unknown, *disturbed, *_gpu_advice(facts)]}
 
@@ -83,20 +83,21 @@ def _lock_advice(container: bool) -> list[str]:
     """Two containers that measure on one machine see each other only by a lock in a folder that both have."""
     import os
 
-    from latbench.runners.device_lock import FOLDER, lock_folder
+    from latbench.runners.device_lock import FOLDER_VARIABLE, find_lock_folder
 
-    if not container or os.environ.get(FOLDER):
+    if not container or os.environ.get(FOLDER_VARIABLE):
         return []
     return [
-        f"this is a container: sweeps in others on this machine do not see its lock in {lock_folder()}, and would be "
-        f"timed at the same time; mount one folder into all of them and name it in {FOLDER}"
+        f"this is a container: sweeps in others on this machine do not see its lock in {find_lock_folder()}, and "
+        "would be "
+        f"timed at the same time; mount one folder into all of them and name it in {FOLDER_VARIABLE}"
     ]
 
 
 def _missing(packages: tuple[str, ...]) -> list[str]:
-    from latbench.machines import devices
+    from latbench.machines.devices import find_version
 
-    return [package for package in packages if devices.version(package) is None]
+    return [package for package in packages if find_version(package) is None]
 
 
 def _gpu_backends() -> dict[str, dict[str, Any]]:
@@ -114,9 +115,11 @@ def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
     from dataclasses import asdict
 
     from latbench.backends import reference
-    from latbench.machines.ceilings import Ceilings, Kept
+    from latbench.machines.ceilings import CachedCeilings, Ceilings
 
-    known = Kept[Ceilings](environment["device"], environment["threads"], reference.WORK, _unmeasured).known()
+    known = CachedCeilings[Ceilings](
+        environment["device"], environment["threads"], reference.WORK, _unmeasured
+    ).known()
     return None if known is None else asdict(known)
 
 
@@ -128,19 +131,19 @@ def _gpu(gpu: Gpu) -> dict[str, Any]:
     """A GPU as it is now, and its roofline where a sweep has measured it."""
     from dataclasses import asdict
 
-    from latbench.machines import nvml
-    from latbench.sweeping import gpu_roofline as roofline
+    from latbench.machines.nvml import describe_gpu_environment
+    from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 
-    known = roofline.kept(nvml.environment(gpu), _unmeasured).known()
+    known = build_cached_gpu_ceilings(describe_gpu_environment(gpu), _unmeasured).known()
     ceilings = None if known is None else asdict(known)
     return {"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid), "ceilings": ceilings}
 
 
 def _gpu_state(uuid: str) -> dict[str, Any]:
     """Driver, limits, clocks, power and temperature of a GPU; a slice of one hides some of them."""
-    from latbench.machines import nvml
+    from latbench.machines.nvml import open_observer
 
-    with nvml.observing(uuid) as observer:
+    with open_observer(uuid) as observer:
         state = observer()
         return {
             **observer.facts(),
@@ -207,11 +210,11 @@ def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     from latbench.backends import gpu_installation as installation
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
 
     environment, host = facts["environment"], facts["host"]
     cache = ", ".join(
-        f"{level.removesuffix('_bytes')} {size(environment[level])}"
+        f"{level.removesuffix('_bytes')} {format_bytes(environment[level])}"
         for level in ("l1d_bytes", "l2_bytes", "l3_bytes")
         if environment[level]
     )
@@ -232,7 +235,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("vectors", f"{environment['vector_bits']} bits: {environment['cpu_flags']}"),
         ("caches", cache or "hidden"),
         ("cold weights", _cold_weights()),
-        ("memory", size(environment["memory_bytes"])),
+        ("memory", format_bytes(environment["memory_bytes"])),
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
@@ -265,14 +268,17 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _cold_weights() -> str:
     """From where a sweep's weights come, as far as copies of them help."""
     from latbench.backends import MOST_COPIES, cold_bytes
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
     from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 
     most = cold_bytes()
     if most < rotated_bytes():
-        return f"{size(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
+        return (
+            f"{format_bytes(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
+        )
     return (
-        f"{size(most)} of copies take turns, so that they come from memory; of less than {size(most // MOST_COPIES)} "
+        f"{format_bytes(most)} of copies take turns, so that they come from memory; of less than "
+        f"{format_bytes(most // MOST_COPIES)} "
         "they fit into caches, and rows say in_cache"
     )
 
@@ -294,7 +300,7 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 def _roofline(ceilings: dict[str, Any] | None) -> str:
     """Operations and bytes a second, of the smallest and of the largest working set."""
-    from latbench.base.number_format import size
+    from latbench.base.number_format import format_bytes
 
     if ceilings is None:
         return "not measured yet: the first sweep does"
@@ -307,7 +313,7 @@ def _roofline(ceilings: dict[str, Any] | None) -> str:
     reads = list(ceilings["read_bytes_per_second"].items())
     return ", ".join(
         [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]
-        + [f"reads {rate / 1e9:.4g} GB/s of {size(held)}" for held, rate in (reads[0], reads[-1])]
+        + [f"reads {rate / 1e9:.4g} GB/s of {format_bytes(held)}" for held, rate in (reads[0], reads[-1])]
     )
 
 

@@ -51,7 +51,7 @@ def import_timings(
 
     from latbench.cli.commands.options import values_by_column
     from latbench.errors import UsageError
-    from latbench.importers import kernel_timings
+    from latbench.importers.kernel_timings import FORMATS, read_kernel_timings
     from latbench.tables.table import has_table, read_table
     from latbench.tables.writer import write_part
 
@@ -59,18 +59,18 @@ def import_timings(
         if only or dtype:
             raise UsageError("--only and --dtype are for kernel timings; a file of spdy has no columns")
         rows = _spdy_rows(path, pattern or "unstructured", network, device or "unknown", threads, workload)
-    elif format in kernel_timings.FORMATS:
+    elif format in FORMATS:
         given = {"--pattern": pattern, "--network": network, "--threads": threads, "--workload": workload}
         if foreign := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{', '.join(foreign)}: for spdy alone, {format} says it itself")
         if dtype is not None and format != "deepbench":
             raise UsageError(f"--dtype: for deepbench alone, {format} says it itself")
         chosen = values_by_column("--only", only)
-        rows, left_out = kernel_timings.read(format, path, only=chosen, device=device, dtype=dtype)
+        rows, left_out = read_kernel_timings(format, path, only=chosen, device=device, dtype=dtype)
         for reason, lines in left_out.items():
             typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
     else:
-        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
+        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if has_table(output):
         rows = _new(rows, read_table(output), output)
@@ -131,27 +131,27 @@ def _spdy_rows(
     path: Path, pattern: str, network: str | None, device: str, threads: int | None, workload: str | None
 ) -> list[dict[str, Any]]:
     from latbench.errors import BadData, UsageError
-    from latbench.importers import text_formats as interchange
-    from latbench.workloads import points as plan
-    from latbench.workloads import workload as workloads
+    from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
+    from latbench.workloads.points import convert_shape_to_columns, parse_patterns, select_sparsities
+    from latbench.workloads.workload import read_workload
     from sparse_kernels import patterns
 
-    [parsed] = plan.parse_patterns([pattern])
+    [parsed] = parse_patterns([pattern])
     if isinstance(parsed, patterns.Dense):
         raise UsageError("--pattern is what the sparse rows of the file hold; those at sparsity 0 are dense anyway")
-    timings = interchange.read_spdy(path)
+    timings = read_spdy(path)
     found = sorted({sparsity for points in timings.layers.values() for _, sparsity in points if sparsity})
-    own = plan.sparsities_of(parsed, found)
+    own = select_sparsities(parsed, found)
     if foreign := [sparsity for sparsity in found if not any(math.isclose(sparsity, s, abs_tol=5e-5) for s in own)]:
         raise UsageError(f"{pattern} has a sparsity of {own[0]:g} and no other, and {path} has {foreign[0]:g}")
-    layers = workloads.load(workload).layers if workload else ()
-    rows = interchange.spdy_rows(
+    layers = read_workload(workload).layers if workload else ()
+    rows = convert_spdy_to_rows(
         timings,
         network=network or path.stem,
         pattern=pattern,
         device=device,
         threads=threads,
-        shapes={layer.name: plan.shape_columns(layer.shape) for layer in layers},
+        shapes={layer.name: convert_shape_to_columns(layer.shape) for layer in layers},
     )
     if layers and not any(row.get("m") for row in rows):
         raise BadData(f"no layer of {path} is called as one of workload {workload}: the shapes would all be unknown")

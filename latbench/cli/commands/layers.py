@@ -37,9 +37,9 @@ def layers(
     environment = deepsparse_environment.find()  # before anything that takes a while to load
 
     from latbench.cli.commands.progress import live
-    from latbench.importers import text_formats as interchange
-    from latbench.machines import devices
-    from latbench.workloads import points as plan
+    from latbench.importers.text_formats import convert_rows_to_spdy, write_spdy
+    from latbench.machines.devices import count_cores
+    from latbench.workloads.points import SPARSITIES, parse_sparsities
     from search.pipeline.measure_in_network import (
         SPDY_LEVELS,
         RunSchedule,
@@ -50,10 +50,10 @@ def layers(
     from search.task import load_task
 
     loaded = load_task(task)
-    wanted: Sequence[float] = plan.SPARSITIES
+    wanted: Sequence[float] = SPARSITIES
     if sparsities:
-        wanted = SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
-    threads = threads or devices.cores()
+        wanted = SPDY_LEVELS if sparsities == ["spdy"] else parse_sparsities(sparsities)
+    threads = threads or count_cores()
     runs = dict.fromkeys(wanted, repeats)
     if not remeasure:
         runs = count_missing_runs(loaded, output, threads, wanted, repeats)
@@ -67,9 +67,9 @@ def layers(
         if untimed:
             typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
     frame = select_task_rows(loaded, output, threads)
-    timings = interchange.spdy_timings(frame, loaded.name)
+    timings = convert_rows_to_spdy(frame, loaded.name)
     if spdy is not None:
-        interchange.write_spdy(timings, spdy)
+        write_spdy(timings, spdy)
         typer.echo(f"{spdy} is written")
     typer.echo(_dense_times(frame, timings))
     known = f"; {len(wanted) - len(runs)} were there already" if len(runs) < len(wanted) else ""
@@ -78,13 +78,14 @@ def layers(
 
 def _dense_times(frame: pd.DataFrame, timings: SpdyTimings) -> str:
     """How far the layers add up to the network."""
-    from latbench.base.number_format import seconds
+    from latbench.base.number_format import format_seconds
 
     sentence = (
-        f"dense, {len(timings.layers)} layers take {seconds(timings.prunable)} of the {seconds(timings.base)} that "
+        f"dense, {len(timings.layers)} layers take {format_seconds(timings.prunable)} of the "
+        f"{format_seconds(timings.base)} that "
         "DeepSparse's analysis adds up to"
     )
     whole = frame[frame["purpose"] == "baseline"]
     if whole.empty:
         return sentence
-    return f"{sentence}; called as a whole, the model takes {seconds(whole['median_seconds'].iloc[-1])}"
+    return f"{sentence}; called as a whole, the model takes {format_seconds(whole['median_seconds'].iloc[-1])}"

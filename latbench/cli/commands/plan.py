@@ -44,9 +44,9 @@ def plan(
     from cost_models import Adaptive
     from latbench.backends import available
     from latbench.errors import UsageError
-    from latbench.machines import devices
-    from latbench.workloads import points as planning
-    from latbench.workloads import workload as workloads
+    from latbench.machines.devices import count_cores, name_cpu
+    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, Point, PointSetup, select_points
+    from latbench.workloads.workload import list_workloads
 
     if gpu is not None:
         if cpu:
@@ -54,11 +54,11 @@ def plan(
         if threads:
             raise UsageError("--threads is for a plan without --gpu")
         check_ours([], tune=tune, bf16=bf16)
-    names = workload or workloads.bundled()
+    names = workload or list_workloads()
     once, in_bytes, assumed = estimates(gpu is not None)
-    usual = planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES
+    usual = FINE_SPARSITIES if adaptive else SPARSITIES
     if gpu is None:
-        device, threads = devices.cpu_device(), threads or devices.cores()
+        device, threads = name_cpu(), threads or count_cores()
         engines = cpu_backends(backends or [])
         check_ours(engines, tune=tune, bf16=bf16)
         versions = {name: version for name, version in available().items() if name in engines}
@@ -68,12 +68,15 @@ def plan(
         if None in versions.values():
             assumed = f"every engine installed, {assumed}"
 
-    def select(chosen: list[str]) -> list[planning.Point]:
+    def select(chosen: list[str]) -> list[Point]:
         if gpu is None:
-            points = planning.select(
-                chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
-                tune=tune, bf16=bf16, usual=usual,
-            )  # fmt: skip
+            points = select_points(
+                chosen,
+                patterns or [],
+                sparsities or [],
+                PointSetup(device=device, threads=threads, backends=engines, tune=tune, bf16=bf16),
+                default_sparsities=usual,
+            )
         else:
             blocks = gpu_blocks(
                 device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
@@ -81,7 +84,7 @@ def plan(
             points = [point for block in blocks for point in block]
         return Adaptive(points).anchors if adaptive else points
 
-    def in_seconds(points: list[planning.Point]) -> float:
+    def in_seconds(points: list[Point]) -> float:
         return sessions * once(points)  # most of the time goes into preparing
 
     every = select(names)
@@ -137,12 +140,12 @@ def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
     """
     from latbench.backends import on_gpu
     from latbench.backends.gpu_installation import installed
-    from latbench.machines import gpu_discovery as discovery
-    from latbench.machines import gpu_names as names
+    from latbench.machines.gpu_discovery import list_gpus
+    from latbench.machines.gpu_names import find_device_name, parse_wanted_gpu, select_gpu
 
-    asked = names.parse(wanted)
-    here = discovery.gpus()[0]
-    gpu = names.choose(asked, here) if here else None
+    asked = parse_wanted_gpu(wanted)
+    here = list_gpus()[0]
+    gpu = select_gpu(asked, here) if here else None
     if gpu is not None:
         return gpu.device, dict(installed())
-    return names.known_device(asked.name), dict.fromkeys(on_gpu.BACKENDS)
+    return find_device_name(asked.name), dict.fromkeys(on_gpu.BACKENDS)

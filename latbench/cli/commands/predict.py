@@ -64,15 +64,15 @@ def predict(
     import pandas as pd
 
     import cost_models
-    from latbench.base import number_format as units
+    from latbench.base.number_format import format_percent
     from latbench.cli.commands.options import values_by_column
     from latbench.errors import LatbenchError, UsageError
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import convert_shape_to_columns, format_shape, parse_patterns, select_sparsities
 
     if sparsity is not None and not 0 <= sparsity < 1:
         raise UsageError(f"--sparsity is a share from 0 up to but not 1, not {sparsity:g}")
-    [parsed] = plan.parse_patterns([pattern])
-    own = plan.sparsities_of(parsed, () if sparsity is None else (sparsity,))
+    [parsed] = parse_patterns([pattern])
+    own = select_sparsities(parsed, () if sparsity is None else (sparsity,))
     if not own:
         raise UsageError(f"{pattern} needs a --sparsity")
     if sparsity is not None and abs(own[0] - sparsity) > 1e-6:
@@ -83,7 +83,7 @@ def predict(
     if (reason := parsed.refuses(layer)) is not None:
         raise UsageError(f"no such layer can be {pattern}: {reason}")
     fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
-    given = {**plan.shape_columns(layer), "pattern": str(parsed), "sparsity_target": own[0]}
+    given = {**convert_shape_to_columns(layer), "pattern": str(parsed), "sparsity_target": own[0]}
     device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
     measured, _ = cost_models.read_training_rows(table, cost_models.read(model).where)
     choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
@@ -92,8 +92,8 @@ def predict(
     query = pd.DataFrame([_settled(measured, asked) | asked])
     try:
         [seconds] = fitted.predict(query)
-        name = f"linear {shape}" if kind is Kind.linear else plan.describe(layer)
-        text = f"{name} {pattern} at {units.percent(own[0])}: {seconds * 1e6:.2f} µs"
+        name = f"linear {shape}" if kind is Kind.linear else format_shape(layer)
+        text = f"{name} {pattern} at {format_percent(own[0])}: {seconds * 1e6:.2f} µs"
         try:
             [low], [high] = fitted.predict_interval(query, coverage)
             sure = f"with {coverage * 100:g}%" if fitted.covers(query)[0] else "without a promise"

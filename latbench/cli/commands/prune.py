@@ -56,7 +56,7 @@ def prune(
     from rich.console import Console
     from rich.progress import Progress
 
-    from latbench.base.files import left_behind, sha256
+    from latbench.base.files import hash_file, is_left_behind
     from search.artifacts.layer_database import Database
     from search.artifacts.profile import read_profile
     from search.pruning import pipeline
@@ -73,7 +73,7 @@ def prune(
     settings = {
         "task_reference": loaded.reference,
         "task_source": loaded.source,
-        "profile_sha256": sha256(profile),
+        "profile_sha256": hash_file(profile),
         "model_hash": searched.model_hash,
         "one_shot": layers.provenance,
         "global": joint,
@@ -108,7 +108,7 @@ def prune(
         }
         folder.save_pruned(output, result.model, result.masks, searched, facts)
         for left in folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):  # of earlier recipes, too
-            if left.suffix != ".tmp" or left_behind(left):
+            if left.suffix != ".tmp" or is_left_behind(left):
                 left.unlink(missing_ok=True)
         last_line = f"{output} is written"
         del result

@@ -89,7 +89,7 @@ def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
 
     Raises UsageError where they were measured in unlike ways.
     """
-    from latbench.base import bundled_data as bundled
+    from latbench.base.bundled_data import format_place
     from latbench.errors import UsageError
     from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
     from latbench.tables.compare import compare_tables, read_compared_rows
@@ -97,7 +97,7 @@ def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
     tables = [one.sources[0].path for one in (second, first)]
     frames = [read_compared_rows(path) for path in tables]
     values = {
-        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *MODES)}
+        format_place(path): {name: set(frame[name].dropna()) for name in ("device", *MODES)}
         for path, frame in zip(tables, frames, strict=True)
     }
     if (unlike := describe_mode_difference(values)) is not None and describe_device_difference(values) is None:

@@ -129,10 +129,9 @@ def search(
     from latbench.cli.commands.progress import live
     from latbench.cli.commands.sweep import parse_duration
     from latbench.errors import UsageError
-    from latbench.machines import devices
+    from latbench.machines.devices import count_cores
     from latbench.tables.storage import parse_place
-    from latbench.workloads import points as plan
-    from latbench.workloads.points import parse_patterns
+    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.backends import Deployment
     from search.inputs import layer_errors
     from search.loss.parallel import Workers
@@ -146,11 +145,11 @@ def search(
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
-    threads = threads or devices.cores()
+    threads = threads or count_cores()
     request = SearchRequest(
         Promise(target, risk, most_bytes),
         Deployment(threads, backend),
-        CandidateOptions(chosen, plan.wanted_sparsities(sparsities), errors),
+        CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
         SearchPlan(
             strategy, seed, evaluations, batches, None if time_budget is None else parse_duration(time_budget)
         ),
@@ -238,7 +237,7 @@ def _show(found: Profile, last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
@@ -246,15 +245,18 @@ def _show(found: Profile, last_line: str) -> None:
     for heading in ("sparsity", "time", "error"):
         table.add_column(heading, justify="right")
     for name, choice in found.layers.items():
-        table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
+        table.add_row(
+            name, choice.pattern, f"{choice.sparsity:.0%}", format_seconds(choice.seconds), f"{choice.error:.3g}"
+        )
     value, low, high = found.speedup
     weights = f"{found.weights.sentence()}; " if found.weights else ""
     console = Console()
     console.print(table)
     console.print(
-        f"\n{ratio(value, low, high)} promised over {found.dense_engine}: "
-        f"{seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
-        f"{seconds(found.dense_seconds)}; {ratio(found.target)} was asked for; calibration loss {found.loss:.4f} "
+        f"\n{format_ratio(value, low, high)} promised over {found.dense_engine}: "
+        f"{format_seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
+        f"{format_seconds(found.dense_seconds)}; {format_ratio(found.target)} was asked for; calibration loss "
+        f"{found.loss:.4f} "
         f"({found.strategy}); {weights}{last_line}",
         highlight=False,
         soft_wrap=True,

@@ -106,7 +106,7 @@ def solve(
 ) -> None:
     """The profile of least error, proven, that a table of layer times allows at a target speedup."""
     from latbench.errors import UsageError
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.inputs.layer_errors import read_errors
     from search.inputs.problem_source import is_table
     from search.problem.limits import Limits, read_limits
@@ -124,8 +124,8 @@ def solve(
     differences = {"target": target, **_differences(also_with or [])}
     shared: dict[str, Any] = {
         "pattern": pattern, "workload": workload,
-        "patterns": [str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
-        "sparsities": plan.wanted_sparsities(sparsities),
+        "patterns": [str(one) for one in parse_patterns(patterns)] if patterns else None,
+        "sparsities": parse_wanted_sparsities(sparsities),
     }  # fmt: skip
     stated = read_limits(limits) if limits is not None else Limits()
     problem = _read(
@@ -191,12 +191,12 @@ def _show(found: Selection, others: str) -> None:
     """Layer by layer, and the whole."""
     from rich.console import Console
 
-    from latbench.base.number_format import seconds
+    from latbench.base.number_format import format_seconds
 
     table = _table("layer", "pattern", "sparsity", "time", "error")
     for row in found.to_frame().to_dict("records"):
         share, error = f"{row['sparsity']:.2%}", f"{row['error']:.3g}"
-        table.add_row(row["layer"], row["pattern"], share, seconds(row["seconds"]), error)
+        table.add_row(row["layer"], row["pattern"], share, format_seconds(row["seconds"]), error)
     console = Console()
     console.print(table)
     proof = f"no profile {others} has less" + ("" if found.bound == found.error else f" than {found.bound:.6g}")
@@ -208,13 +208,17 @@ def _show(found: Selection, others: str) -> None:
 
 
 def _promise(found: Selection) -> str:
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     speedup = found.speedup
-    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
+    known = (
+        format_ratio(speedup.value, speedup.low, speedup.high)
+        if speedup.low < speedup.high
+        else format_ratio(speedup.value)
+    )
     return (
         f"{known} over {found.problem.dense_engine}: "
-        f"{seconds(found.predicted.value)} instead of {seconds(found.problem.dense.value)}"
+        f"{format_seconds(found.predicted.value)} instead of {format_seconds(found.problem.dense.value)}"
     )
 
 
@@ -223,13 +227,13 @@ def _show_frontier(every: TradeOffs) -> None:
     import numpy as np
     from rich.console import Console
 
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     table = _table("speedup", "time", "total error", left=0)
     wanted = np.linspace(every.seconds[0], every.seconds[-1], SHOWN)
     shown = sorted({int(np.flatnonzero(every.seconds <= most)[-1]) for most in wanted}, reverse=True)
     for i in shown:
-        table.add_row(ratio(every.speedups[i]), seconds(every.seconds[i]), f"{every.errors[i]:.4g}")
+        table.add_row(format_ratio(every.speedups[i]), format_seconds(every.seconds[i]), f"{every.errors[i]:.4g}")
     console = Console()
     console.print(table)
     console.print(f"\n{len(shown)} of {len(every):,} efficient profiles; --target gives one", highlight=False)

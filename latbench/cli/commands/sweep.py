@@ -82,7 +82,7 @@ def sweep(
 ) -> None:
     """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
     from latbench.errors import UsageError
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, PointSetup, select_points
 
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = How(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
@@ -119,11 +119,15 @@ def sweep(
         else:
             engines = cpu_backends(backends or [], target.backends, target.where)
             check_ours(engines, tune=tune, bf16=bf16)
-            points = plan.select(
-                workload or [], patterns or [], sparsities or [],
-                device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
-                usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
-            )  # fmt: skip
+            points = select_points(
+                workload or [],
+                patterns or [],
+                sparsities or [],
+                PointSetup(
+                    device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16
+                ),
+                default_sparsities=FINE_SPARSITIES if adaptive else SPARSITIES,
+            )
         # Blocks in their order are for one machine: the nodes of a cluster measure many at the same time.
         _run(output, points, target, how, blocks if on is None and not adaptive else None)
 
@@ -133,8 +137,8 @@ class Target:
     """What is measured, and by whom: the device's name, threads (of a CPU), the backends that are installed `where`
     it is measured; whether it is a GPU.
 
-    `run` is `latbench.sweeping.sweep.run` for it; nothing is measured or held any more after `close`. `current` tells
-    which rows of a table timed the versions that are there; by default all.
+    `run` is `latbench.sweeping.sweep.run_sweep` for it; nothing is measured or held any more after `close`. `current`
+    tells which rows of a table timed the versions that are there; by default all.
     """
 
     device: str
@@ -151,16 +155,16 @@ def _cpu_here(threads: int | None, sessions: int) -> Target:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
     from latbench import backends
     from latbench.errors import UsageError
-    from latbench.machines import devices
-    from latbench.sweeping import sweep as sweeping
+    from latbench.machines.devices import count_cores, list_allowed_processors
     from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep import run_sweep
     from latbench.sweeping.sweep_machine import CpuMachine
 
-    if threads is not None and threads > (most := len(devices.allowed())):
+    if threads is not None and threads > (most := len(list_allowed_processors())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = CpuMachine(threads or devices.cores())
+    cpu = CpuMachine(threads or count_cores())
     there = [name for name, version in backends.available().items() if version is not None]
-    run = functools.partial(sweeping.run, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
+    run = functools.partial(run_sweep, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return Target(cpu.device, cpu.threads, there, run)
 
 
@@ -169,17 +173,17 @@ def _gpu_here(wanted: str, given: Sequence[str], how: How) -> Target:
     here, or where an engine that is needed cannot use it.
     """
     from latbench.backends.gpu_installation import installed
-    from latbench.machines import gpu_discovery as discovery
-    from latbench.sweeping import sweep as sweeping
-    from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine
+    from latbench.machines.gpu_discovery import find_gpu
+    from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine
+    from latbench.sweeping.sweep import run_sweep
 
-    machine = GpuMachine(discovery.find_gpu(wanted))
+    machine = GpuMachine(find_gpu(wanted))
     try:
         there = list(installed()) if how.dry_run else _ready(machine, given, how.wait_seconds)
     except BaseException:
         machine.close()
         raise
-    run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=how.sessions))
+    run = functools.partial(run_sweep, machine=machine, settings=replace(GPU_SETTINGS, sessions=how.sessions))
     return Target(machine.device, 1, there, run, machine.close, gpu=True, current=machine.current)
 
 
@@ -191,7 +195,7 @@ def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> li
     """
     from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
     from latbench.backends.on_gpu import BACKENDS
-    from latbench.sweeping.sweep import alone
+    from latbench.sweeping.sweep import lock_machine
 
     named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
     by_name = 0 < len(named) < len(BACKENDS)
@@ -201,7 +205,7 @@ def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> li
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
     # Processes that start would disturb a sweep that measures there now.
-    with alone(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
+    with lock_machine(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
         typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
         refusals |= machine.start(wanted)
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
@@ -225,31 +229,31 @@ def _refuse(gpu: str, needed: Sequence[str], refusals: Mapping[str, str], others
 def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options: Sequence[str]) -> Target:
     """The nodes of a cluster that have the GPU, or a CPU alone."""
     from latbench.errors import UsageError
-    from latbench.machines import gpu_names as names
+    from latbench.machines.gpu_names import find_device_name, parse_wanted_gpu
     from latbench.runners.ray_nodes import RayNodes
     from latbench.runners.slurm_nodes import SlurmNodes
-    from latbench.sweeping import cluster as nodes
-    from latbench.sweeping import sweep as sweeping
-    from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.sweeping.cluster import ClusterSite, survey_nodes
+    from latbench.sweeping.gpu_machine import GPU_SETTINGS
     from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep import run_sweep_on_cluster
 
     if on not in ("ray", "slurm"):
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
     if gpu is not None:
-        wanted = names.parse(gpu)
-        names.known_device(wanted.name)
+        wanted = parse_wanted_gpu(gpu)
+        find_device_name(wanted.name)
         if wanted.index is not None:
             raise UsageError(
                 f"--gpu {gpu} with --on {on}: the cluster chooses the GPU of a node; type --gpu {wanted.name}"
             )
-    settings = replace(CPU_SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
+    settings = replace(CPU_SETTINGS if gpu is None else GPU_SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:
         typer.echo(f"latbench: {line}", err=True)
 
     cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, options, tell)
     try:
-        common = nodes.survey(cluster, gpu, tell)
+        common = survey_nodes(cluster, gpu, tell)
     except BaseException:
         cluster.close()
         raise
@@ -257,13 +261,11 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     one = (
         ("latbench.sweeping.sweep_machine:CpuMachine", threads)
         if gpu is None
-        else ("latbench.sweeping.cluster:gpu_machine", gpu)
+        else ("latbench.sweeping.cluster:open_gpu_machine", gpu)
     )
-    machine = ("latbench.sweeping.cluster:machine_like", common, gpu, one)
-    where = nodes.Elsewhere(
-        cluster, common.device, machine, how.seed, settings, how.wait_seconds, current=common.current
-    )
-    run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
+    machine = ("latbench.sweeping.cluster:open_matching_machine", common, gpu, one)
+    where = ClusterSite(cluster, common.device, machine, how.seed, settings, how.wait_seconds, current=common.current)
+    run = functools.partial(run_sweep_on_cluster, elsewhere=where, settings=settings)
 
     def close() -> None:
         cluster.close()
@@ -311,31 +313,31 @@ def gpu_blocks(
     blocks, the most telling first; `there` are the backends that can be used `where` it is measured.
     """
     from latbench.backends import on_gpu
-    from latbench.sweeping import gpu_points as on_gpus
-    from latbench.workloads import points as plan
-    from latbench.workloads import workload as workloads
+    from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
+    from latbench.workloads.points import FINE_SPARSITIES, parse_patterns, parse_sparsities
+    from latbench.workloads.workload import list_workloads, read_workload
 
     needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
-    shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
-    sparsities = plan.FINE_SPARSITIES if adaptive else None
-    return on_gpus.staged(
-        shapes if names else [*on_gpus.standard_shapes(), *shapes],
+    shapes = [layer.shape for name in names or list_workloads() for layer in read_workload(name).layers]
+    sparsities = FINE_SPARSITIES if adaptive else None
+    return list_staged_blocks(
+        shapes if names else [*list_standard_shapes(), *shapes],
         device,
         backends=_named(backends or ["all"], needed, there, where),
-        patterns=plan.parse_patterns(specs) if specs else None,
-        sparsities=plan.parse_sparsities(texts) if texts else sparsities,
+        patterns=parse_patterns(specs) if specs else None,
+        sparsities=parse_sparsities(texts) if texts else sparsities,
         seed=seed,
     )
 
 
 def within(blocks: Sequence[list[Point]], seconds: float) -> list[list[Point]]:
     """Return the first of `blocks` of a GPU that take about so many seconds together; one at least."""
-    from latbench.sweeping import gpu_estimate as estimate
+    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
     points: list[Point] = []
     for number, block in enumerate(blocks):
         points += block
-        if number and estimate.seconds(points) > seconds:
+        if number and estimate_gpu_seconds(points) > seconds:
             return list(blocks[:number])
     return list(blocks)
 
@@ -343,12 +345,16 @@ def within(blocks: Sequence[list[Point]], seconds: float) -> list[list[Point]]:
 def estimates(gpu: bool) -> tuple[Callable[[Sequence[Point]], float], Callable[[Sequence[Point]], int], str]:
     """What tells how long points take, and how many bytes their table; and what that assumes, in words."""
     if gpu:
-        from latbench.sweeping import gpu_estimate as estimate
+        from latbench.sweeping.gpu_estimate import (
+            GPU_ESTIMATE_ASSUMPTION,
+            estimate_gpu_seconds,
+            estimate_gpu_table_bytes,
+        )
 
-        return estimate.seconds, estimate.table_bytes, estimate.ASSUMED
-    from latbench.workloads import points as plan
+        return estimate_gpu_seconds, estimate_gpu_table_bytes, GPU_ESTIMATE_ASSUMPTION
+    from latbench.workloads.points import ESTIMATE_ASSUMPTION, estimate_bytes, estimate_seconds
 
-    return plan.estimated_seconds, plan.estimated_bytes, plan.ASSUMED
+    return estimate_seconds, estimate_bytes, ESTIMATE_ASSUMPTION
 
 
 def _run(
@@ -407,18 +413,18 @@ def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, whe
     stderr hears of standard ones that are not installed, because the fastest dense may be among them.
     """
     from latbench import backends
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import STANDARD_ENGINES
 
     needed = {name: packages for name, (_, packages) in backends.BACKENDS.items()}
     here = (name for name, version in backends.available().items() if version is not None)
     installed = set(here if there is None else there)
     if given:
         return _named(given, needed, installed, where)
-    for name in plan.STANDARD:
+    for name in STANDARD_ENGINES:
         if name not in installed:
             advice = f"pip install {' '.join(needed[name])}"
             typer.echo(f"latbench: {name} is left out, it is not installed {where}: {advice}", err=True)
-    return [name for name in plan.STANDARD if name in installed]
+    return [name for name in STANDARD_ENGINES if name in installed]
 
 
 def check_ours(engines: Sequence[str], *, tune: bool, bf16: bool) -> None:
@@ -479,15 +485,23 @@ def _measure(
     import time
 
     from latbench.cli.commands.progress import live
-    from latbench.sweeping import sweep as sweeping
-    from latbench.sweeping.settings import SweepStopped
+    from latbench.sweeping.settings import SweepOptions, SweepStopped
+    from latbench.sweeping.sweep import PointChooser, choose_in_order
     from latbench.tables.schema import KEY_COLUMNS
     from latbench.tables.table import has_rows, read_table
 
     chooser = _chooser(points) if how.adaptive else None
-    choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
+    choose: PointChooser = (lambda table: points) if chooser is None else chooser
     if blocks is not None:
-        choose = sweeping.in_order(blocks)
+        choose = choose_in_order(blocks)
+    options = SweepOptions(
+        seed=how.seed,
+        time_budget=how.time_budget,
+        remeasure=how.remeasure,
+        wait_seconds=how.wait_seconds,
+        expected=0 if blocks is None else len(points),
+        chances_last=blocks is not None,
+    )
     began = time.monotonic()
     stopped: SweepStopped | None = None
     try:
@@ -495,13 +509,8 @@ def _measure(
             summary = target.run(
                 folder,
                 choose,
-                seed=how.seed,
-                time_budget=how.time_budget,
-                remeasure=how.remeasure,
-                wait_seconds=how.wait_seconds,
+                options=options,
                 report=_with_time_left(tell, how.time_budget),
-                expected=0 if blocks is None else len(points),
-                chances_last=blocks is not None,
             )
     except SweepStopped as error:
         stopped, summary = error, error.summary
@@ -570,7 +579,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: 
 
     from rich.console import Console
 
-    from latbench.machines import devices
+    from latbench.machines.devices import count_cores
     from latbench.sweeping.settings import NO_ROOFLINE
     from latbench.tables.table import select_timed
 
@@ -595,7 +604,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: 
         (disturbed, "were measured while others took the cores or slowed them: their times may be too long"),
     ):
         if count:
-            load = f"the load is {os.getloadavg()[0]:.1f} on {devices.cores()} cores"
+            load = f"the load is {os.getloadavg()[0]:.1f} on {count_cores()} cores"
             console.print(f"{count} points {what} ({load})", highlight=False, soft_wrap=True)
     speedups = speedup_table(frame[frame["point_id"].isin(keys)])
     if speedups is not None:

@@ -28,9 +28,8 @@ def trace(
     from rich.table import Table
 
     from latbench.errors import BadData, UsageError
-    from latbench.workloads import points as plan
-    from latbench.workloads import workload as workloads
-    from latbench.workloads.workload import Workload
+    from latbench.workloads.points import format_shape
+    from latbench.workloads.workload import Workload, read_workload, trace_model, write_workload
 
     limits: Limits | None = None
     if input_shape is not None:
@@ -45,12 +44,12 @@ def trace(
         task = load_task(target)
         name, model, inputs, limits = task.name, task.model(), task.example(), task.limits
     try:
-        workload, skipped = workloads.trace(model, inputs, name=name)
+        workload, skipped = trace_model(model, inputs, name=name)
     except Exception as error:
         raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
     names = [layer.name for layer in workload.layers]
     if limits is not None:
-        names = limits.without(names, [name for name, _ in skipped])
+        names = limits.select_included(names, [name for name, _ in skipped])
     skipped += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
     workload = Workload(workload.name, workload.source, tuple(it for it in workload.layers if it.name in names))
 
@@ -59,7 +58,7 @@ def trace(
     for heading in ("layer", "shape", "MFLOP"):
         table.add_column(heading, justify="right" if heading == "MFLOP" else "left", overflow="fold")
     for layer in workload.layers:
-        table.add_row(layer.name, plan.describe(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
+        table.add_row(layer.name, format_shape(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
     console.print(table)
     for layer_name, reason in skipped:
         console.print(
@@ -70,11 +69,11 @@ def trace(
     if output is None:
         return
     try:
-        same = output.exists() and workloads.load(output) == workload
+        same = output.exists() and read_workload(output) == workload
     except BadData:
         same = False
     if not same:
-        workloads.save(workload, output)
+        write_workload(workload, output)
     typer.echo(f"{output}: {'up to date' if same else f'{len(workload.layers)} layers'}")
 
 

@@ -52,7 +52,7 @@ def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
     from rich.table import Table
 
     from latbench.backends.deepsparse_environment import LICENCE
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     table = Table(box=None, pad_edge=False)
     table.add_column("engine")
@@ -60,7 +60,9 @@ def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
         table.add_column(heading, justify="right")
     for name, time in sorted(verdict.engines.items(), key=lambda item: -item[1]["value"]):
         table.add_row(
-            name, seconds(time["value"], time["low"], time["high"]), ratio(verdict.dense_seconds / time["value"])
+            name,
+            format_seconds(time["value"], time["low"], time["high"]),
+            format_ratio(verdict.dense_seconds / time["value"]),
         )
     console = Console()
     console.print(table)
@@ -70,7 +72,7 @@ def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
         console.print(LICENCE, highlight=False, soft_wrap=True)
     notes = [f"{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned"]
     if verdict.backend == followed.backend:
-        predicted = seconds(verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
+        predicted = format_seconds(verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
         notes.append(f"the pruned model was predicted to take {predicted}")
     if followed.weights:
         notes.append(followed.weights.sentence())

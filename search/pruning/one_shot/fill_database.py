@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, LatbenchError, UsageError
-from latbench.machines import devices
+from latbench.machines.devices import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database
 from search.pruning.masks.layer_targets import target_of, targets_of
@@ -120,7 +120,7 @@ def _one_by_one(jobs: Iterator[Job], database: Database, method: str) -> Iterato
 def _in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
     """A layer a process; no layer's H is computed before a process is free for it."""
     place = (str(database.folder.resolve()), database.model_hash, database.provenance)
-    threads = max(1, devices.cores() // processes)
+    threads = max(1, count_cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=processes))  # its threads outlive their workers

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from latbench.base.files import left_behind, sha256, write_text_atomically
+from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.backends import OWN
@@ -66,7 +66,7 @@ def save_pruned(
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in filter(left_behind, beside(folder, r"\d+\.tmp")):  # of a prune that was killed
+        for leftover in filter(is_left_behind, beside(folder, r"\d+\.tmp")):  # of a prune that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
@@ -87,7 +87,7 @@ def save_pruned(
                 "predicted_high": profile.predicted_high,
                 "layers": layer_facts(model, masks, profile),
                 "bytes": {name: (temporary / name).stat().st_size for name in FILES},
-                "files": {name: sha256(temporary / name) for name in FILES},
+                "files": {name: hash_file(temporary / name) for name in FILES},
             }
             write_manifest(temporary, manifest)
             for name in FILES:  # safetensors makes its files private; these are as readable as any other
@@ -217,7 +217,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BadData(f"{path}: pruned model version {version}, this latbench reads {VERSION}; prune again")
     for name in FILES:
         file = Path(folder) / name
-        if not file.is_file() or sha256(file) != hashes.get(name):
+        if not file.is_file() or hash_file(file) != hashes.get(name):
             raise BadData(f"{file}: missing, or not as it was written; prune again")
     return dict(manifest)
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from latbench.base.files import remove_left, sha256, write_atomically
+from latbench.base.files import hash_file, remove_left_behind, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 from search.artifacts.layer_database import hash_tensors
 from search.artifacts.profile import read_profile
@@ -58,12 +58,12 @@ def write_packed(folder: Path) -> Path:
     metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
     for name in (PACKED, "manifest.json"):
-        remove_left(folder, name)
+        remove_left_behind(folder, name)
     try:
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     except SafetensorError as error:
         raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
-    write_manifest(folder, {**manifest, "packed": {"bytes": path.stat().st_size, "sha256": sha256(path)}})
+    write_manifest(folder, {**manifest, "packed": {"bytes": path.stat().st_size, "sha256": hash_file(path)}})
     return path
 
 
@@ -129,7 +129,7 @@ def _as_listed(path: Path) -> bool:
         listed = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))["packed"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return True
-    return path.name != PACKED or sha256(path) == listed
+    return path.name != PACKED or hash_file(path) == listed
 
 
 def _weight_of(layer: str) -> str:

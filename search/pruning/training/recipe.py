@@ -29,8 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from latbench import MOST_SEED
-from latbench.base import strict_yaml
-from latbench.base.strict_yaml import meant
+from latbench.base.strict_yaml import read_yaml, suggest_name
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.saliency.magnitude import MagnitudeScore, Score
@@ -101,7 +100,7 @@ class Recipe:
         ):
             if getattr(self, name) not in known:
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r} is unknown{meant(getattr(self, name), known)}: "
+                    f"{name} {getattr(self, name)!r} is unknown{suggest_name(getattr(self, name), known)}: "
                     f"known are {', '.join(known)}"
                 )
         for name, least, most in (
@@ -170,14 +169,16 @@ def load(text: str) -> Recipe:
     path = Path(text)
     if not path.is_file():
         methods = ", ".join(TRAINING_METHODS)
-        raise BadData(f"no recipe {text}{meant(text, TRAINING_METHODS)}: give a YAML file, or one of {methods}")
-    content = strict_yaml.read(path)
+        raise BadData(
+            f"no recipe {text}{suggest_name(text, TRAINING_METHODS)}: give a YAML file, or one of {methods}"
+        )
+    content = read_yaml(path)
     known = [each.name for each in fields(Recipe)]
     if not isinstance(content, dict):
         raise BadData(f"{path}: a recipe is a mapping with entries such as `method: gmp`")
     if unknown := [name for name in content if name not in known]:
         raise BadData(
-            f"{path}: unknown entry {unknown[0]!r}{meant(unknown[0], known)}: a recipe has {', '.join(known)}"
+            f"{path}: unknown entry {unknown[0]!r}{suggest_name(unknown[0], known)}: a recipe has {', '.join(known)}"
         )
     if not isinstance(content.get("settings", {}), dict):
         raise BadData(f"{path}: settings are a mapping, such as {{begin: 0.1}}")
@@ -193,7 +194,8 @@ def _settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, An
     for name in settings:
         if name not in kinds:
             raise UsageError(
-                f"{what} has no setting {name!r}{meant(name, kinds)}: it has {', '.join(sorted(kinds)) or 'none'}"
+                f"{what} has no setting {name!r}{suggest_name(name, kinds)}: it has "
+                f"{', '.join(sorted(kinds)) or 'none'}"
             )
     return {name: _setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
 
@@ -219,7 +221,7 @@ def _score(what: str, value: Any) -> Score:
     entries = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = entries.pop("name", None)
     if name not in tuple(SCORES):
-        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}{meant(name, SCORES)}")
+        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}{suggest_name(name, SCORES)}")
     kind: Any = SCORES[name]
     score: Score = kind(**_settings(name, kind, entries))
     return score

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench.base import cgroups
+from latbench.base.cgroups import read_available_bytes
 from latbench.sweeping.sweep_machine import CpuMachine
 
 V2 = "sys/fs/cgroup"
@@ -52,12 +52,12 @@ def test_memory_that_is_left_is_that_of_the_tightest_group(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert cgroups.available_bytes(tmp_path) == left
+    assert read_available_bytes(tmp_path) == left
 
 
 def test_a_block_of_points_fits_what_the_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = CpuMachine(1)
-    monkeypatch.setattr(cgroups, "available_bytes", lambda: 4e6)
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.read_available_bytes", lambda: 4e6)
     assert machine.available_bytes() == 1e6
-    monkeypatch.setattr(cgroups, "available_bytes", lambda: None)
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.read_available_bytes", lambda: None)
     assert 0 < machine.available_bytes() <= psutil.virtual_memory().total / 4

@@ -10,12 +10,12 @@ import pytest
 
 from latbench import backends
 from latbench.backends import reference
-from latbench.machines import devices, nvml
-from latbench.machines import gpu_discovery as discovery
-from latbench.machines import noise_sources as disturbances
-from latbench.machines.ceilings import Ceilings, Kept
-from latbench.machines.noise_sources import Host
-from latbench.sweeping import gpu_roofline as roofline
+from latbench.machines.ceilings import CachedCeilings, Ceilings
+from latbench.machines.devices import count_cores, name_cpu
+from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
+from latbench.machines.noise_sources import Host, list_advice, read_host
+from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
+from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
 
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
@@ -25,7 +25,7 @@ QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at stolen time here: there is no waiting between two looks. No GPU of a test is hidden."""
     monkeypatch.setattr("latbench.cli.commands.doctor.STEAL_SECONDS", 0.0)
-    monkeypatch.delenv(discovery.VISIBLE, raising=False)
+    monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
 
 
 def _machine(root: Path, **files: str) -> Path:
@@ -49,7 +49,7 @@ def test_a_server_is_read_from_its_files(tmp_path: Path) -> None:
         sys__devices__system__cpu__cpu0__cpufreq__cpuinfo_max_freq="3700000\n",
         sys__devices__system__cpu__intel_pstate__no_turbo="0\n",
     )  # fmt: skip
-    host = disturbances.host(0.05, root=root, allowed={0, 1, 2, 3})
+    host = read_host(0.05, root=root, allowed={0, 1, 2, 3})
     assert (host.processors, host.cores, host.governor, host.turbo) == (4, 2, "schedutil", True)
     assert (host.clock_hertz, host.most_clock_hertz) == (3e9, 3.7e9)
     assert (host.load, host.steal_fraction, host.virtual) == (3.25, 0.05, False)
@@ -58,9 +58,9 @@ def test_a_server_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_a_virtual_machine_hides_its_clock(tmp_path: Path) -> None:
     root = _machine(tmp_path, proc__cpuinfo="flags : fpu hypervisor\ncpu MHz : 2100.0\n\ncpu MHz : 2300.0\n")
-    host = disturbances.host(root=root, allowed={0, 1})
+    host = read_host(root=root, allowed={0, 1})
     assert host == Host(processors=2, cores=2, clock_hertz=2.2e9, virtual=True)
-    assert disturbances.host(root=tmp_path / "nothing", allowed={0}) == Host(processors=1, cores=1)
+    assert read_host(root=tmp_path / "nothing", allowed={0}) == Host(processors=1, cores=1)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_virtual_machine_hides_its_clock(tmp_path: Path) -> None:
     ],
 )
 def test_a_quota_is_found_in_either_kind_of_control_group(tmp_path: Path, files: dict[str, str]) -> None:
-    host = disturbances.host(root=_machine(tmp_path, **files), allowed={0, 1, 2, 3})
+    host = read_host(root=_machine(tmp_path, **files), allowed={0, 1, 2, 3})
     assert (host.quota_cores, host.throttled_periods) == (1.5, 7)
 
 
@@ -97,14 +97,16 @@ def test_a_quota_is_found_in_either_kind_of_control_group(tmp_path: Path, files:
     "files", [{".dockerenv": ""}, {"run__.containerenv": ""}, {"proc__self__cgroup": "0::/kubepods/pod1\n"}]
 )
 def test_a_container_is_known_by_its_marks(tmp_path: Path, files: dict[str, str]) -> None:
-    assert disturbances.host(root=_machine(tmp_path, **files), allowed={0}).container
+    assert read_host(root=_machine(tmp_path, **files), allowed={0}).container
 
 
 def test_a_container_is_told_to_share_its_lock(
     latbench: Any, monkeypatch: pytest.MonkeyPatch, own_lock: Path
 ) -> None:
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
-    monkeypatch.setattr(disturbances, "host", lambda steal: Host(**{**vars(QUIET), "container": True}))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(
+        "latbench.machines.noise_sources.read_host", lambda steal: Host(**{**vars(QUIET), "container": True})
+    )
     shared = latbench("doctor").out
     assert f"in {own_lock.parent / 'locks'}" in shared and "in a container" in shared and "! this" not in shared
     monkeypatch.delenv("LATBENCH_LOCKS")
@@ -113,8 +115,8 @@ def test_a_container_is_told_to_share_its_lock(
 
 
 def test_a_quiet_machine_needs_no_advice() -> None:
-    assert disturbances.advice(QUIET) == []
-    assert disturbances.advice(Host(processors=8, cores=8)) == []  # what is hidden is not guessed
+    assert list_advice(QUIET) == []
+    assert list_advice(Host(processors=8, cores=8)) == []  # what is hidden is not guessed
 
 
 @pytest.mark.parametrize(
@@ -135,19 +137,20 @@ def test_a_quiet_machine_needs_no_advice() -> None:
     ],
 )
 def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], words: str) -> None:
-    [sentence] = disturbances.advice(Host(**{**vars(QUIET), **change}))
+    [sentence] = list_advice(Host(**{**vars(QUIET), **change}))
     assert words in sentence and "\n" not in sentence
 
 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
-        disturbances, "host", lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1)
+        "latbench.machines.noise_sources.read_host",
+        lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1),
     )
     ran = latbench("doctor", "--json")
     facts = json.loads(ran.out)
-    assert facts["device"] == devices.cpu_device() and facts["environment"]["cores"] >= 1
+    assert facts["device"] == name_cpu() and facts["environment"]["cores"] >= 1
     assert facts["backends"]["numba"]["version"]
     assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}
     assert facts["host"]["governor"] == "powersave" and len(facts["advice"]) == 3
@@ -160,14 +163,14 @@ def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = Host(**{**vars(QUIET), "virtual": True, "clock_hertz": 2.6e9})
-    monkeypatch.setattr(disturbances, "host", lambda steal: hidden)
-    monkeypatch.setattr(devices, "governor", lambda: None)
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
-    monkeypatch.setattr(devices, "cpu_device", lambda: "intel-xeon-family-6-model-167")
+    monkeypatch.setattr("latbench.machines.noise_sources.read_host", lambda steal: hidden)
+    monkeypatch.setattr("latbench.machines.devices.read_governor", lambda: None)
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "intel-xeon-family-6-model-167")
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
     assert "other chips may be called intel-xeon-family-6-model-167, keep their tables apart" in out
-    monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
+    monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "amd-epyc-9b14")
     assert "other chips" not in latbench("doctor").out
 
 
@@ -187,10 +190,10 @@ def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pyt
     assert [(gpu["index"], gpu["option"]) for gpu in found] == [(0, "a100:0"), (1, "a100:1"), (2, "rtx-4090-d")]
     out = latbench("doctor").out
     assert "GPU 1, NVIDIA A100-SXM4-80GB" in out and "latbench sweep --gpu a100:1" in out
-    monkeypatch.setenv(discovery.VISIBLE, "GPU-2,GPU-0")
+    monkeypatch.setenv(VISIBLE_VARIABLE, "GPU-2,GPU-0")
     found = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert [(gpu["index"], gpu["option"]) for gpu in found] == [(0, "rtx-4090-d"), (1, "a100")]
-    monkeypatch.setenv(discovery.VISIBLE, "-1")
+    monkeypatch.setenv(VISIBLE_VARIABLE, "-1")
     assert "none: CUDA_VISIBLE_DEVICES=-1 hides every GPU of this machine" in latbench("doctor").out
 
 
@@ -199,9 +202,9 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
-    Kept(devices.cpu_device(), devices.cores(), reference.WORK, lambda: cpu).get()
+    CachedCeilings(name_cpu(), count_cores(), reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
-    roofline.kept(nvml.environment(nvml.only_gpu()), lambda: gpu).get()
+    build_cached_gpu_ceilings(describe_gpu_environment(find_first_gpu()), lambda: gpu).get()
     out = latbench("doctor").out
     assert "0.15 TFLOP/s float32, 0.3 TFLOP/s bfloat16, reads 200 GB/s of 16 KiB, reads 10 GB/s of 64 MiB" in out
     assert "800 TFLOP/s float16 on tensor cores, 60 TFLOP/s float32, reads 6000 GB/s of 1 MiB" in out

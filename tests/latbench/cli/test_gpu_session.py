@@ -18,18 +18,19 @@ import pandas as pd
 import pytest
 
 from latbench.cli import gpu_session as session
-from latbench.cli.gpu_session import Budget, Outcome, Stopwatch, Swept
+from latbench.cli.gpu_session import Budget, Stopwatch, Swept
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping import roofline_pace as pace
-from latbench.sweeping import sweep
-from latbench.sweeping.gpu_points import DENSE, OURS
+from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace
-from latbench.sweeping.gpu_summary import compared
-from latbench.sweeping.roofline_pace import Roofline
-from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepSettings, SweepStopped
+from latbench.sweeping.gpu_summary import compare_kernels
+from latbench.sweeping.gpu_tests import GpuTestOutcome
+from latbench.sweeping.roofline_pace import SweepRoofline
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepOptions, SweepSettings, SweepStopped
+from latbench.sweeping.sweep import choose_in_order, run_sweep
 from latbench.tables.table import read_environments, read_table, select_timed
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.workloads.points import Point
@@ -51,11 +52,11 @@ def no_real_locks(own_lock: Path) -> None:
 
 
 def point(seed: int = fakes.FINE, shape: Any = SHAPE, sparsity: float = 0.75, kernel: Any = OURS[0]) -> Point:
-    return points.point("nvidia-h200", shape, VectorWise(32), sparsity, kernel, seed)
+    return build_gpu_point("nvidia-h200", shape, VectorWise(32), sparsity, kernel, seed)
 
 
 def dense(kernel: Any = DENSE[0], shape: Any = SHAPE) -> Point:
-    return points.point("nvidia-h200", shape, Dense(), 0.0, kernel)
+    return build_gpu_point("nvidia-h200", shape, Dense(), 0.0, kernel)
 
 
 def sweep_into(
@@ -210,7 +211,7 @@ def _fail(words: str) -> None:
 def test_a_summary_that_fails_costs_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session.summary, "text", lambda *_: _fail("no such column"))
+    monkeypatch.setattr(session, "format_gpu_summary", lambda *_: _fail("no such column"))
     told: list[str] = []
     machine = FakeMachine()
     session.measure(machine, [[dense()], [point()]], tmp_path, budget=Budget(60.0), settings=QUICK, tell=told.append)
@@ -223,13 +224,13 @@ def test_a_sweep_measures_again_what_the_table_has_of_another_version(tmp_path: 
     first, second = FakeMachine(), FakeMachine()
     second.versions["cupy"] = "14.3.0"
     wanted = [dense(), point()]
-    before = sweep.run(tmp_path, sweep.in_order([wanted]), machine=first, settings=QUICK)
-    after = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
+    before = run_sweep(tmp_path, choose_in_order([wanted]), machine=first, settings=QUICK)
+    after = run_sweep(tmp_path, choose_in_order([wanted]), machine=second, settings=QUICK)
     assert len(before.statuses) == 2 and after.statuses == {point().id: "ok"} and after.skipped == 1
     rows = read_table(tmp_path)
     assert sorted(rows["backend_version"][rows["backend"] == "cupy"]) == ["14.2.0", "14.3.0"]
     assert select_timed(rows).set_index("backend")["backend_version"]["cupy"] == "14.3.0"
-    again = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
+    again = run_sweep(tmp_path, choose_in_order([wanted]), machine=second, settings=QUICK)
     assert not again.statuses and again.skipped == 2
     first.close()
     second.close()
@@ -252,7 +253,7 @@ def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path
     tries = 1 + NOISY_CHANCES
     assert hot["status"].tolist() == ["throttled"] * tries
     assert hot["error"].tolist() == [
-        f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
+        f"slowed down by hw_thermal_slowdown on try {i + 1} of {tries}" for i in range(tries)
     ]
     assert (frame["pattern_seed"] == 0).sum() == 1  # what was not disturbed is not repeated
 
@@ -291,7 +292,7 @@ class Bounded(FakeMachine):
         super().__init__()
         self._kept, self._failure = Found(*found), failure
 
-    def pace(self, seconds_left: Any) -> Roofline[Any]:
+    def pace(self, seconds_left: Any) -> SweepRoofline[Any]:
         if self._failure is not None:
             raise self._failure
         return GpuPace(NoReference(), self._kept)  # type: ignore[arg-type]
@@ -336,7 +337,7 @@ def test_without_a_roofline_the_sweep_goes_on_and_its_rows_say_so(tmp_path: Path
 
 def test_why_there_is_no_roofline_is_told_once(tmp_path: Path) -> None:
     told: list[str] = []
-    sweep.run(
+    run_sweep(
         tmp_path, lambda _: [dense(), point()], machine=Bounded(failure=WorkerDied("oom", "it is gone")),
         settings=QUICK, report=lambda progress: told.append(progress.activity),
     )  # fmt: skip
@@ -408,7 +409,7 @@ def test_processes_work_side_by_side_on_the_host_and_in_turn_on_the_gpu(tmp_path
     machine = FakeMachine()
     machine.host_task, machine.task = f"{script}:draw", f"{script}:prepare"
     kernels = (DENSE[0], points.BSR[0], OURS[0])
-    wanted = [points.point("nvidia-h200", SHAPE, VectorWise(32), s, each) for each in kernels for s in (0.5, 0.75)]
+    wanted = [build_gpu_point("nvidia-h200", SHAPE, VectorWise(32), s, each) for each in kernels for s in (0.5, 0.75)]
     swept = sweep_into(tmp_path / "out", wanted, machine=machine)
     assert swept.table is not None and set(swept.table["status"]) == {"ok"}
     noted = [json.loads(line) for line in script.with_suffix(".log").read_text().splitlines()]
@@ -448,7 +449,7 @@ def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> 
     try:
         timer.start()
         with pytest.raises(SweepStopped, match=r"interrupted: \d of 3 points"):
-            sweep.run(tmp_path, sweep.in_order([wanted]), machine=machine, settings=QUICK)
+            run_sweep(tmp_path, choose_in_order([wanted]), machine=machine, settings=QUICK)
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
@@ -470,7 +471,7 @@ def test_a_budget_ends_what_hangs_too(seed: str, tmp_path: Path) -> None:
 class HangingReference(FakeMachine):
     """A machine whose reference worker hangs when it is first asked."""
 
-    def pace(self, seconds_left: Any) -> Roofline[Any]:
+    def pace(self, seconds_left: Any) -> SweepRoofline[Any]:
         worker = self.worker("reference")
         worker.seconds_left = seconds_left
         return Hanging(worker, Found(POSSIBLE))  # type: ignore[arg-type]
@@ -511,11 +512,15 @@ def test_what_is_finished_is_written_while_a_process_hangs(tmp_path: Path, monke
 def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_nothing(tmp_path: Path) -> None:
     first, second, third = ([point(shape=LinearShape(8 * m, 128, 64))] for m in (1, 2, 3))
     machine, told = FakeMachine(), []
-    sweep.run(tmp_path / "table", sweep.in_order([second]), machine=machine, settings=QUICK)
-    summary = sweep.run(
-        tmp_path / "table", sweep.in_order([third, second, first]), machine=machine, settings=QUICK, expected=3,
+    run_sweep(tmp_path / "table", choose_in_order([second]), machine=machine, settings=QUICK)
+    summary = run_sweep(
+        tmp_path / "table",
+        choose_in_order([third, second, first]),
+        machine=machine,
+        settings=QUICK,
+        options=SweepOptions(expected=3),
         report=lambda progress: told.append((progress.done, progress.total)),
-    )  # fmt: skip
+    )
     machine.close()
     assert list(summary.statuses) == [third[0].id, first[0].id] and summary.skipped == 1
     assert {total for _, total in told} == {3} and max(told) == (3, 3)
@@ -525,10 +530,10 @@ def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_not
 
 
 def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path) -> None:
-    peers = [points.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in points.CUSPARSELT[:2]]
-    ours = points.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, OURS[0])
+    peers = [build_gpu_point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in points.CUSPARSELT[:2]]
+    ours = build_gpu_point("nvidia-h200", SHAPE, NM(2, 4), 0.5, OURS[0])
     frame = run(tmp_path, [dense(DENSE[0]), dense(DENSE[1]), point(), ours, *peers])
-    rows = compared(frame).set_index("point_id")
+    rows = compare_kernels(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([1e-4] * 6)
     assert rows.loc[ours.id, "peer_seconds"] == pytest.approx(1e-4)
     assert pd.isna(rows.loc[point().id, "peer_seconds"])
@@ -539,10 +544,10 @@ def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path)
 
 
 def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
-    fast = points.point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], fakes.HOT)
+    fast = build_gpu_point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], fakes.HOT)
     slow = dense(points.CUSPARSELT[0])
     frame = run(tmp_path, [fast, slow, point(), point(fakes.HOT, sparsity=0.9)])
-    rows = compared(frame).set_index("point_id")
+    rows = compare_kernels(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([2e-4] * 4)
     summary = (tmp_path / "summary.txt").read_text()
     assert "vector:32      75% cupy         auto        8.00x dense" in summary
@@ -551,10 +556,10 @@ def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
 
 def test_other_shapes_and_other_cache_modes_are_not_compared(tmp_path: Path) -> None:
     frame = run(tmp_path, [dense(shape=LinearShape(512, 128, 64))], [point()])
-    assert compared(frame).set_index("point_id")["dense_seconds"].isna()[point().id]
+    assert compare_kernels(frame).set_index("point_id")["dense_seconds"].isna()[point().id]
     cold = frame.assign(cache_mode="cold", m=256)
     mixed = pd.concat([cold[cold["pattern"] == "dense"], frame[frame["pattern"] != "dense"]])
-    assert compared(mixed).set_index("point_id")["dense_seconds"].isna()[point().id]
+    assert compare_kernels(mixed).set_index("point_id")["dense_seconds"].isna()[point().id]
 
 
 def test_convolutions_are_named_by_their_filters(tmp_path: Path) -> None:
@@ -573,7 +578,7 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
     tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = session.judge([Outcome(tests, "GPU tests: said so", "")], Swept(table, late))
+    verdict = session.judge([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
     if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
     elif tests == "late" and late is None:
@@ -584,9 +589,9 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
 
 def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
     late = Incomplete("the time was over before anything was measured")
-    failed = session.judge([Outcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
+    failed = session.judge([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
     assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; nothing was measured" in str(failed)
-    assert session.judge([Outcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
+    assert session.judge([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
     assert session.judge([], Swept(None, late)) is late
 
 
@@ -610,14 +615,14 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(out=tmp_path / "out", machine=FakeMachine(), smoke=[dense(), point(shape=LARGER)])
     monkeypatch.setenv(session.OUT, str(at.out))
     monkeypatch.setattr(session, "MEASURED", tmp_path)
-    monkeypatch.setattr(session.nvml, "only_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
+    monkeypatch.setattr(session, "find_first_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
     monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
     monkeypatch.setattr(session, "missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"})
     monkeypatch.setattr(session, "refused_by_driver", lambda gpu, backends: {})
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
     blocks = [[dense(), point()], [point(sparsity=0.9)]]
-    monkeypatch.setattr(session.points, "standard", lambda device, backends: blocks)
-    monkeypatch.setattr(session.points, "smoke", lambda device, backends: at.smoke)
+    monkeypatch.setattr(session, "list_standard_blocks", lambda device, backends: blocks)
+    monkeypatch.setattr(session, "list_smoke_points", lambda device, backends: at.smoke)
     return at
 
 
@@ -650,12 +655,12 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
 ) -> None:
     output, given = "FAILED tests/a.py::test_one - wrong", []
 
-    def run_all_tests(seconds: float) -> Outcome:
+    def run_all_tests(seconds: float) -> GpuTestOutcome:
         given.append(seconds)
         assert len(read_table(visit.out / "table.parquet")) == 4
-        return Outcome(tests, "GPU tests: as told", output)
+        return GpuTestOutcome(tests, "GPU tests: as told", output)
 
-    monkeypatch.setattr(session.device_tests, "run_all_tests", run_all_tests)
+    monkeypatch.setattr(session, "run_all_tests", run_all_tests)
     assert session.run(["--tests", "all", "--seconds", "60"]) == code
     assert given and 0.35 * 60 <= given[0] <= 60 - session.RESERVE_SECONDS
     said = capsys.readouterr().err
@@ -707,7 +712,7 @@ def test_an_interruption_ends_the_visit_and_starts_no_tests(
         return watch()
 
     visit.machine.watch = interrupt
-    monkeypatch.setattr(session.device_tests, "run_all_tests", lambda seconds: _fail("tests were started"))
+    monkeypatch.setattr(session, "run_all_tests", lambda seconds: _fail("tests were started"))
     assert session.run(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"latbench: interrupted; {visit.out} has")
 

@@ -14,6 +14,7 @@ from latbench.cli.commands import sweep as command
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
 from latbench.sweeping.settings import SweepSettings
 from latbench.tables.table import read_table
 
@@ -39,11 +40,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(nvml=fakes.FakeNvml(fakes.H200), machine=Machine)
     monkeypatch.setitem(sys.modules, "pynvml", at.nvml)
     at.packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(on_gpu.devices, "version", lambda package: at.packages.get(package, "1"))
+    monkeypatch.setattr(on_gpu, "find_version", lambda package: at.packages.get(package, "1"))
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(machine, "GpuMachine", at.machine)
-    monkeypatch.setattr(machine, "SETTINGS", SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001))
+    monkeypatch.setattr(
+        "latbench.sweeping.gpu_machine.GPU_SETTINGS",
+        SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001),
+    )
     monkeypatch.setattr(Machine, "refused", {})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return at
@@ -159,13 +163,13 @@ def test_where_nothing_could_be_timed_the_exit_code_says_so(
 def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     here: SimpleNamespace, latbench: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from latbench.sweeping import gpu_estimate as estimate
+    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
     arguments = ("sweep", "--gpu", "h200", "--workload", tiny, "-o", tmp_path / "table")
     shapes = [points.LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [points.LinearShape(5, 7, 3)]
-    full = points.staged(shapes, "nvidia-h200")
+    full = list_staged_blocks(shapes, "nvidia-h200")
     first = [point.id for block in full[:3] for point in block]
-    seconds = estimate.seconds([point for block in full[:3] for point in block])
+    seconds = estimate_gpu_seconds([point for block in full[:3] for point in block])
     monkeypatch.setattr(command, "QUICK_SECONDS", seconds + 1e-6)
     quick = latbench(*arguments, "--quick")
     assert quick.code == 0 and f"latbench: {len(first)} points, about" in quick.err
@@ -183,12 +187,12 @@ def test_a_quick_sweep_is_one_of_a_gpu_here(latbench: Any, more: tuple[str, ...]
 
 
 def test_a_quick_sweep_of_the_standard_shapes_takes_about_five_minutes() -> None:
-    from latbench.sweeping import gpu_estimate as estimate
+    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
-    blocks = points.staged(points.standard_shapes(), "nvidia-h200")
+    blocks = list_staged_blocks(list_standard_shapes(), "nvidia-h200")
     quick = command.within(blocks, command.QUICK_SECONDS)
     wanted = [point for block in quick for point in block]
-    assert 200 < estimate.seconds(wanted) <= command.QUICK_SECONDS and len(wanted) >= 100
+    assert 200 < estimate_gpu_seconds(wanted) <= command.QUICK_SECONDS and len(wanted) >= 100
     # All that the kernels have to show on the first shape, and dense beside ours on every large one.
     assert {point.backend for point in wanted} >= {"torch_gpu", "cupy", "torch_sparse", "cublas", "cusparse"}
     assert {point.shape for point in wanted} >= set(points.LARGE)

@@ -11,7 +11,7 @@ from latbench.cli import main as cli
 from latbench.importers.text_formats import read_spdy_profile
 from search.inputs import problem_from_spdy
 from search.problem.layers import Option
-from search.problem.packed_bytes import weight_bytes
+from search.problem.packed_bytes import count_weight_bytes
 from sparse_kernels.shapes import LinearShape
 
 Run = Callable[..., tuple[int, str, str]]
@@ -116,14 +116,14 @@ def test_the_weights_may_have_a_budget_too(run: Run) -> None:
     )
     assert (code, err) == (0, "")
     options = [Option("unstructured" if s else "dense", s) for s in read_spdy_profile(Path("p.txt")).values()]
-    used = sum(weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
+    used = sum(count_weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
     assert used <= dense + 1 and f"weights take {used:,.0f} of {dense + 1:,} bytes" in out
     assert "no profile of those within both budgets has less" in out
     code, _, err = run("t.txt", "--target", "1", "--workload", "w.yaml", "--most-bytes", "9")
     assert code == 1 and "no profile that reaches 1x keeps bytes of weights, 9: the least that one takes is" in err
     code, _, err = run("t.txt", "--target", "1", "--most-bytes", "9")
     assert (code, err) == (
-        2, "latbench: bytes of weights: the shape of layer conv is not known: give a workload that has it\n",
+        2, "latbench: bytes of weights: the shape of layer conv is unknown; give a workload that has it\n",
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
     assert code == 1 and err.startswith("latbench: slow.txt: target 3x is infeasible: the best is 2.00x")
     Path("other.txt").write_text(TIMINGS.replace("0.1 0.9\n", ""))
     code, _, err = run("t.txt", "--target", "2", "--also", "other.txt", "--also-with", "target=1.5")
-    assert code == 2 and "nothing says what layer conv takes as unstructured at 0.9; leave that option out" in err
+    assert code == 2 and "the cost of layer conv as unstructured at 0.9 is unknown; leave that option out" in err
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,7 @@ def test_a_blank_error_is_named_not_guessed(run: Run) -> None:
     frame.to_csv("f.csv", index=False)
     for words in (["f.csv"], ["t.txt", "--errors", "f.csv"]):
         code, _, err = run(*words, "--target", "2")
-        assert code == 5 and "layer a has no error as vector:8 at 0.9: write inf where it is not to be had" in err
+        assert (
+            code == 5
+            and "layer a has no error as vector:8 at 0.9: write inf for an option that cannot be used" in err
+        )

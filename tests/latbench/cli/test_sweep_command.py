@@ -12,9 +12,8 @@ import pytest
 from latbench.cli import main as cli
 from latbench.cli.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
-from latbench.machines import devices
-from latbench.sweeping import sweep
-from latbench.sweeping.settings import SweepStopped, SweepSummary
+from latbench.machines.devices import list_allowed_processors
+from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
@@ -37,7 +36,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 class MadeUpSweep:
-    """Stands for latbench.sweeping.sweep.run: a point takes as long as its density says, until `most` are
+    """Stands for latbench.sweeping.sweep.run_sweep: a point takes as long as its density says, until `most` are
     measured."""
 
     def __init__(self, most: int = 10**6) -> None:
@@ -51,10 +50,10 @@ class MadeUpSweep:
         folder: Path,
         choose: Callable[[pd.DataFrame | None], Iterable[Point]],
         *,
-        time_budget: float | None,
+        options: SweepOptions,
         **_: Any,
     ) -> SweepSummary:
-        self.time_budget = time_budget
+        self.time_budget = options.time_budget
         table = None
         while fresh := [point for point in choose(table) if point not in self.measured]:
             self.rounds += 1
@@ -82,7 +81,7 @@ class MadeUpSweep:
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpSweep]:
     def use(**options: Any) -> MadeUpSweep:
         fake = MadeUpSweep(**options)
-        monkeypatch.setattr(sweep, "run", fake)
+        monkeypatch.setattr("latbench.sweeping.sweep.run_sweep", fake)
         return fake
 
     return use
@@ -96,7 +95,7 @@ def test_a_time_budget_has_a_unit(text: str, seconds: float) -> None:
 
 
 def test_more_threads_than_processors_are_refused(command: Command, tiny: Path, tmp_path: Path) -> None:
-    most = len(devices.allowed())
+    most = len(list_allowed_processors())
     code, _, err = command(
         "sweep", "--cpu", "--workload", tiny, *ARGUMENTS, "-o", tmp_path / "out", "--threads", most + 1
     )

@@ -9,20 +9,18 @@ import pytest
 from latbench import backends
 from latbench.backends import on_gpu
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
-from latbench.machines import gpu_discovery as discovery
+from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_names import Gpu
-from latbench.sweeping import sweep
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
-from latbench.workloads.workload import Layer, Workload, save
+from latbench.workloads.workload import Layer, Workload, write_workload
 from sparse_kernels.shapes import LinearShape
 
 
 def test_plan_needs_no_argument(latbench: Any) -> None:
     ran = latbench("plan")
     assert ran.code == 0 and "resnet50" in ran.out and "all, equal shapes once" in ran.out
-    assert devices.cpu_device() in ran.out and "MB of disk" in ran.out
+    assert name_cpu() in ran.out and "MB of disk" in ran.out
 
 
 def test_plan_as_json_counts_what_a_sweep_would_measure(latbench: Any, tiny: Path) -> None:
@@ -35,7 +33,7 @@ def test_plan_as_json_counts_what_a_sweep_would_measure(latbench: Any, tiny: Pat
 
 def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Path) -> None:
     layers = (Layer("a", LinearShape(17, 24, 5)), Layer("b", LinearShape(8, 24, 1)))
-    save(Workload("two", "made up", layers), tmp_path / "two.yaml")
+    write_workload(Workload("two", "made up", layers), tmp_path / "two.yaml")
     arguments = ("sweep", "--cpu", "--workload", tmp_path / "two.yaml", "--patterns", "block:8x8")
     arguments += ("--sparsities", "0.5")
     ran = latbench(*arguments, "--threads", "1", "-o", tmp_path / "out")
@@ -53,7 +51,7 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
     latbench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
+    write_workload(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
     arguments = ("sweep", "--cpu", "--backends", "numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
     arguments += ("--patterns", "vector:32", "--sparsities", "0.5", "--tune", "-o", tmp_path / "out")
     assert latbench(*arguments).code == 0
@@ -66,7 +64,7 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
 @pytest.mark.usefixtures("no_pace")
 @pytest.mark.slow
 def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_path: Path) -> None:
-    save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
+    write_workload(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
     arguments = ("sweep", "--cpu", "--backends", "torch,numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
     arguments += ("--patterns", "dense,vector:32", "--sparsities", "0.5", "--bf16", "-o", tmp_path / "out")
     done = latbench(*arguments)
@@ -89,22 +87,26 @@ def test_by_default_a_sweep_writes_beside_the_user(
     def refuse(folder: Path, *_: Any, **__: Any) -> None:
         raise EnvironmentUnusable(f"the folder was {folder}")
 
-    monkeypatch.setattr(sweep, "run", refuse)
+    monkeypatch.setattr("latbench.sweeping.sweep.run_sweep", refuse)
     ran = latbench("sweep", "--cpu", "--workload", tiny)
-    assert f"the folder was latbench-tables/{devices.cpu_device()}" in ran.refused(3)
+    assert f"the folder was latbench-tables/{name_cpu()}" in ran.refused(3)
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_code_3(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     assert latbench("sweep", "--gpu", "a100").refused(3) == "latbench: --gpu a100 requested, but no NVIDIA driver"
-    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    monkeypatch.setattr(
+        "latbench.machines.gpu_discovery.list_gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], "")
+    )
     assert "but this machine has NVIDIA H200: type --gpu h200" in latbench("sweep", "--gpu", "a100").refused(3)
 
 
 def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
     latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    monkeypatch.setattr(
+        "latbench.machines.gpu_discovery.list_gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], "")
+    )
     points = latbench(
         "sweep", "--gpu", "h200", "--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8",
         "--dry-run",
@@ -117,7 +119,7 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
 
 
 def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     chosen = ("--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8")
     document = json.loads(latbench("plan", "--gpu", "A100", *chosen, "--json").out)
     assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(on_gpu.BACKENDS)
@@ -132,7 +134,9 @@ def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch
 def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
     latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    monkeypatch.setattr(
+        "latbench.machines.gpu_discovery.list_gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], "")
+    )
     document = json.loads(latbench("plan", "--gpu", "h200", "--workload", tiny, "--json").out)
     swept = json.loads(latbench("sweep", "--gpu", "h200", "--workload", tiny, "--dry-run", "--json").out)
     assert document["points"] == len(swept["points"]) and document["device"] == swept["device"] == "nvidia-h200"

@@ -29,9 +29,9 @@ def prepare(point):
 def main(arguments: list[str]) -> int:
     sys.modules["pynvml"] = fakes.FakeNvml(fakes.H200)
     sys.path.insert(0, str(ROOT))
-    from latbench.base.environments import env_id
+    from latbench.base.environments import hash_environment
     from latbench.cli import gpu_session as session
-    from latbench.machines import nvml
+    from latbench.machines.nvml import describe_gpu_environment
     from latbench.sweeping import gpu_points as points
     from latbench.sweeping.settings import SweepSettings
 
@@ -49,9 +49,9 @@ def main(arguments: list[str]) -> int:
             self.versions = dict.fromkeys(points.BACKENDS, "1")
 
         def environment(self):
-            row = {**nvml.environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
+            row = {**describe_gpu_environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
             del row["env_id"]
-            return {"env_id": env_id(row), **row}
+            return {"env_id": hash_environment(row), **row}
 
         def process(self, backend):
             return points.BACKENDS[backend].process

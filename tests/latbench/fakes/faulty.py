@@ -26,14 +26,14 @@ import numpy as np
 from latbench.backends import Rotation, Unsupported
 from latbench.base import files
 from latbench.cli import main as cli
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.runners import worker_process as local
 from latbench.sweeping import bench, settings, sweep, sweep_machine
 from latbench.sweeping.settings import SweepSettings
 from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.tables.schema import TIMED
 from latbench.tables.writer import write_part
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import Burst, sample_burst
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
@@ -116,15 +116,15 @@ HARMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "stopped": (kill(signal.SIGSTOP), "timeout", "no answer"),
     "death with a child": (leave_a_child, "timeout", "no answer"),
     "garbage on the connection": (
-        lambda: write_to_the_connection(struct.pack("!i", 9), b"garbage!!"), "error", "an answer that is none",
+        lambda: write_to_the_connection(struct.pack("!i", 9), b"garbage!!"), "error", "an invalid answer",
     ),
     "half a message": (
-        lambda: write_to_the_connection(struct.pack("!i", 9), b"half"), "error", "broke its connection",
+        lambda: write_to_the_connection(struct.pack("!i", 9), b"half"), "error", "closed its connection",
     ),
     "a message too long": (
-        lambda: write_to_the_connection(struct.pack("!iQ", -1, 2**60)), "error", "broke its connection",
+        lambda: write_to_the_connection(struct.pack("!iQ", -1, 2**60)), "error", "closed its connection",
     ),
-    "connection closed": (hang_up, "error", "broke its connection"),
+    "connection closed": (hang_up, "error", "closed its connection"),
 }  # fmt: skip
 CLOCKS = {"clock goes backwards": -0.5, "clock leaps ahead": 3600.0}
 KERNELS = [*HARMS, *CLOCKS]
@@ -159,8 +159,8 @@ class OnABadClock:
         time.sleep(CALL_SECONDS)
         self._calls += 1
 
-    def burst(self, seconds: float) -> measure.Burst:
-        return measure.burst(self._run, seconds, 1, clock=self._clock)
+    def burst(self, seconds: float) -> Burst:
+        return sample_burst(self._run, seconds, 1, clock=self._clock)
 
 
 def prepare(point: Point) -> Any:
@@ -248,7 +248,7 @@ def moments(jumps: list[float]) -> Iterator[datetime]:
 
 def point(m: int, sparsity: float, seed: int) -> Point:
     """One of the campaign's points: a layer of m rows."""
-    return Point(devices.cpu_device(), "numba", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=seed)
+    return Point(name_cpu(), "numba", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=seed)
 
 
 def main() -> None:
@@ -265,7 +265,7 @@ def main() -> None:
         sweep_machine.PREPARE_SECONDS, CpuMachine.burst_seconds = seconds
         local.START_SECONDS = sweep_machine.PREPARE_SECONDS
         local.MESSAGE_SECONDS = local.END_SECONDS = 2.0
-    plan.select = lambda *_, **__: wanted
+    plan.select_points = lambda *_, **__: wanted
     if hurt := order.get("hurt"):
         at_write(order["at"], HURTS[hurt])
     if jumps := order.get("jumps"):

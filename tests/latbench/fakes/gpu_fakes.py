@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from latbench.backends import Unsupported
-from latbench.machines import nvml
-from latbench.machines.nvml import State
+from latbench.machines.nvml import GpuState, summarise_gpu_states
 from latbench.runners.worker_process import Worker
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
@@ -221,7 +220,7 @@ class Ready:
     def burst(self, seconds: float) -> Burst:
         time.sleep(60 if self._stuck else seconds)
         hot = "hw_thermal_slowdown" in self._reasons
-        state = State(clock_hertz=1.5e9, power_watts=600.0, temperature_celsius=60.0, reasons=self._reasons)
+        state = GpuState(clock_hertz=1.5e9, power_watts=600.0, temperature_celsius=60.0, reasons=self._reasons)
         return Burst([self._seconds] * 10, preempted=hot, states=(state,))
 
 
@@ -312,7 +311,7 @@ class FakeMachine:
         return None
 
     def columns(self, states: Any) -> dict[str, Any]:
-        return nvml.columns(states)
+        return summarise_gpu_states(states)
 
     def available_bytes(self) -> float:
         return 1e9

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
 from latbench.errors import EnvironmentUnusable
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.sweep_machine import CpuMachine
@@ -36,7 +36,7 @@ class Machine(CpuMachine):
     def environment(self) -> dict[str, Any]:
         node = os.environ.get("SLURMD_NODENAME") or os.environ["XDG_CACHE_HOME"]
         row = {"device": self.device, "device_uuid_hash": hash_of(node), "threads": 1}
-        return {"env_id": env_id(row), **row}
+        return {"env_id": hash_environment(row), **row}
 
     def pace(self, seconds_left: Any) -> None:  # type: ignore[override]
         """No reference kernels: finding ceilings takes seconds."""

@@ -13,11 +13,10 @@ import pandas as pd
 import torch
 
 from cost_models import AnchoredLookup, storage
-from latbench.base import files
+from latbench.base.files import hash_file
 from latbench.tables.table import hash_table
 from latbench.tables.writer import write_environment, write_part
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Layer, Workload
+from latbench.workloads.workload import Layer, Workload, write_workload
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.verify import SpeedupVerdict, hash_manifest
@@ -169,7 +168,7 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         "version": pruned.VERSION, "task": task, "score_name": "accuracy", "method": "global",
         "stages": [{"name": name, "loss": loss, "score": score} for name, loss, score in stages],
         "layers": {name: {"weights": 4096, "kept_weights": 1024, "packed_bytes": 6000} for name in layers},
-        "files": {name: files.sha256(example.pruned / name) for name in FILES},
+        "files": {name: hash_file(example.pruned / name) for name in FILES},
     }  # fmt: skip
     (example.pruned / "manifest.json").write_text(json.dumps(manifest))
     measured = {"measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4}
@@ -191,7 +190,7 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
 def _write_database(example: Example, rng: np.random.Generator) -> None:
     """A workload with the profile's layers, and what they lose at each option: more where less is kept."""
     layers = tuple(Layer(f"blocks.{index}.linear", shape) for index, shape in enumerate(SHAPES[: len(CHOSEN)]))
-    workloads.save(Workload("example", "made up", layers), example.workload)
+    write_workload(Workload("example", "made up", layers), example.workload)
     database = Database(example.database, "0123456789abcdef", "made up")
     for layer in layers:
         damage = rng.uniform(0.5, 2.0)

@@ -124,7 +124,7 @@ FINE, REFUSES, IS_WRONG, RAISES, CRASHES, HANGS, EATS_MEMORY, CRASHES_LATER, RAI
 
 def prepare(point: Point) -> Rotation:
     # What else this machine is doing is none of these tests' business: a call of theirs only sleeps.
-    measure.disturbances = lambda before, after: ()
+    measure.find_disturbances = lambda before, after: ()
     match point.seed:
         case 1:
             raise Unsupported("not here")

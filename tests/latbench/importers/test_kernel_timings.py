@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from latbench.errors import BadData, UsageError
-from latbench.importers import kernel_timings
+from latbench.importers.kernel_timings import read_kernel_timings
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 
@@ -30,7 +30,7 @@ DEEPBENCH = (
 
 def _read(format: str, text: str, folder: Path, **only: str) -> list[dict[str, object]]:
     (folder / "k.csv").write_text(text)
-    return kernel_timings.read(format, folder / "k.csv", only=only)[0]
+    return read_kernel_timings(format, folder / "k.csv", only=only)[0]
 
 
 def test_a_linear_layers_tokens_are_batch_times_m_and_equal_lines_are_one_point(tmp_path: Path) -> None:
@@ -64,37 +64,37 @@ def test_a_batched_product_is_no_linear_layer(tmp_path: Path) -> None:
     """It has another weight for each image; the same sizes would make it the same point."""
     lines = LINEAR.replace("linear,0.07", "bmm,0.07")
     (tmp_path / "k.csv").write_text(lines)
-    [row], left_out = kernel_timings.read("neusight", tmp_path / "k.csv", only={})
+    [row], left_out = read_kernel_timings("neusight", tmp_path / "k.csv", only={})
     assert row["samples_seconds"] == pytest.approx([5e-5])
     assert left_out == {"their OPName bmm is no linear layer or convolution": 1}
     (tmp_path / "k.csv").write_text(lines.replace("linear", "bmm"))
     with pytest.raises(UsageError, match="is left: 2 lines left out, their OPName bmm is no linear layer"):
-        kernel_timings.read("neusight", tmp_path / "k.csv", only={})
+        read_kernel_timings("neusight", tmp_path / "k.csv", only={})
 
 
 def test_sheets_of_several_precisions_are_left_out_unless_one_is_given(tmp_path: Path) -> None:
     (tmp_path / "k.csv").write_text(DEEPBENCH)
-    rows, left_out = kernel_timings.read("deepbench", tmp_path / "k.csv", only={})
+    rows, left_out = read_kernel_timings("deepbench", tmp_path / "k.csv", only={})
     [reason] = left_out
     assert len(rows) == 3 and "'Results - Mixed Precision' does not name one precision (--dtype says it)" in reason
-    rows, left_out = kernel_timings.read("deepbench", tmp_path / "k.csv", only={}, dtype="float16")
+    rows, left_out = read_kernel_timings("deepbench", tmp_path / "k.csv", only={}, dtype="float16")
     assert not left_out
     assert [row["dtype_w"] for row in rows] == ["float32"] * 3 + ["float16"]
     with pytest.raises(UsageError, match="unknown dtype half: known are float32, float16"):
-        kernel_timings.read("deepbench", tmp_path / "k.csv", only={}, dtype="half")
+        read_kernel_timings("deepbench", tmp_path / "k.csv", only={}, dtype="half")
 
 
 def test_published_sparse_times_are_read(data: Path) -> None:
     file = data / "deepbench" / "gemm_and_sparse_gemm.csv"
     only = {"file": "inference/server/DeepBench_NV_TitanXp", "kind": "sparse_gemm"}
     with pytest.raises(UsageError, match="24 lines left out, their sheet 'Results - Mixed Precision'"):
-        kernel_timings.read("deepbench", file, only=only)
-    rows, left_out = kernel_timings.read("deepbench", file, only=only, dtype="float32")
+        read_kernel_timings("deepbench", file, only=only)
+    rows, left_out = read_kernel_timings("deepbench", file, only=only, dtype="float32")
     assert not left_out and sum(len(row["samples_seconds"]) for row in rows) == 48
     assert {row["pattern"] for row in rows} == {"dense", "unstructured"}
     t4 = only | {"file": "inference/DeepBench_NV_T4"}
     with pytest.raises(UsageError, match="24 lines left out, they have no time"):
-        kernel_timings.read("deepbench", file, only=t4, dtype="float32")
+        read_kernel_timings("deepbench", file, only=t4, dtype="float32")
 
 
 def _aiconfigurator(path: Path, **columns: object) -> Path:
@@ -108,7 +108,7 @@ def _aiconfigurator(path: Path, **columns: object) -> Path:
 
 def test_aiconfigurators_m_is_tokens(tmp_path: Path) -> None:
     path = _aiconfigurator(tmp_path / "gemm.parquet", m=[4, 8])
-    rows, _ = kernel_timings.read("aiconfigurator", path, only={})
+    rows, _ = read_kernel_timings("aiconfigurator", path, only={})
     assert [(row["m"], row["k"], row["n"]) for row in rows] == [(1024, 512, 4), (1024, 512, 8)]
     assert {(row["backend"], row["backend_version"], row["device"]) for row in rows} == {
         ("trtllm", "1.0", "nvidia-a100-sxm4-80gb")
@@ -118,17 +118,17 @@ def test_aiconfigurators_m_is_tokens(tmp_path: Path) -> None:
 def test_a_line_without_a_name_is_refused_whatever_the_index(tmp_path: Path) -> None:
     path = _aiconfigurator(tmp_path / "gemm.parquet", gemm_dtype=["bfloat16", None])
     with pytest.raises(BadData, match="line 3: it has no gemm_dtype"):
-        kernel_timings.read("aiconfigurator", path, only={})
+        read_kernel_timings("aiconfigurator", path, only={})
     pd.read_parquet(path).set_index("op_name", drop=False).to_parquet(path)
     with pytest.raises(BadData, match="line 3: it has no gemm_dtype"):
-        kernel_timings.read("aiconfigurator", path, only={})
+        read_kernel_timings("aiconfigurator", path, only={})
 
 
 def test_versions_and_devices_do_not_mix(tmp_path: Path) -> None:
     path = _aiconfigurator(tmp_path / "gemm.parquet", version=["1.0", "1.1"])
     with pytest.raises(UsageError, match=r"holds several: backend_version 1.0, 1.1; say which with --only"):
-        kernel_timings.read("aiconfigurator", path, only={})
-    [row], _ = kernel_timings.read("aiconfigurator", path, only={"version": "1.1"}, device="my-gpu")
+        read_kernel_timings("aiconfigurator", path, only={})
+    [row], _ = read_kernel_timings("aiconfigurator", path, only={"version": "1.1"}, device="my-gpu")
     assert (row["backend_version"], row["device"]) == ("1.1", "my-gpu")
     both = LINEAR + "linear,0.05,Tesla P4,2,58,13,141,sgemm\n"
     with pytest.raises(UsageError, match="device nvidia-tesla-p4, nvidia-tesla-t4"):
@@ -149,11 +149,11 @@ def test_a_sparsity_beyond_one_and_a_broken_archive_are_refused(tmp_path: Path) 
     packed[20:60] = bytes(40)
     (tmp_path / "k.csv.gz").write_bytes(packed)
     with pytest.raises(BadData, match="not a csv file"):
-        kernel_timings.read("neusight", tmp_path / "k.csv.gz", only={})
+        read_kernel_timings("neusight", tmp_path / "k.csv.gz", only={})
     for ending in ("zip", "xz", "tar", "zst", "bz2"):
         (tmp_path / f"k.csv.{ending}").write_bytes(packed)
         with pytest.raises(BadData, match="not a csv file"):
-            kernel_timings.read("neusight", tmp_path / f"k.csv.{ending}", only={})
+            read_kernel_timings("neusight", tmp_path / f"k.csv.{ending}", only={})
 
 
 @pytest.mark.parametrize(
@@ -196,17 +196,17 @@ def test_a_column_of_lists_is_refused_with_its_line(tmp_path: Path) -> None:
     rows |= {"gemm_dtype": "float16", "m": 8, "n": 8, "k": 8}
     pd.DataFrame([rows | {"latency": [1.0, 2.0]}]).to_parquet(tmp_path / "lists.parquet")
     with pytest.raises(BadData, match="line 2: time must be a number, not array"):
-        kernel_timings.read("aiconfigurator", tmp_path / "lists.parquet", only={})
+        read_kernel_timings("aiconfigurator", tmp_path / "lists.parquet", only={})
 
 
 def test_a_missing_file_a_foreign_one_and_an_unknown_column_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="no such file"):
-        kernel_timings.read("neusight", tmp_path / "none.csv", only={})
+        read_kernel_timings("neusight", tmp_path / "none.csv", only={})
     with pytest.raises(BadData, match="no such file"):
-        kernel_timings.read("aiconfigurator", tmp_path / "none.parquet", only={})
+        read_kernel_timings("aiconfigurator", tmp_path / "none.parquet", only={})
     (tmp_path / "text.parquet").write_text(LINEAR)
     with pytest.raises(BadData, match="not a Parquet file"):
-        kernel_timings.read("aiconfigurator", tmp_path / "text.parquet", only={})
+        read_kernel_timings("aiconfigurator", tmp_path / "text.parquet", only={})
     with pytest.raises(UsageError, match="has no column device, only OPName"):
         _read("neusight", LINEAR, tmp_path, device="Tesla T4")
     with pytest.raises(UsageError, match=r"no line of .* has V100 as its Device, but Tesla T4"):
@@ -216,7 +216,7 @@ def test_a_missing_file_a_foreign_one_and_an_unknown_column_are_refused(tmp_path
 def test_the_published_files_become_tables(data: Path, tmp_path: Path) -> None:
     deepbench = data / "deepbench" / "gemm_and_sparse_gemm.csv"
     chosen = {"file": "train/DeepBench_NV_V100", "sheet": "Results FP32"}
-    rows, left_out = kernel_timings.read("deepbench", deepbench, only=chosen)
+    rows, left_out = read_kernel_timings("deepbench", deepbench, only=chosen)
     assert not left_out
     write_part(tmp_path / "deepbench", rows)
     table = read_table(tmp_path / "deepbench")
@@ -226,8 +226,8 @@ def test_the_published_files_become_tables(data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_published_kernel_of_a_gpu_is_read(data: Path) -> None:
     folder = data / "neusight_kernels"
-    linear, _ = kernel_timings.read("neusight", folder / "linear_train.csv.gz", only={"Device": "Tesla T4"})
+    linear, _ = read_kernel_timings("neusight", folder / "linear_train.csv.gz", only={"Device": "Tesla T4"})
     assert sum(len(row["samples_seconds"]) for row in linear) == 6458
     conv = pd.read_csv(folder / "conv_train.csv.gz")
-    rows, _ = kernel_timings.read("neusight", folder / "conv_train.csv.gz", only={"Device": "Tesla T4"})
+    rows, _ = read_kernel_timings("neusight", folder / "conv_train.csv.gz", only={"Device": "Tesla T4"})
     assert sum(len(row["samples_seconds"]) for row in rows) == (conv["Device"] == "Tesla T4").sum()

@@ -7,8 +7,15 @@ import pandas as pd
 import pytest
 
 from latbench.errors import BadData
-from latbench.importers import text_formats as interchange
-from latbench.importers.text_formats import SpdyTimings, read_spdy, read_spdy_profile, write_spdy, write_spdy_profile
+from latbench.importers.text_formats import (
+    SpdyTimings,
+    convert_rows_to_spdy,
+    convert_spdy_to_rows,
+    read_spdy,
+    read_spdy_profile,
+    write_spdy,
+    write_spdy_profile,
+)
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
 
@@ -27,7 +34,7 @@ def test_seconds_are_written_to_the_last_bit(tmp_path: Path) -> None:
     write_spdy(timings, tmp_path / "t.txt")
     assert read_spdy(tmp_path / "t.txt") == timings
     assert (tmp_path / "t.txt").read_text().startswith("base\n2.5e-06\nprunable\n1.2345e-06\nfc\n4e-10 0.5000\n")
-    rows = interchange.spdy_rows(timings, network="n", pattern="unstructured", device="a-cpu")
+    rows = convert_spdy_to_rows(timings, network="n", pattern="unstructured", device="a-cpu")
     assert rows[0]["flags"] == "prunable_seconds=1.2345e-06"
 
 
@@ -119,9 +126,9 @@ def test_a_malformed_profile_is_refused_with_its_line(text: str, said: str, tmp_
 
 def test_rows_of_imported_timings_make_the_same_file_again(data: Path, tmp_path: Path) -> None:
     timings = read_spdy(data / "spdy_tables" / "rn18_unstr.txt")
-    rows = interchange.spdy_rows(timings, network="rn18", pattern="unstructured", device="a-cpu")
+    rows = convert_spdy_to_rows(timings, network="rn18", pattern="unstructured", device="a-cpu")
     write_part(tmp_path, rows)
-    made = interchange.spdy_timings(select_timed(read_table(tmp_path)), "rn18")
+    made = convert_rows_to_spdy(select_timed(read_table(tmp_path)), "rn18")
     assert made.base == timings.base
     assert {name: dict(map(reversed, points)) for name, points in made.layers.items()} == {
         name: dict(map(reversed, points)) for name, points in timings.layers.items() if points
@@ -130,7 +137,7 @@ def test_rows_of_imported_timings_make_the_same_file_again(data: Path, tmp_path:
 
 def test_rows_make_a_table_in_which_every_layer_is_its_own(tmp_path: Path) -> None:
     timings = SpdyTimings(0.5, 0.25, {"a": ((0.3, 0.0), (0.4, 0.0), (0.1, 0.4)), "b": ((0.2, 0.4),), "empty": ()})
-    rows = interchange.spdy_rows(
+    rows = convert_spdy_to_rows(
         timings, network="net", pattern="block:1x4", device="a-cpu", threads=4, shapes={"a": {"op": "linear", "m": 7}}
     )
     write_part(tmp_path, rows)

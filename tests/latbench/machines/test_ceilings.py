@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from latbench.machines import ceilings
-from latbench.machines.ceilings import Ceilings, Kept
-from latbench.workloads.minimum_work import inputs_read, inside_share
+from latbench.machines.ceilings import CachedCeilings, Ceilings
+from latbench.workloads.minimum_work import compute_inside_share, count_inputs_read
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 MADE_UP = Ceilings(100.0, {10: 50.0, 1000: 20.0, 100_000: 2.0}, product_seconds=1.0, sum_seconds=3.0)
@@ -53,27 +53,27 @@ def test_ceilings_are_measured_once_a_device_and_thread_count(own_lock: Path) ->
         return MADE_UP
 
     for threads in (1, 1, 2, 2):
-        assert Kept("amd-epyc", threads, "work", measure).get() == MADE_UP
+        assert CachedCeilings("amd-epyc", threads, "work", measure).get() == MADE_UP
     assert len(asked) == 2
 
 
 def test_ceilings_that_other_work_found_do_not_count(own_lock: Path) -> None:
     other = Ceilings(1.0, {1: 1.0}, 1.0, 1.0)
-    Kept("amd-epyc", 1, "product 384", lambda: other).get()
-    assert Kept("amd-epyc", 1, "product 640", lambda: MADE_UP).get() == MADE_UP
+    CachedCeilings("amd-epyc", 1, "product 384", lambda: other).get()
+    assert CachedCeilings("amd-epyc", 1, "product 640", lambda: MADE_UP).get() == MADE_UP
 
 
 def test_another_machine_of_the_same_name_measures_its_own(own_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Kept("amd-epyc", 1, "work", lambda: MADE_UP).get()
+    CachedCeilings("amd-epyc", 1, "work", lambda: MADE_UP).get()
     other = Ceilings(1.0, {1: 1.0}, 1.0, 1.0)
-    monkeypatch.setattr(ceilings.devices, "machine_hash", lambda: "another")
-    assert Kept("amd-epyc", 1, "work", lambda: other).get() == other
+    monkeypatch.setattr(ceilings, "hash_machine", lambda: "another")
+    assert CachedCeilings("amd-epyc", 1, "work", lambda: other).get() == other
 
 
 def test_doubted_ceilings_only_rise_and_are_kept(own_lock: Path) -> None:
     """What was found while others took the machine must not call every later time impossible."""
     found = iter([Ceilings(10.0, {10: 5.0, 1000: 20.0}, 4.0, 3.0), Ceilings(100.0, {10: 50.0, 1000: 2.0}, 1.0, 6.0)])
-    kept = Kept("amd-epyc", 1, "work", lambda: next(found))
+    kept = CachedCeilings("amd-epyc", 1, "work", lambda: next(found))
     higher = Ceilings(100.0, {10: 50.0, 1000: 20.0}, 1.0, 3.0)
     assert kept.again(kept.get()) == higher
     assert kept.get() == higher
@@ -81,12 +81,12 @@ def test_doubted_ceilings_only_rise_and_are_kept(own_lock: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"identity": null}', '{"identity": {}, "flop_per_second": 1}'])
 def test_a_damaged_file_is_measured_again(own_lock: Path, damaged: str) -> None:
-    kept = Kept("amd-epyc", 1, "work", lambda: MADE_UP)
+    kept = CachedCeilings("amd-epyc", 1, "work", lambda: MADE_UP)
     kept.get()
     (path,) = own_lock.rglob("amd-epyc-1.json")
     path.write_text(damaged)
     assert kept.get() == MADE_UP
-    assert Kept("amd-epyc", 1, "work", lambda: pytest.fail("measured again")).get() == MADE_UP
+    assert CachedCeilings("amd-epyc", 1, "work", lambda: pytest.fail("measured again")).get() == MADE_UP
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_measured_again(own_lock: Path, damaged: str) -> None:
     [{"read_bytes_per_second": {}}, {"flop_per_second": 0.0}, {"flop_per_second": "x"}, {"sum_seconds": -1.0}],
 )
 def test_ceilings_that_are_none_are_measured_again(own_lock: Path, wrong: dict[str, object]) -> None:
-    kept = Kept("amd-epyc", 1, "work", lambda: MADE_UP)
+    kept = CachedCeilings("amd-epyc", 1, "work", lambda: MADE_UP)
     kept.get()
     (path,) = own_lock.rglob("amd-epyc-1.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
@@ -105,7 +105,7 @@ def test_ceilings_that_are_none_are_measured_again(own_lock: Path, wrong: dict[s
 def test_ceilings_that_cannot_be_kept_still_hold(own_lock: Path) -> None:
     own_lock.mkdir()
     (own_lock / "latbench").write_text("no folder")
-    assert Kept("amd-epyc", 1, "work", lambda: MADE_UP).get() == MADE_UP
+    assert CachedCeilings("amd-epyc", 1, "work", lambda: MADE_UP).get() == MADE_UP
 
 
 SHAPES = [
@@ -132,14 +132,14 @@ def test_a_convolution_needs_what_its_taps_fall_on(shape: Conv2dShape, rng: np.r
                         used = kept[:, (r * shape.kw + s) * shape.c_in :][:, : shape.c_in].any(axis=0)
                         read |= {(c, y, x) for c in np.flatnonzero(used)}
     taps = shape.out_h * shape.out_w * shape.kh * shape.kw
-    assert inside_share(shape) == pytest.approx(pairs / taps)
-    assert inputs_read(shape, kept) == shape.batch * len(read)
+    assert compute_inside_share(shape) == pytest.approx(pairs / taps)
+    assert count_inputs_read(shape, kept) == shape.batch * len(read)
 
 
 def test_a_linear_layer_reads_the_inputs_that_some_row_keeps() -> None:
     kept = np.array([[True, False, False], [True, False, True]])
-    assert inputs_read(LinearShape(2, 3, 5), kept) == 10
-    assert inside_share(LinearShape(2, 3, 5)) == 1
+    assert count_inputs_read(LinearShape(2, 3, 5), kept) == 10
+    assert compute_inside_share(LinearShape(2, 3, 5)) == 1
 
 
 def test_the_ceilings_of_this_machine_are_in_order() -> None:

@@ -13,8 +13,13 @@ import pytest
 
 from latbench.backends.on_gpu import BACKENDS
 from latbench.machines import cuda_libraries as libraries
-from latbench.machines import devices
-from latbench.machines.cuda_libraries import LIBRARIES, OPENED
+from latbench.machines.cuda_libraries import (
+    LIBRARIES,
+    OPENED_LIBRARIES,
+    explain_load_error,
+    explain_mixed_cuda,
+    find_library_versions,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 LOAD_ALL = """
 import json, sys
 from latbench.machines import cuda_libraries as libraries
-before = libraries.versions()
+before = libraries.find_library_versions()
 untouched = "nvidia" not in open("/proc/self/maps").read()
 
 from cuda import pathfinder
@@ -35,7 +40,7 @@ source = "#include <cupy/carray.cuh>\\n#include <cupy/float16.cuh>\\n"
 source += 'extern "C" __global__ void k(float16* x) { *x = 1.f; }'
 options = (*core.assemble_cupy_compiler_options(()), "-arch=sm_80")
 cubin, _ = compiler._NVRTCProgram(source, "k.cu", (), (), method="cubin").compile(options, None)
-print(json.dumps([untouched, before, libraries.versions(), len(cubin)]))
+print(json.dumps([untouched, before, libraries.find_library_versions(), len(cubin)]))
 """
 
 # A library by cuBLAS's name whose version nobody has; then one that does not answer.
@@ -46,7 +51,7 @@ ASK_FAKE = """
 import ctypes, sys
 from latbench.machines import cuda_libraries as libraries
 ctypes.CDLL(sys.argv[1])
-print(libraries.versions()["cublas"])
+print(libraries.find_library_versions()["cublas"])
 """
 
 
@@ -59,7 +64,7 @@ def _python(code: str, *arguments: str | Path) -> str:
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The packages that are installed, by version."""
     found: dict[str, str] = {}
-    monkeypatch.setattr(devices, "version", found.get)
+    monkeypatch.setattr("latbench.machines.cuda_libraries.find_version", found.get)
     return found
 
 
@@ -67,8 +72,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_every_engine_is_in_the_table_of_what_is_opened() -> None:
-    assert OPENED.keys() == BACKENDS.keys()
-    assert {name for names in OPENED.values() for name in names} == LIBRARIES.keys()
+    assert OPENED_LIBRARIES.keys() == BACKENDS.keys()
+    assert {name for names in OPENED_LIBRARIES.values() for name in names} == LIBRARIES.keys()
 
 
 def _extra(name: str) -> list[Any]:
@@ -104,7 +109,10 @@ def test_the_extra_for_cuda_13_brings_every_library_but_torchs() -> None:
     ours = [wanted for wanted in _extra("cuda13") if wanted.name != "torch"]
     brought = set(_brought(ours))
     opened = {
-        name for backend, names in OPENED.items() if "torch" not in BACKENDS[backend].packages for name in names
+        name
+        for backend, names in OPENED_LIBRARIES.items()
+        if "torch" not in BACKENDS[backend].packages
+        for name in names
     }
     missing = {name for name in opened if LIBRARIES[name].wheels[13] not in brought}
     assert not missing
@@ -138,7 +146,7 @@ def test_a_loaded_library_says_its_own_version(tmp_path: Path, status: str, expe
     library = tmp_path / "fake.so"
     flags = ["-shared", "-fPIC", "-Wl,-soname,libcublas.so.13", f"-DSTATUS={status}", "-x", "c", "-o", library, "-"]
     subprocess.run(["g++", *flags], input=FAKE, check=True, text=True)
-    assert _python(ASK_FAKE, library).strip() == (expected or str(libraries.versions()["cublas"]))
+    assert _python(ASK_FAKE, library).strip() == (expected or str(find_library_versions()["cublas"]))
 
 
 def test_versions_of_wheels_are_cut_to_what_a_library_says(
@@ -149,7 +157,7 @@ def test_versions_of_wheels_are_cut_to_what_a_library_says(
         "nvidia-cublas-cu12": "12.8.4.1", "nvidia-cudnn-cu13": "9.24.0.43", "nvidia-cusparselt-cu13": "0.8.1.post1",
         "triton": "3.6.0",
     }  # fmt: skip
-    assert libraries.versions() == {
+    assert find_library_versions() == {
         "cublas": "12.8.4", "cudnn": "9.24.0", "cusparse": None, "cusparselt": "0.8.1", "nvrtc": None,
         "nvvm": None, "triton": "3.6.0",
     }  # fmt: skip
@@ -171,22 +179,22 @@ NOT_FOUND = """Failure finding "libcublasLt.so.13 or libcublasLt.so.12": No such
 )
 def test_a_library_that_is_missing_is_named_with_its_wheel(packages: dict[str, str], cupy: str, advice: str) -> None:
     packages[cupy] = "14.2.0"
-    assert libraries.not_loaded(NOT_FOUND) == advice
+    assert explain_load_error(NOT_FOUND) == advice
 
 
 def test_what_is_no_missing_library_gets_no_advice(packages: dict[str, str]) -> None:
     packages |= {"cupy-cuda13x": "14.2.0", "nvidia-cublas": "13.1.1.3"}
-    assert libraries.not_loaded("CUBLAS_STATUS_NOT_INITIALIZED") is None
-    assert libraries.not_loaded("libcublas.so.13: cannot read file data") is None
-    assert libraries.mixed() is None
+    assert explain_load_error("CUBLAS_STATUS_NOT_INITIALIZED") is None
+    assert explain_load_error("libcublas.so.13: cannot read file data") is None
+    assert explain_mixed_cuda() is None
 
 
 def test_libraries_of_cuda_13_beside_a_cupy_for_12_are_told(packages: dict[str, str]) -> None:
     packages |= {"cupy-cuda12x": "14.2.0", "nvidia-cublas-cu12": "12.8.4.1"}
-    assert libraries.mixed() is None
+    assert explain_mixed_cuda() is None
     packages["nvidia-cublas"] = "13.1.1.3"
-    found = libraries.not_loaded("libcublas.so.12: cannot open shared object file: No such file or directory")
-    assert found == libraries.mixed() == (
+    found = explain_load_error("libcublas.so.12: cannot open shared object file: No such file or directory")
+    assert found == explain_mixed_cuda() == (
         "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas): "
         "pip install 'latbench[cuda12]' into a new environment"
     )  # fmt: skip

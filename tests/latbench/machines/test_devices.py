@@ -5,6 +5,15 @@ from pathlib import Path
 import pytest
 
 from latbench.machines import devices
+from latbench.machines.devices import (
+    count_cores,
+    describe_cpu_environment,
+    name_cpu,
+    read_clock_hertz,
+    read_cpu_times,
+    read_scaling_hertz,
+    read_telemetry,
+)
 
 EPYC = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : {}\n\nprocessor : 1\n"
 XEON = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 85\nmodel name : {}\n"
@@ -25,20 +34,24 @@ ARM = "processor : 0\nFeatures : fp asimd sve\nCPU implementer : 0x41\nCPU part 
     ],
 )
 def test_cpu_names_are_lower_case_with_hyphens(cpuinfo: str, name: str) -> None:
-    assert devices.cpu_device(cpuinfo) == name
+    assert name_cpu(cpuinfo) == name
 
 
 def test_a_cpu_without_a_model_name_has_one_all_the_same() -> None:
-    assert devices.cpu_device(ARM).endswith("0x41-part-0xd40")
-    assert devices.cpu_device("") != ""
+    assert name_cpu(ARM).endswith("0x41-part-0xd40")
+    assert name_cpu("") != ""
 
 
 def test_this_machine_can_be_described() -> None:
-    row = devices.environment(threads=2)
-    assert row["device"] == devices.cpu_device() and row["threads"] == 2
+    row = describe_cpu_environment(threads=2)
+    assert row["device"] == name_cpu() and row["threads"] == 2
     assert 1 <= row["cores"] <= 4096 and row["memory_bytes"] > 2**28
     assert row["numpy"] and row["numba"]
-    assert devices.environment(threads=2)["env_id"] == row["env_id"] != devices.environment(threads=1)["env_id"]
+    assert (
+        describe_cpu_environment(threads=2)["env_id"]
+        == row["env_id"]
+        != describe_cpu_environment(threads=1)["env_id"]
+    )
 
 
 def test_a_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,17 +59,17 @@ def test_a_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(devices, "_QUOTA", quota)
     for text, most in (("max 100000", 4096), ("100000 100000", 1), ("50000 100000", 1)):
         quota.write_text(text)
-        assert 1 <= devices.cores() <= most
+        assert 1 <= count_cores() <= most
 
 
 def test_steal_is_a_share_of_all_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = devices.cpu_times("cpu  10 0 10 70 0 0 0 10 0 0\n")
+    before = read_cpu_times("cpu  10 0 10 70 0 0 0 10 0 0\n")
     assert before == devices.CpuTimes(total=100, steal=10)
     stat = tmp_path / "stat"
     stat.write_text("cpu  10 0 10 145 0 0 0 35 0 0\n")
     monkeypatch.setattr(devices, "STAT", stat)
-    assert devices.telemetry(before)["steal_fraction"] == 0.25
-    assert devices.telemetry(None)["steal_fraction"] is None
+    assert read_telemetry(before)["steal_fraction"] == 0.25
+    assert read_telemetry(None)["steal_fraction"] is None
 
 
 def test_the_clock_is_that_of_a_core_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +83,7 @@ def test_the_clock_is_that_of_a_core_at_work(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(devices, "_CLOCKS", tmp_path)
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert devices.scaling_hertz() == 3.1e9 and devices.clock_hertz() == 3.1005e9
+    assert read_scaling_hertz() == 3.1e9 and read_clock_hertz() == 3.1005e9
     monkeypatch.setattr(devices, "CPUINFO", tmp_path / "absent")
     monkeypatch.setattr(devices, "_CLOCKS", tmp_path / "absent")
-    assert devices.scaling_hertz() is None and devices.clock_hertz() is None
+    assert read_scaling_hertz() is None and read_clock_hertz() is None

@@ -8,7 +8,14 @@ import pytest
 
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.machines import gpu_discovery as discovery
-from latbench.machines.gpu_discovery import Board, find_gpu, gpus, visible
+from latbench.machines.gpu_discovery import (
+    ORDER_VARIABLE,
+    VISIBLE_VARIABLE,
+    Board,
+    find_gpu,
+    list_gpus,
+    select_visible,
+)
 from latbench.machines.gpu_names import Gpu
 
 A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
@@ -19,7 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200, unless a test gives other devices; nothing hides it."""
     made = fakes.FakeNvml(fakes.H200)
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    for name in (discovery.VISIBLE, discovery.ORDER):
+    for name in (VISIBLE_VARIABLE, ORDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return made
 
@@ -32,7 +39,7 @@ def devices(*names: str) -> tuple[dict[str, Any], ...]:
 
 
 def test_the_gpu_that_is_there_is_found(fake: Any) -> None:
-    assert gpus() == ([Gpu(H200, "GPU-3f2a1b2c-0000")], "")
+    assert list_gpus() == ([Gpu(H200, "GPU-3f2a1b2c-0000")], "")
     assert find_gpu("h200") == find_gpu("NVIDIA H200:0") == Gpu(H200, "GPU-3f2a1b2c-0000")
     assert fake.open == 0  # NVML is let go of again
 
@@ -98,19 +105,19 @@ def test_without_nvidia_ml_py_it_says_what_to_install(fake: Any, monkeypatch: py
 
 def test_a_driver_without_gpus_is_said(fake: Any) -> None:
     fake.devices = ()
-    assert gpus() == ([], "the NVIDIA driver sees no GPU: nvidia-smi -L lists what it sees")
+    assert list_gpus() == ([], "the NVIDIA driver sees no GPU: nvidia-smi -L lists what it sees")
 
 
 def test_a_divided_gpu_goes_by_its_slices(fake: Any) -> None:
     slices = [{"name": "NVIDIA H200 MIG 3g.71gb", "uuid": f"MIG-{i}", "instances": (i + 1, 0)} for i in range(2)]
     fake.devices = ({**fakes.H200, "slices": slices},)
-    found, reason = gpus()
+    found, reason = list_gpus()
     assert [each.uuid for each in found] == ["MIG-0", "MIG-1"] and not reason
     assert find_gpu("h200-mig-3g.71gb:1") == found[1]
     with pytest.raises(EnvironmentUnusable, match=r"has 2 x NVIDIA H200 MIG 3g\.71gb: type --gpu h200-mig-3g-71gb"):
         find_gpu("h200")
     fake.devices = ({**fakes.H200, "slices": []},)
-    assert gpus()[1].startswith("MIG is on and no GPU has an instance")
+    assert list_gpus()[1].startswith("MIG is on and no GPU has an instance")
 
 
 # CUDA_VISIBLE_DEVICES ----------------------------------------------------------------------------------------------
@@ -145,7 +152,7 @@ FOUR = [Board(Gpu(A100, f"GPU-{uuid}")) for uuid in ("8932f937", "8932aaaa", "11
     ],
 )
 def test_what_is_visible_is_what_cuda_shows(variable: str | None, shown: list[int]) -> None:
-    found, reason = visible(FOUR, variable, None)
+    found, reason = select_visible(FOUR, variable, None)
     assert found == [FOUR[number].gpu for number in shown]
     assert bool(reason) is not bool(shown)
     if not shown:
@@ -168,35 +175,35 @@ def test_slices_are_named_by_uuid_or_by_the_numbers_of_their_instances() -> None
         ("GPU-77", parts),
         ("1", [boards[1].gpu]),
     ):
-        assert visible(boards, variable, None)[0] == shown, variable
+        assert select_visible(boards, variable, None)[0] == shown, variable
 
 
 def test_indices_are_ambiguous_among_different_gpus_unless_they_count_by_bus() -> None:
     mixed = [Board(Gpu(name, f"GPU-{number}")) for number, name in enumerate((A100, H200))]
-    found, reason = visible(mixed, "1", None)
+    found, reason = select_visible(mixed, "1", None)
     assert not found and reason == (
         "CUDA_VISIBLE_DEVICES=1 is ambiguous here: CUDA counts GPUs from the fastest, nvidia-smi by PCI bus; "
         "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by UUID (nvidia-smi -L)"
     )
-    assert not visible(mixed, "1", "FASTEST_FIRST")[0]
-    assert visible(mixed, "1", "PCI_BUS_ID")[0] == visible(mixed, "GPU-1", None)[0] == [mixed[1].gpu]
+    assert not select_visible(mixed, "1", "FASTEST_FIRST")[0]
+    assert select_visible(mixed, "1", "PCI_BUS_ID")[0] == select_visible(mixed, "GPU-1", None)[0] == [mixed[1].gpu]
 
 
 def test_a_shared_server_gives_the_gpu_that_the_variable_names(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.devices = devices(A100, A100, A100, A100)
-    monkeypatch.setenv(discovery.VISIBLE, "3")
+    monkeypatch.setenv(VISIBLE_VARIABLE, "3")
     assert find_gpu("a100").uuid == find_gpu("a100:0").uuid == "GPU-3a3b"
     with pytest.raises(UsageError, match="there is no GPU 3, CUDA_VISIBLE_DEVICES=3 shows NVIDIA A100"):
         find_gpu("a100:3")
     with pytest.raises(EnvironmentUnusable, match="h200 requested, but CUDA_VISIBLE_DEVICES=3 shows NVIDIA A100"):
         find_gpu("h200")
-    monkeypatch.setenv(discovery.VISIBLE, "")
+    monkeypatch.setenv(VISIBLE_VARIABLE, "")
     with pytest.raises(EnvironmentUnusable) as refused:
         find_gpu("a100")
     assert str(refused.value) == (
         "--gpu a100 requested, but CUDA_VISIBLE_DEVICES= hides every GPU of this machine "
         "(4 x NVIDIA A100-SXM4-80GB): unset it, or name one by index or UUID (nvidia-smi -L)"
     )
-    monkeypatch.setenv(discovery.VISIBLE, "1,1")
+    monkeypatch.setenv(VISIBLE_VARIABLE, "1,1")
     with pytest.raises(EnvironmentUnusable, match="CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"):
         find_gpu("a100")

@@ -3,8 +3,17 @@
 import pytest
 
 from latbench.errors import UsageError
-from latbench.machines import gpu_names as names
-from latbench.machines.gpu_names import Gpu, Wanted, choose, known_device, matches, option, parse, short
+from latbench.machines.gpu_names import (
+    Gpu,
+    WantedGpu,
+    find_device_name,
+    format_alternatives,
+    format_option,
+    matches_name,
+    parse_wanted_gpu,
+    select_gpu,
+    shorten_name,
+)
 
 # Full names as NVML writes them; the device in tables; the short name; other ways to type it.
 GPUS = [
@@ -60,16 +69,16 @@ GPUS = [
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu[1])
 def test_a_gpu_goes_by_its_short_and_by_its_full_name(gpu: tuple[str, ...]) -> None:
     full, device, *typed = gpu
-    assert Gpu(full, "").device == device and short(full) == typed[0]
+    assert Gpu(full, "").device == device and shorten_name(full) == typed[0]
     for wanted in (full, device, device.removeprefix("nvidia-"), *typed, *(name.upper() for name in typed)):
-        assert matches(full, wanted), wanted
+        assert matches_name(full, wanted), wanted
 
 
 def test_a_name_means_one_chip() -> None:
     # What differs only in memory, form factor or edition is one chip to a user, and different devices in tables.
     for full, _, name, *typed in GPUS:
         others = [other for other, _, its, *_ in GPUS if its != name]
-        assert not [other for other in others for it in (name, *typed) if matches(other, it)], full
+        assert not [other for other in others for it in (name, *typed) if matches_name(other, it)], full
 
 
 @pytest.mark.parametrize(
@@ -95,21 +104,21 @@ def test_a_name_means_one_chip() -> None:
     ],
 )
 def test_another_chip_of_a_similar_name_is_another_gpu(full: str, wanted: str) -> None:
-    assert not matches(full, wanted)
+    assert not matches_name(full, wanted)
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("a100", Wanted("a100")), ("a100:2", Wanted("a100", 2)), (" RTX 4090:0 ", Wanted("RTX 4090", 0))],
+    [("a100", WantedGpu("a100")), ("a100:2", WantedGpu("a100", 2)), (" RTX 4090:0 ", WantedGpu("RTX 4090", 0))],
 )
-def test_a_name_may_have_an_index(text: str, wanted: Wanted) -> None:
-    assert parse(text) == wanted and str(wanted) == text.strip()
+def test_a_name_may_have_an_index(text: str, wanted: WantedGpu) -> None:
+    assert parse_wanted_gpu(text) == wanted and str(wanted) == text.strip()
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a100:", "a100:x", "a100:-1", "a100:1:2", "nvidia", "nvidia:0", "???"])
 def test_what_is_no_name_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--gpu takes NAME or NAME:INDEX, such as a100 or a100:2, not ") as refused:
-        parse(text)
+        parse_wanted_gpu(text)
     assert refused.value.exit_code == 2
 
 
@@ -122,43 +131,43 @@ SXM, PCIE, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA H200
 
 def test_a_name_alone_means_the_first_and_an_index_counts_all() -> None:
     here = gpus(H200, SXM, SXM)
-    assert choose(Wanted("a100"), here) == here[1]
-    assert choose(Wanted("a100", 2), here) == here[2]
-    assert choose(Wanted("h200", 0), here) == here[0]
-    assert choose(Wanted("t4"), here) is None
+    assert select_gpu(WantedGpu("a100"), here) == here[1]
+    assert select_gpu(WantedGpu("a100", 2), here) == here[2]
+    assert select_gpu(WantedGpu("h200", 0), here) == here[0]
+    assert select_gpu(WantedGpu("t4"), here) is None
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
         (
-            Wanted("a100", 0),
+            WantedGpu("a100", 0),
             "--gpu a100:0: GPU 0 is NVIDIA H200, this machine has NVIDIA H200, 2 x NVIDIA A100-SXM4-80GB; "
             "type --gpu h200 for that one",
         ),
         (
-            Wanted("a100", 3),
+            WantedGpu("a100", 3),
             "--gpu a100:3: there is no GPU 3, this machine has NVIDIA H200, 2 x NVIDIA A100-SXM4-80GB, counted from "
             "0; type --gpu h200 or --gpu a100",
         ),
     ],
 )
-def test_an_index_of_another_or_of_none_is_said_with_what_is_there(wanted: Wanted, said: str) -> None:
+def test_an_index_of_another_or_of_none_is_said_with_what_is_there(wanted: WantedGpu, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        choose(wanted, gpus(H200, SXM, SXM))
+        select_gpu(wanted, gpus(H200, SXM, SXM))
     assert str(refused.value) == said
 
 
 def test_a_name_of_different_models_is_refused_with_their_full_names() -> None:
     here = gpus(SXM, PCIE, SXM)
     with pytest.raises(UsageError) as refused:
-        choose(Wanted("a100"), here)
+        select_gpu(WantedGpu("a100"), here)
     assert str(refused.value) == (
         "--gpu a100 matches different models: type --gpu nvidia-a100-sxm4-80gb or --gpu nvidia-a100-80gb-pcie"
     )
-    assert choose(Wanted("nvidia-a100-80gb-pcie"), here) == choose(Wanted("a100", 1), here) == here[1]
+    assert select_gpu(WantedGpu("nvidia-a100-80gb-pcie"), here) == select_gpu(WantedGpu("a100", 1), here) == here[1]
     beside = gpus("NVIDIA H200 NVL", H200)  # whose full name is the other's short one
-    assert choose(Wanted("nvidia-h200"), beside) == beside[1]
+    assert select_gpu(WantedGpu("nvidia-h200"), beside) == beside[1]
 
 
 @pytest.mark.parametrize(
@@ -173,14 +182,14 @@ def test_a_name_of_different_models_is_refused_with_their_full_names() -> None:
 )
 def test_what_doctor_prints_means_that_gpu(full: list[str], options: list[str]) -> None:
     here = gpus(*full)
-    assert [option(here, index) for index in range(len(here))] == options
-    assert [choose(parse(it), here) for it in options] == here
+    assert [format_option(here, index) for index in range(len(here))] == options
+    assert [select_gpu(parse_wanted_gpu(it), here) for it in options] == here
 
 
 def test_every_alternative_can_be_typed() -> None:
     here = gpus(SXM, PCIE, H200, "NVIDIA H200 NVL", "NVIDIA L4")
-    typed = names.alternatives(here).split(" or --gpu ")
-    assert [choose(Wanted(it), here) for it in typed] == here and typed[-1] == "l4"
+    typed = format_alternatives(here).split(" or --gpu ")
+    assert [select_gpu(WantedGpu(it), here) for it in typed] == here and typed[-1] == "l4"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +210,7 @@ def test_every_alternative_can_be_typed() -> None:
     ],
 )
 def test_a_gpu_elsewhere_is_named_as_far_as_it_is_known(wanted: str, device: str) -> None:
-    assert known_device(wanted) == device
+    assert find_device_name(wanted) == device
 
 
 @pytest.mark.parametrize(
@@ -215,5 +224,5 @@ def test_a_gpu_elsewhere_is_named_as_far_as_it_is_known(wanted: str, device: str
 )
 def test_a_typo_is_refused_before_a_cluster_is_asked(wanted: str, hint: str) -> None:
     with pytest.raises(UsageError) as refused:
-        known_device(wanted)
+        find_device_name(wanted)
     assert hint in str(refused.value) and "\n" not in str(refused.value)

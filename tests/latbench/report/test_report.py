@@ -22,7 +22,7 @@ import report_example as example
 import typer
 from typer.testing import CliRunner
 
-from latbench.base import bundled_data as bundled
+from latbench.base.bundled_data import format_place
 from latbench.cli.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from latbench.report import figures, html, inputs, paper, sections, summary
@@ -412,8 +412,8 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
 
 def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: Path) -> None:
     two, one = "bundled://amd-epyc-zen4-2-threads", "bundled://amd-epyc-zen4-1-thread"
-    assert bundled.said(parse_place(two)) == two
-    assert bundled.said(tmp_path) == str(tmp_path)
+    assert format_place(parse_place(two)) == two
+    assert format_place(tmp_path) == str(tmp_path)
     result = run(two, "--against", one, "-o", tmp_path / "report.html")
     assert isinstance(result.exception, UsageError)
     assert str(result.exception).startswith(f"unlike modes: threads is 1 in {one}, and 2 in {two}")

@@ -13,7 +13,14 @@ import report_rows as rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from latbench.base import number_format as units
+from latbench.base.number_format import (
+    format_bytes,
+    format_count,
+    format_percent,
+    format_percent_rounded_up,
+    format_ratio,
+    format_seconds,
+)
 from latbench.report import frames as data
 from latbench.report import overview
 
@@ -334,25 +341,25 @@ def test_threads_are_whole_numbers_where_some_rows_lack_them() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (units.percent_up(0.504), "51%"),
-        (units.percent_up(0.5), "50%"),
-        (units.percent_up(0.50411, 3), "50.5%"),
-        (units.seconds(4.123e-4), "412 µs"),
-        (units.seconds(4.123e-4, 4.05e-4, 4.2e-4), "412 µs (405–420)"),
-        (units.seconds(1.236e-3), "1.24 ms"),
-        (units.seconds(9.996e-6), "10.0 µs"),
-        (units.seconds(12.0), "12.0 s"),
-        (units.seconds(float("nan")), "–"),
-        (units.ratio(2.314), "2.31×"),
-        (units.ratio(25.71), "25.7×"),
-        (units.ratio(None), "–"),
-        (units.percent(0.75), "75%"),
-        (units.percent(0.984375), "98.4%"),
-        (units.percent(0.00421), "0.42%"),
-        (units.percent(0.0), "0%"),
-        (units.count(12345), "12\u2009345"),
-        (units.size(32768), "32 KiB"),
-        (units.size(25_276_502_016), "23.5 GiB"),
+        (format_percent_rounded_up(0.504), "51%"),
+        (format_percent_rounded_up(0.5), "50%"),
+        (format_percent_rounded_up(0.50411, 3), "50.5%"),
+        (format_seconds(4.123e-4), "412 µs"),
+        (format_seconds(4.123e-4, 4.05e-4, 4.2e-4), "412 µs (405–420)"),
+        (format_seconds(1.236e-3), "1.24 ms"),
+        (format_seconds(9.996e-6), "10.0 µs"),
+        (format_seconds(12.0), "12.0 s"),
+        (format_seconds(float("nan")), "–"),
+        (format_ratio(2.314), "2.31×"),
+        (format_ratio(25.71), "25.7×"),
+        (format_ratio(None), "–"),
+        (format_percent(0.75), "75%"),
+        (format_percent(0.984375), "98.4%"),
+        (format_percent(0.00421), "0.42%"),
+        (format_percent(0.0), "0%"),
+        (format_count(12345), "12\u2009345"),
+        (format_bytes(32768), "32 KiB"),
+        (format_bytes(25_276_502_016), "23.5 GiB"),
     ],
 )
 def test_numbers_have_the_digits_that_matter(text: str, expected: str) -> None:

@@ -10,9 +10,15 @@ import node_tasks
 import pytest
 
 from latbench.errors import EnvironmentUnusable, Incomplete
-from latbench.runners import ray_nodes as on_ray
-from latbench.runners.block_scheduler import Lost, Node
-from latbench.runners.ray_nodes import RayNodes
+from latbench.runners.block_scheduler import LostNodes, Node
+from latbench.runners.ray_nodes import (
+    ADDRESS_VARIABLE,
+    RayNodes,
+    check_reachable,
+    explain_loss,
+    parse_nodes,
+    select_nodes,
+)
 
 TASKS = Path(node_tasks.__file__)
 
@@ -122,7 +128,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
         strategies.NodeAffinitySchedulingStrategy = lambda node, soft: node  # type: ignore[attr-defined]
         for name, module in {"ray": ray, "ray.util": ModuleType("ray.util"), strategies.__name__: strategies}.items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delenv(on_ray.ADDRESS, raising=False)
+        monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
         return ray
 
@@ -166,7 +172,7 @@ def test_what_loses_its_nodes_again_is_not_tried_for_ever(use: Callable[[FakeRay
     with RayNodes("a100") as nodes:
         found = answers(nodes, [1])
     reasons = tuple(f"node {name} (10.0.0.1) was lost: its node has died" for name in "ab")
-    assert found == {1: Lost(reasons)}
+    assert found == {1: LostNodes(reasons)}
 
 
 def test_a_node_that_cannot_hold_is_left_alone_and_no_node_at_all_is_said(use: Callable[[FakeRay], FakeRay]) -> None:
@@ -246,7 +252,7 @@ def test_nodes_are_chosen_by_accelerator() -> None:
     ]
     wanted = {"a100": ["big"], "rtx3090": ["game"], "rtxa6000": ["desk"], None: ["plain"]}
     wanted |= {"A100-SXM4-80GB": ["big"], "RTX 3090": ["game"], "nvidia-rtx-a6000": ["desk"]}
-    assert {name: [each.name for each in on_ray.choose(nodes, name)] for name in wanted} == wanted
+    assert {name: [each.name for each in select_nodes(nodes, name)] for name in wanted} == wanted
 
 
 def test_a_missing_accelerator_is_said_with_those_that_there_are() -> None:
@@ -258,11 +264,11 @@ def test_a_missing_accelerator_is_said_with_those_that_there_are() -> None:
     with pytest.raises(
         EnvironmentUnusable, match=r"^--gpu h100 requested, .*: they have A100 \(2 nodes\), T4 \(1 node\)$"
     ):
-        on_ray.choose(nodes, "h100")
+        select_nodes(nodes, "h100")
     with pytest.raises(EnvironmentUnusable, match="they have no GPU"):
-        on_ray.choose([node("plain")], "h100")
+        select_nodes([node("plain")], "h100")
     with pytest.raises(EnvironmentUnusable, match=r"--cpu measures nodes without an accelerator, .* T4 \(1 node\)"):
-        on_ray.choose(nodes[2:], None)
+        select_nodes(nodes[2:], None)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +277,7 @@ def test_a_missing_accelerator_is_said_with_those_that_there_are() -> None:
 )
 def test_nodes_with_another_chip_of_a_similar_name_are_not_chosen(kind: str, wanted: str) -> None:
     with pytest.raises(EnvironmentUnusable, match="no node of the Ray cluster has it"):
-        on_ray.choose([node("a", gpus=1.0, kinds=(kind,))], wanted)
+        select_nodes([node("a", gpus=1.0, kinds=(kind,))], wanted)
 
 
 def test_a_survey_keeps_the_gpus_of_a_node_visible(use: Callable[[FakeRay], FakeRay]) -> None:
@@ -282,7 +288,7 @@ def test_a_survey_keeps_the_gpus_of_a_node_visible(use: Callable[[FakeRay], Fake
 
 
 def test_dead_nodes_do_not_count() -> None:
-    assert on_ray.nodes_of([described("a", alive=False, **A100)]) == []
+    assert parse_nodes([described("a", alive=False, **A100)]) == []
 
 
 @pytest.mark.parametrize(
@@ -301,13 +307,13 @@ def test_dead_nodes_do_not_count() -> None:
     ],
 )
 def test_pages_of_reasons_become_a_few_words(said: str, short: str) -> None:
-    assert on_ray.why(RayError(said)) == short
+    assert explain_loss(RayError(said)) == short
 
 
 def test_an_address_where_nobody_listens_is_said_at_once() -> None:
-    with pytest.raises(EnvironmentUnusable, match=r"no Ray cluster to be reached at 127.0.0.1:1 \(.*\): start one"):
-        on_ray.reach("127.0.0.1:1")
-    on_ray.reach("auto")
+    with pytest.raises(EnvironmentUnusable, match=r"cannot reach a Ray cluster at 127.0.0.1:1 \(.*\): start one"):
+        check_reachable("127.0.0.1:1")
+    check_reachable("auto")
 
 
 def test_ray_that_is_not_installed_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +326,7 @@ def test_no_cluster_is_said_in_one_line(latbench: Any, use: Callable[[FakeRay], 
     use(FakeRay())
     said = latbench("sweep", "--cpu", "--on", "ray").refused(3)
     assert said.startswith(
-        "latbench: no Ray cluster to be reached (Could not find any running Ray instance.): start one"
+        "latbench: cannot reach a Ray cluster (Could not find any running Ray instance.): start one"
     )
 
 

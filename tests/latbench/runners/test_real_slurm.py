@@ -20,11 +20,11 @@ import pytest
 
 from latbench.errors import EnvironmentUnusable
 from latbench.runners import slurm_nodes as on_slurm
-from latbench.runners.slurm_nodes import SlurmNodes, queued
-from latbench.runners.worker import resolve
-from latbench.sweeping import cluster as nodes
-from latbench.sweeping import sweep
+from latbench.runners.slurm_nodes import SlurmNodes, list_queued_jobs
+from latbench.runners.worker import load_function
+from latbench.sweeping.cluster import ClusterSite
 from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.sweep import run_sweep_on_cluster
 from latbench.tables.table import read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -135,24 +135,26 @@ def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(
         frame = read_table(out)
         if not cancelled and len(frame) >= 16:
             idle = frame["device_uuid_hash"][frame["block"].idxmax()]
-            hash_of = resolve(f"{TASKS}:hash_of")
+            hash_of = load_function(f"{TASKS}:hash_of")
             jobs = [line.split() for line in said("squeue", "-h", "-t", "RUNNING", "-o", "%A %N").splitlines()]
             cancelled.append(next(number for number, node in jobs if hash_of(node) != idle))
             subprocess.run(["scancel", cancelled[0]], check=True)
 
     told: list[str] = []
     with SlurmNodes(None, ["nodes=3", "partition=all"], told.append) as taken:
-        there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
-        summary = sweep.spread(out, lambda table: points, elsewhere=there, settings=QUICK, saved=cancel_a_busy_one)
+        there = ClusterSite(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
+        summary = run_sweep_on_cluster(
+            out, lambda table: points, elsewhere=there, settings=QUICK, saved=cancel_a_busy_one
+        )
         assert [f"(job {cancelled[0]}) was lost: " in reason for reason in taken.lost.values()] == [True]
     assert list(summary.statuses.values()) == ["ok"] * 60
     frame = read_table(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
     assert frame["device_uuid_hash"].nunique() >= 2 and frame.groupby("block")["env_id"].nunique().eq(1).all()
     until(lambda: not said("squeue", "-h"))
-    assert queued(["999999"]) == queued([*cancelled, "999999"]) == {}
+    assert list_queued_jobs(["999999"]) == list_queued_jobs([*cancelled, "999999"]) == {}
     monkeypatch.setenv("SLURM_CONF", "/nowhere")
-    assert queued(cancelled) is None
+    assert list_queued_jobs(cancelled) is None
 
 
 def test_why_slurm_lets_a_job_wait_is_told_and_one_that_ends_in_the_queue_is_given_up(slurm: Path) -> None:

@@ -136,11 +136,11 @@ DEATHS = {
     "killed_for_memory": ("oom", "memory ran out"),
     "end_well": ("crash", "exit code 0"),
     "die_of_a_real_time_signal": ("crash", "by signal 40"),
-    "write_garbage": ("crash", "an answer that is none"),
-    "announce_too_much": ("crash", "broke its connection off and went on"),
-    "announce_what_never_comes": ("crash", "broke its connection off and went on"),
+    "write_garbage": ("crash", "an invalid answer"),
+    "announce_too_much": ("crash", "closed its connection but still runs"),
+    "announce_what_never_comes": ("crash", "closed its connection but still runs"),
     "die_within_an_answer": ("crash", "exit code 9"),
-    "hang_up": ("crash", "broke its connection off and went on"),
+    "hang_up": ("crash", "closed its connection but still runs"),
 }
 OF_A_FORK = ("crash", "segfault", "killed_for_memory", "end_well", "hang_up")
 

@@ -9,12 +9,13 @@ import node_tasks
 import pytest
 
 from latbench.errors import EnvironmentUnusable, Incomplete
-from latbench.runners.block_scheduler import Call, Lost, Node
-from latbench.runners.device_lock import device_lock
-from latbench.runners.worker import resolve
-from latbench.sweeping import cluster as nodes
+from latbench.runners.block_scheduler import FunctionCall, LostNodes, Node
+from latbench.runners.device_lock import lock_device
+from latbench.runners.worker import load_function
 from latbench.sweeping import sweep
-from latbench.sweeping.settings import SweepSettings, SweepStopped, SweepSummary
+from latbench.sweeping.cluster import ClusterSite, NodeBench, NodeInventory, hash_sources, inspect_node, survey_nodes
+from latbench.sweeping.settings import SweepOptions, SweepSettings, SweepStopped, SweepSummary
+from latbench.sweeping.sweep import run_sweep, run_sweep_on_cluster
 from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -47,7 +48,7 @@ class FakeNodes:
 
     def run(
         self,
-        prepare: Call,
+        prepare: FunctionCall,
         items: Iterable[list[Point]],
         arguments: Callable[[list[Point]], tuple[Any, ...]],
         *,
@@ -55,14 +56,14 @@ class FakeNodes:
         waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[list[Point], Any]]:
         name, *given = prepare
-        with contextlib.closing(resolve(name)(*given)) as measure:
+        with contextlib.closing(load_function(name)(*given)) as measure:
             for block in items:
                 self.handed.append(len(block))
                 if self.most <= 0:
                     raise Incomplete("every node that could measure is lost")
                 if any(map(self.deadly, block)):
                     self.most -= tries
-                    yield block, Lost(("it burned",) * tries)
+                    yield block, LostNodes(("it burned",) * tries)
                 else:
                     yield block, measure(*arguments(block))
 
@@ -81,15 +82,15 @@ def points(shapes: int) -> list[Point]:
 
 
 def measure(folder: Path, wanted: list[Point], taken: FakeNodes, **options: Any) -> SweepSummary:
-    there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
-    return sweep.spread(folder, lambda table: wanted, elsewhere=there, settings=QUICK, **options)
+    there = ClusterSite(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
+    return run_sweep_on_cluster(folder, lambda table: wanted, elsewhere=there, settings=QUICK, **options)
 
 
 def test_a_table_from_nodes_is_one_from_here(tmp_path: Path) -> None:
     wanted = points(3)
     assert set(measure(tmp_path / "there", wanted, FakeNodes()).statuses.values()) == {"ok"}
-    machine = resolve(f"{TASKS}:Machine")()
-    sweep.run(tmp_path / "here", lambda table: wanted, machine=machine, settings=QUICK)
+    machine = load_function(f"{TASKS}:Machine")()
+    run_sweep(tmp_path / "here", lambda table: wanted, machine=machine, settings=QUICK)
     here, there = (read_table(tmp_path / name) for name in ("here", "there"))
     assert set(here["point_id"]) == set(there["point_id"]) and len(here) == len(there) == 6
     assert (here.notna().any() == there.notna().any()).all()  # the same columns are filled
@@ -131,19 +132,19 @@ def test_when_no_node_is_left_what_is_measured_is_kept(tmp_path: Path) -> None:
 
 def test_a_used_up_time_budget_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 12 points"):
-        measure(tmp_path, points(6), FakeNodes(), time_budget=0.0)
+        measure(tmp_path, points(6), FakeNodes(), options=SweepOptions(time_budget=0.0))
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     taken = FakeNodes()
     with pytest.raises(Incomplete, match="time budget is used up: 4 of 12 points"):
-        measure(tmp_path, points(6), taken, time_budget=15.0)
+        measure(tmp_path, points(6), taken, options=SweepOptions(time_budget=15.0))
     assert taken.handed == [4]
 
 
 class BusyNodes(FakeNodes):
     """Nodes that others have, for ever."""
 
-    def run(self, prepare: Call, items: Iterable[list[Point]], *args: Any, **more: Any) -> Iterator[Any]:
+    def run(self, prepare: FunctionCall, items: Iterable[list[Point]], *args: Any, **more: Any) -> Iterator[Any]:
         for _ in items:
             while True:
                 more["waiting"]()
@@ -154,11 +155,11 @@ def test_a_time_budget_is_kept_while_others_have_the_nodes(tmp_path: Path, monke
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 12 points"):
-        measure(tmp_path, points(6), BusyNodes(), time_budget=100.0)
+        measure(tmp_path, points(6), BusyNodes(), options=SweepOptions(time_budget=100.0))
 
 
 def test_a_node_that_runs_out_of_time_keeps_what_it_has(tmp_path: Path) -> None:
-    with contextlib.closing(nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK, 0.0)) as on_node:
+    with contextlib.closing(NodeBench((f"{TASKS}:Machine",), 0, QUICK, 0.0)) as on_node:
         assert on_node(points(2), False, 0.0) == []
         [(environment, rows)] = on_node(points(2), False, None)
     assert [row["status"] for row in rows] == ["ok"] * 4 and {row["env_id"] for row in rows} == {
@@ -175,34 +176,34 @@ def test_an_interruption_keeps_what_came_back(tmp_path: Path) -> None:
     assert len(read_table(tmp_path)) == 4
 
 
-def seen(device: str = DEVICE, cores: int = 8, backends: str = "cupy torch_gpu", sources: str = "") -> nodes.Seen:
-    return nodes.Seen(device, cores, frozenset(backends.split()), sources or nodes.sources())
+def seen(device: str = DEVICE, cores: int = 8, backends: str = "cupy torch_gpu", sources: str = "") -> NodeInventory:
+    return NodeInventory(device, cores, frozenset(backends.split()), sources or hash_sources())
 
 
 def test_nodes_have_in_common_what_all_of_one_device_have() -> None:
     taken = FakeNodes(a=seen(), b=seen("nvidia-a100-pcie-40gb"), c=seen(cores=4, backends="cupy"))
     told: list[str] = []
-    assert nodes.survey(taken, "a100", told.append) == seen(cores=4, backends="cupy")
+    assert survey_nodes(taken, "a100", told.append) == seen(cores=4, backends="cupy")
     assert [each.name for each in taken.nodes] == ["a", "c"]
     assert told == [f"node b is left out: it has nvidia-a100-pcie-40gb, and a table is of one device, here {DEVICE}"]
 
 
 def test_nodes_with_another_latbench_are_refused() -> None:
     with pytest.raises(EnvironmentUnusable, match="node a has another latbench than this one"):
-        nodes.survey(FakeNodes(a=seen(sources="older")), "a100", lambda line: None)
+        survey_nodes(FakeNodes(a=seen(sources="older")), "a100", lambda line: None)
 
 
 def test_a_node_says_what_it_has() -> None:
-    its = nodes.look(None)
-    assert its.cores >= 1 and {"numba", "torch"} <= its.backends and its.sources == nodes.sources()
+    its = inspect_node(None)
+    assert its.cores >= 1 and {"numba", "torch"} <= its.backends and its.sources == hash_sources()
 
 
 def test_a_node_waits_for_another_sweep_as_long_as_it_is_told_to(tmp_path: Path) -> None:
-    on_node = nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK, wait_seconds=0.0)
+    on_node = NodeBench((f"{TASKS}:Machine",), 0, QUICK, wait_seconds=0.0)
     unit = on_node._bench.environment["device_uuid_hash"]
     with (
         contextlib.closing(on_node),
-        device_lock(DEVICE, unit),
+        lock_device(DEVICE, unit),
         pytest.raises(EnvironmentUnusable, match="another latbench process measures"),
     ):
         on_node([point(1)], 0, None)

@@ -11,7 +11,7 @@ import pytest
 
 from latbench.backends import reference
 from latbench.runners.worker_process import TaskFailed, WorkerDied
-from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, TASK, Placement
+from latbench.sweeping.core_placement import BURST_SECONDS, HANDOVER_TASK, MOST_DEATHS, PREPARE_SECONDS, CorePlacement
 from latbench.timing.sampling import Burst
 
 
@@ -23,7 +23,7 @@ class FakeWorker:
         self.prepared, self.alive = 0, True
 
     def prepare(self, function: str, threads: int, timeout: float) -> Any:
-        assert (function, threads, timeout) == (TASK, 2, PREPARE_SECONDS)
+        assert (function, threads, timeout) == (HANDOVER_TASK, 2, PREPARE_SECONDS)
         self.prepared, self.alive = self.prepared + 1, True
         return SimpleNamespace()
 
@@ -42,7 +42,7 @@ class FakeWorker:
 def told(seconds: Iterable[float | None], threads: int = 2) -> list[bool]:
     """What a placement says each time it is asked, as long as there are readings."""
     known = list(seconds)
-    placement = Placement(FakeWorker(known), threads)  # type: ignore[arg-type]
+    placement = CorePlacement(FakeWorker(known), threads)  # type: ignore[arg-type]
     return [placement.apart() for _ in known]
 
 
@@ -69,7 +69,7 @@ def test_apart_is_noticed_where_it_is_the_rule() -> None:
 
 
 def test_what_is_timed_while_cores_are_apart_is_timed_again() -> None:
-    placement = Placement(FakeWorker([3e-6, 9e-6, 9e-6, 3e-6, 3e-6, 9e-6, 9e-6]), 2)  # type: ignore[arg-type]
+    placement = CorePlacement(FakeWorker([3e-6, 9e-6, 9e-6, 3e-6, 3e-6, 9e-6, 9e-6]), 2)  # type: ignore[arg-type]
     calls = itertools.count()
     assert placement.together(calls.__next__, 9) == (0, True)
     assert placement.together(calls.__next__, 9) == (4, True)  # one reading more tells that they stayed together
@@ -87,14 +87,14 @@ def test_one_thread_is_never_apart_from_another() -> None:
 
 def test_a_worker_that_dies_costs_its_reading_and_no_more() -> None:
     worker = FakeWorker([None, 3e-6, 9e-6])
-    placement = Placement(worker, 2)  # type: ignore[arg-type]
+    placement = CorePlacement(worker, 2)  # type: ignore[arg-type]
     assert [placement.apart() for _ in range(3)] == [False, False, True]
     assert worker.prepared == 2
 
 
 def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> None:
     worker = FakeWorker([3e-6, *[None] * MOST_DEATHS, 9e-6])
-    placement = Placement(worker, 2)  # type: ignore[arg-type]
+    placement = CorePlacement(worker, 2)  # type: ignore[arg-type]
     assert [placement.apart() for _ in range(MOST_DEATHS + 3)] == [False] * (MOST_DEATHS + 3)
     assert worker.prepared == MOST_DEATHS
 
@@ -106,7 +106,7 @@ def test_where_threads_cannot_choose_their_core_nothing_is_apart_and_it_is_not_a
             raise TaskFailed("NotImplementedError", "threads cannot choose their core", "")
 
     worker = Refusing([])
-    placement = Placement(worker, 2)  # type: ignore[arg-type]
+    placement = CorePlacement(worker, 2)  # type: ignore[arg-type]
     assert not placement.apart() and not placement.apart() and worker.prepared == 1
 
 

@@ -3,6 +3,14 @@
 import pytest
 
 from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_points import (
+    GPU_SPARSITIES,
+    build_gpu_point,
+    list_smoke_points,
+    list_staged_blocks,
+    list_standard_blocks,
+    list_standard_shapes,
+)
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
@@ -13,7 +21,7 @@ FIRST_BLOCKS = 2  # those of the first tier
 
 @pytest.fixture(scope="module")
 def standard() -> list[list[Point]]:
-    return points.standard("nvidia-h200")
+    return list_standard_blocks("nvidia-h200")
 
 
 def test_the_standard_sweep_is_bounded_and_of_one_shape_a_block(standard: list[list[Point]]) -> None:
@@ -56,7 +64,7 @@ def test_what_the_kernels_have_to_show_are_the_first_blocks(standard: list[list[
 
 def test_then_come_all_shapes_large_ones_first(standard: list[list[Point]]) -> None:
     shapes = list(dict.fromkeys(block[0].shape for block in standard))
-    assert shapes == points.standard_shapes()
+    assert shapes == list_standard_shapes()
     assert tuple(shapes[: len(points.LARGE)]) == points.LARGE and isinstance(shapes[-1], Conv2dShape)
 
 
@@ -64,7 +72,9 @@ def test_a_search_that_takes_long_is_made_for_few_shapes(standard: list[list[Poi
     tuned = [each.shape for block in standard for each in block if each.kernel == "bsr_tuned"]
     assert 2 <= len(tuned) <= 3 and len(set(tuned)) == len(tuned)
     # Who asks for another shape gets it there.
-    asked = flat(points.staged([LinearShape(256, 256, 256)], "x", patterns=[BlockWise(64, 64)], sparsities=(0.5,)))
+    asked = flat(
+        list_staged_blocks([LinearShape(256, 256, 256)], "x", patterns=[BlockWise(64, 64)], sparsities=(0.5,))
+    )
     assert "bsr_tuned" in {each.kernel for each in asked}
 
 
@@ -73,7 +83,7 @@ def test_every_shape_has_dense_to_compare_with_before_any_sparse_point(standard:
     for block in standard:
         seen |= {each.shape for each in block if isinstance(each.pattern, Dense)}
         assert block[0].shape in seen
-    assert seen == set(points.standard_shapes())
+    assert seen == set(list_standard_shapes())
 
 
 def test_the_standard_sweep_covers_the_workloads(standard: list[list[Point]]) -> None:
@@ -87,27 +97,27 @@ def test_the_standard_sweep_covers_the_workloads(standard: list[list[Point]]) ->
 
 
 def test_only_installed_backends_are_asked() -> None:
-    blocks = points.standard("nvidia-h200", backends=["cupy", "torch_gpu"])
+    blocks = list_standard_blocks("nvidia-h200", backends=["cupy", "torch_gpu"])
     assert {each.backend for block in blocks for each in block} == {"cupy", "torch_gpu"}
 
 
 def test_numba_is_launched_because_it_cannot_be_captured() -> None:
-    assert points.point("x", SHAPE, Dense(), 0.0, points.NUMBA[0]).launch_mode == "call"
+    assert build_gpu_point("x", SHAPE, Dense(), 0.0, points.NUMBA[0]).launch_mode == "call"
 
 
 def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
-    asked = flat(points.staged([SHAPE, SHAPE], "x", patterns=[BlockWise(32, 32), NM(2, 4)], sparsities=(0.7,)))
+    asked = flat(list_staged_blocks([SHAPE, SHAPE], "x", patterns=[BlockWise(32, 32), NM(2, 4)], sparsities=(0.7,)))
     assert {(str(each.pattern), each.sparsity) for each in asked} == {("block:32x32", 0.7), ("nm:2:4", 0.5)}
     peers = {each.kernel for each in asked if each.pattern == NM(2, 4)}
     assert peers == {"auto", "cusparselt", "cusparselt_tuned", "cutlass"}
-    everything = flat(points.staged([SHAPE], "x"))
+    everything = flat(list_staged_blocks([SHAPE], "x"))
     assert {each.backend for each in everything} == set(points.BACKENDS)
     of_vectors = {each.sparsity for each in everything if each.pattern == VectorWise(128)}
-    assert of_vectors == set(points.SPARSITIES)
+    assert of_vectors == set(GPU_SPARSITIES)
 
 
 def test_a_full_sweep_begins_as_the_standard_one_and_has_all_of_it(standard: list[list[Point]]) -> None:
-    full = points.staged([*points.standard_shapes(), SHAPE], "nvidia-h200")
+    full = list_staged_blocks([*list_standard_shapes(), SHAPE], "nvidia-h200")
     assert full[:FIRST_BLOCKS] == standard[:FIRST_BLOCKS]
     assert set(flat(standard)) < set(flat(full)) and len(set(flat(full))) == len(flat(full))
     assert all(0 < len(block) <= points.BLOCK_POINTS and len({each.shape for each in block}) == 1 for block in full)
@@ -117,7 +127,7 @@ def test_a_full_sweep_begins_as_the_standard_one_and_has_all_of_it(standard: lis
 
 
 def test_a_smoke_test_has_every_kernel_of_every_engine_and_small_layers() -> None:
-    smoke = points.smoke("x")
+    smoke = list_smoke_points("x")
     kernels = {(each.backend, each.kernel, each.layout) for each in smoke}
     every = [wish for wishes in (points.LINEAR_WISHES, points.CONV_WISHES) for wish in wishes]
     assert kernels == {kernel for wish in every for kernel in wish.kernels}
@@ -125,7 +135,7 @@ def test_a_smoke_test_has_every_kernel_of_every_engine_and_small_layers() -> Non
     assert {each.format for each in ours} == {"vector", "shflbw", "block", "nm", "unstructured"}
     assert len(smoke) < 40 and len(set(smoke)) == len(smoke)
     assert {each.shape for each in smoke} == {points.SMOKE_LINEAR, points.SMOKE_CONV}
-    assert {each.backend for each in points.smoke("x", ["cupy"])} == {"cupy"}
+    assert {each.backend for each in list_smoke_points("x", ["cupy"])} == {"cupy"}
 
 
 def flat(blocks: list[list[Point]]) -> list[Point]:

@@ -10,7 +10,13 @@ import psutil
 import pytest
 
 from latbench.sweeping import gpu_tests as device_tests
-from latbench.sweeping.gpu_tests import Outcome
+from latbench.sweeping.gpu_tests import (
+    GpuTestOutcome,
+    build_test_commands,
+    combine_outcomes,
+    list_failures,
+    run_all_tests,
+)
 
 PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
@@ -63,7 +69,7 @@ def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(
     assert stopped.status == status
     assert stopped.verdict == "GPU tests: not done after 1 s, {} passed and {} failed so far".format(*counts)
     assert stopped.output.splitlines() == lines
-    assert device_tests.failures(stopped.output) == (
+    assert list_failures(stopped.output) == (
         [] if second == "PASSED" else [line.strip() for line in lines if f"{second} " in line and "two" in line]
     )
 
@@ -110,17 +116,17 @@ def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
         for it in device_tests.PYTEST[: -len(device_tests.TESTS)]
     ]
     monkeypatch.setattr(device_tests, "PYTEST", [*options, str(tmp_path / "test_it.py")])
-    outcome = device_tests.run_all_tests(60.0)
+    outcome = run_all_tests(60.0)
     assert outcome.status == "failed"
     assert re.fullmatch(
         r"GPU tests: FAILED \(exit code 1\): 1 failed, 1 passed.*; GPU tests of times: passed: 1 passed.*",
         outcome.verdict,
     )
     assert re.search(r"^\[gw\d\] \[ *\d+%\] PASSED .*::test_right\[2\]", outcome.output, re.MULTILINE)
-    (told,) = device_tests.failures(outcome.output)
+    (told,) = list_failures(outcome.output)
     assert re.match(r"FAILED .*test_it.py::test_right\[1\] - ", told), outcome.output
     monkeypatch.setattr(device_tests.importlib.util, "find_spec", lambda name: None)
-    assert [("-n" in command, command.count("-m")) for command in device_tests.commands()] == [(False, 2)] * 2
+    assert [("-n" in command, command.count("-m")) for command in build_test_commands()] == [(False, 2)] * 2
 
 
 @pytest.mark.parametrize(
@@ -133,20 +139,20 @@ def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
     ],
 )
 def test_two_runs_are_worth_what_the_worse_one_is(first: str, second: str, worst: str) -> None:
-    outcome = device_tests.both(Outcome(first, "one", "a"), Outcome(second, "two", "b"))
-    assert outcome == Outcome(worst, "one; two", "a\n\nb")
+    outcome = combine_outcomes(GpuTestOutcome(first, "one", "a"), GpuTestOutcome(second, "two", "b"))
+    assert outcome == GpuTestOutcome(worst, "one; two", "a\n\nb")
 
 
 def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, given = Clock(), []
 
-    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> Outcome:
+    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> GpuTestOutcome:
         given.append(seconds)
         clock.now += 50.0
-        return Outcome("passed", name, "")
+        return GpuTestOutcome("passed", name, "")
 
     monkeypatch.setattr(device_tests, "run_tests", run_tests)
-    device_tests.run_all_tests(189.0, clock)
+    run_all_tests(189.0, clock)
     assert given == [pytest.approx(0.7 * 189), pytest.approx(139)]
 
 

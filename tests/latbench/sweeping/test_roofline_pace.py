@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from latbench.machines.ceilings import Ceilings, Kept
+from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.runners.worker_process import WorkerDied
 from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS
-from latbench.sweeping.roofline_pace import EVERY, CpuPace
+from latbench.sweeping.roofline_pace import READ_EVERY_BURSTS, CpuPace
 from latbench.timing.sampling import Burst
 
 CEILINGS = Ceilings(1.0, {1: 1.0}, product_seconds=1.0, sum_seconds=1.0)
@@ -53,8 +53,8 @@ def own_ceilings(own_lock: Path) -> None:
 
 def pace(worker: FakeWorker, readings: int) -> CpuPace:
     """After so many readings, at the times 0, 1, 2 ..."""
-    kept = CpuPace(worker, Kept("cpu", 1, "work", lambda: CEILINGS), 1, clock=itertools.count().__next__)  # type: ignore[arg-type]
-    for _ in range(readings * EVERY):
+    kept = CpuPace(worker, CachedCeilings("cpu", 1, "work", lambda: CEILINGS), 1, clock=itertools.count().__next__)  # type: ignore[arg-type]
+    for _ in range(readings * READ_EVERY_BURSTS):
         kept.turn()
     return kept
 
@@ -63,10 +63,10 @@ def test_the_reference_is_timed_before_the_first_burst_and_every_few() -> None:
     worker = FakeWorker(1.0, 1.0, 1.0)
     kept = pace(worker, 0)
     counts = []
-    for _ in range(2 * EVERY + 1):
+    for _ in range(2 * READ_EVERY_BURSTS + 1):
         kept.turn()
         counts.append(len(kept.readings))
-    assert counts == [1] * EVERY + [2] * EVERY + [3]
+    assert counts == [1] * READ_EVERY_BURSTS + [2] * READ_EVERY_BURSTS + [3]
     assert worker.prepared == 2  # a product and a sum
 
 
@@ -104,7 +104,7 @@ def test_a_reference_worker_that_dies_costs_its_reading_and_no_more() -> None:
     worker = FakeWorker(None, 1.0)
     kept = pace(worker, 1)
     assert kept.reference([0.0], **BY_UNITS) is None
-    for _ in range(EVERY):
+    for _ in range(READ_EVERY_BURSTS):
         kept.turn()
     assert told(kept, 0.0)[0] == pytest.approx(1) and worker.prepared == 4
 
@@ -114,11 +114,11 @@ def test_a_reference_worker_that_hangs_again_and_again_is_given_up() -> None:
     worker = FakeWorker(1.0, *hangs, 1.0, reason="timeout")
     kept = pace(worker, 1)
     assert kept.reference([0.0], **BY_UNITS) is not None
-    for _ in range(MOST_DEATHS * EVERY):
+    for _ in range(MOST_DEATHS * READ_EVERY_BURSTS):
         kept.turn()
     assert kept.given_up and kept.reference([0.0], **BY_UNITS) is None
     prepared = worker.prepared
-    for _ in range(EVERY):
+    for _ in range(READ_EVERY_BURSTS):
         kept.turn()
     assert worker.prepared == prepared and len(kept.readings) == 1  # it is not asked again
 

@@ -16,21 +16,21 @@ import pytest
 import worker_tasks as does
 
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
-from latbench.machines import devices
 from latbench.machines.ceilings import Ceilings
+from latbench.machines.devices import name_cpu
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from latbench.sweeping import core_placement as placement
 from latbench.sweeping import sweep
 from latbench.sweeping.bench import Bench, split_to_fit
+from latbench.sweeping.core_placement import CORES_APART
 from latbench.sweeping.engine_workers import EngineWorkers
-from latbench.sweeping.roofline_pace import Reference
-from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepSettings, SweepSummary
+from latbench.sweeping.roofline_pace import ReferenceTimes
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepOptions, SweepSettings, SweepSummary
+from latbench.sweeping.sweep import Sweep, run_sweep
 from latbench.sweeping.sweep_machine import CpuMachine, estimate_cpu_bytes
 from latbench.tables.schema import TIMED
 from latbench.tables.table import hash_table, read_environments, read_table, select_timed
 from latbench.tables.writer import write_part
-from latbench.timing import sampling
-from latbench.timing.sampling import Burst
+from latbench.timing.sampling import FEWEST_ROUNDS, Burst
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
@@ -53,12 +53,12 @@ VECTORS = VectorWise(8)
 
 def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba", pattern: Pattern = VECTORS) -> Point:
     pattern, sparsity = (pattern, 0.5) if backend == "numba" else (Dense(), 0.0)
-    return Point(devices.cpu_device(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
+    return Point(name_cpu(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
 
 
 def measure(folder: Path, *points: Point, **options: object) -> SweepSummary:
     machine = CpuMachine(threads=1)
-    return sweep.run(folder, lambda table: points, machine=machine, settings=QUICK, **options)  # type: ignore[arg-type]
+    return run_sweep(folder, lambda table: points, machine=machine, settings=QUICK, **options)  # type: ignore[arg-type]
 
 
 def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
     row = frame.loc[frame["point_id"] == points[0].id].iloc[0]
     assert row["kernel_used"] == "fake.0" and row["timer"] == "perf_counter"
     samples = len(row["samples_seconds"])
-    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sampling.FEWEST_ROUNDS
+    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= FEWEST_ROUNDS
     assert row["env_id"] == read_environments(tmp_path)["env_id"].item()
     assert row["load"] >= 0 and row["stop_reason"]
 
@@ -130,7 +130,7 @@ def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
     (tmp_path / "file.parquet").write_bytes(b"")
-    with pytest.raises(UsageError, match="is a file, and a table that grows is a folder"):
+    with pytest.raises(UsageError, match="is a file, but a sweep writes into a folder"):
         measure(tmp_path / "file.parquet", point())
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
         measure(tmp_path / "file.parquet" / "folder", point())
@@ -172,10 +172,10 @@ def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(EngineWorkers, "prepare", note)
     points = [point(m=m) for m in range(8, 14)]
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
-    sweep.run(tmp_path, lambda table: points, machine=CpuMachine(threads=1), settings=settings)
+    run_sweep(tmp_path, lambda table: points, machine=CpuMachine(threads=1), settings=settings)
     frame = read_table(tmp_path)
     assert set(frame["status"]) <= {"ok", "noisy"} and len(frame) == len(points)
-    assert all(frame["sample_count"] >= 2 * sampling.FEWEST_ROUNDS)
+    assert all(frame["sample_count"] >= 2 * FEWEST_ROUNDS)
     first, second = began[: len(points)], began[len(points) :]
     assert {name for name, _ in first} == {name for name, _ in second} == {which.id for which in points}
     assert {number for _, number in first}.isdisjoint(number for _, number in second)
@@ -197,7 +197,7 @@ def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
 
     monkeypatch.setattr(EngineWorkers, "prepare", only_once)
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
-    statuses = sweep.run(
+    statuses = run_sweep(
         tmp_path, lambda table: [fine, short], machine=CpuMachine(threads=1), settings=settings
     ).statuses
     assert statuses[short.id] == "oom" and statuses[fine.id] in ("ok", "noisy")
@@ -227,7 +227,7 @@ def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -
         refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
         return refused[: len(seen)]
 
-    sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK)
+    run_sweep(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK)
     assert seen == [0, 1, 2, 3]
 
 
@@ -274,7 +274,7 @@ def test_an_interruption_while_a_block_is_written_comes_after_that(
 
 def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 2 points"):
-        measure(tmp_path, point(m=1), point(m=2), time_budget=0.0)
+        measure(tmp_path, point(m=1), point(m=2), options=SweepOptions(time_budget=0.0))
 
 
 def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
         return [point(m=len(seen), behaviour=does.REFUSES)] if len(seen) <= 4 else []
 
     def run() -> None:
-        sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK, saved=damage_the_first)
+        run_sweep(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK, saved=damage_the_first)
 
     with pytest.raises(BadData, match=r"part-.*: damaged") as said:
         run()
@@ -324,7 +324,7 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
 def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("latbench.tables.schema.FINISHED", ())
+    monkeypatch.setattr("latbench.sweeping.sweep.FINISHED", ())
     runs: list[str] = []
     for year in (2026, 2016, 2016, 2027):
         now = datetime(year, 6, 1, tzinfo=UTC)
@@ -389,7 +389,7 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
-        measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
+        measure(tmp_path, point(m=1), point(m=2), point(m=3), options=SweepOptions(time_budget=25.0))
     assert len(read_table(tmp_path)) == 1
 
 
@@ -422,9 +422,9 @@ class MadeUpPace:
             self.ceilings = replace(self.ceilings, flop_per_second=self._again)
         return self.doubts == 1
 
-    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
+    def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes:
         assert self.turns and list(at) == sorted(at)
-        return Reference([self._ratio * 3e-3 for _ in at], 3e-3, self._slow_spell)
+        return ReferenceTimes([self._ratio * 3e-3 for _ in at], 3e-3, self._slow_spell)
 
     def apart(self) -> bool:
         return self._apart
@@ -461,8 +461,8 @@ def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatc
     """A machine that is twice as slow for two bursts of five, which the median of all does not show."""
 
     class Stumbling(MadeUpPace):
-        def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
-            return Reference([3e-3 * (2.0 if i in (1, 3) else 1.0) for i in range(len(at))], 3e-3, False)
+        def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes:
+            return ReferenceTimes([3e-3 * (2.0 if i in (1, 3) else 1.0) for i in range(len(at))], 3e-3, False)
 
     def burst(engines: EngineWorkers, which: Point, seconds: float) -> Burst:
         number = next(numbers)
@@ -497,7 +497,7 @@ def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypa
     measure(tmp_path, point())
     row = read_table(tmp_path).iloc[-1]
     assert row["status"] == "ok" and row["discarded_samples"] >= 5
-    assert set(row["samples_seconds"]) == {1e-3} and row["event_reasons"] == placement.APART
+    assert set(row["samples_seconds"]) == {1e-3} and row["event_reasons"] == CORES_APART
 
 
 def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +505,7 @@ def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypat
     measure(tmp_path, point())
     frame = read_table(tmp_path)
     assert len(frame) == 1 + NOISY_CHANCES
-    assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == placement.APART).all()
+    assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == CORES_APART).all()
 
 
 def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
@@ -527,7 +527,7 @@ def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
     assert set(read_table(tmp_path)["status"]) == {"noisy"}
-    assert set(measure(tmp_path, point(), remeasure=True).statuses) == {point().id}
+    assert set(measure(tmp_path, point(), options=SweepOptions(remeasure=True)).statuses) == {point().id}
 
 
 def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,9 +602,9 @@ def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
     undisturbed(monkeypatch)
     tries = itertools.chain(times, itertools.repeat(times[-1]))
     now = [0.0]
-    measure_all = sweep.Sweep.measure_all
+    measure_all = Sweep.measure_all
 
-    def another_try(self: sweep.Sweep, points: Sequence[Point], chance: int = 0) -> None:
+    def another_try(self: Sweep, points: Sequence[Point], chance: int = 0) -> None:
         now[0] = next(tries) if points else now[0]
         measure_all(self, points, chance)
 
@@ -612,7 +612,7 @@ def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
         time = now[0] if point.sparsity == 0.75 else 1e-3
         return Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
 
-    monkeypatch.setattr(sweep.Sweep, "measure_all", another_try)
+    monkeypatch.setattr(Sweep, "measure_all", another_try)
     monkeypatch.setattr(EngineWorkers, "burst", burst)
 
 
@@ -649,7 +649,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
 def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:
     low, middle, high = curve(does.SPIKES_ONCE)
     steps = iter([[low, high], [middle], []])
-    sweep.run(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
+    run_sweep(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
     frame = read_table(tmp_path)
     assert frame[frame["sparsity_target"] == 0.75].sort_values("started_at")["status"].iloc[0] == "spike"
     assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(TIMED)

@@ -15,10 +15,10 @@ import pytest
 from pyarrow import parquet
 
 from latbench.runners.ray_nodes import RayNodes
-from latbench.runners.worker import resolve
-from latbench.sweeping import cluster as nodes
-from latbench.sweeping import sweep
+from latbench.runners.worker import load_function
+from latbench.sweeping.cluster import ClusterSite
 from latbench.sweeping.settings import SweepSettings, SweepSummary
+from latbench.sweeping.sweep import run_sweep, run_sweep_on_cluster
 from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -67,8 +67,10 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
 def measure(folder: Path, points: list[Point], **options: Any) -> tuple[SweepSummary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with RayNodes("a100") as taken:
-        there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
-        return sweep.spread(folder, lambda table: points, elsewhere=there, settings=QUICK, **options), taken.lost
+        there = ClusterSite(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
+        return run_sweep_on_cluster(
+            folder, lambda table: points, elsewhere=there, settings=QUICK, **options
+        ), taken.lost
 
 
 def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_lock: Path, tmp_path: Path) -> None:
@@ -97,8 +99,8 @@ def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_
     assert frame["run_id"].nunique() == 1
     assert frame.groupby("block")["env_id"].nunique().eq(1).all()  # the points of a block took turns on one node
 
-    machine = resolve(f"{TASKS}:Machine")()
-    sweep.run(tmp_path / "here", lambda table: points[:4], machine=machine, settings=QUICK)
+    machine = load_function(f"{TASKS}:Machine")()
+    run_sweep(tmp_path / "here", lambda table: points[:4], machine=machine, settings=QUICK)
     here, there = (next(folder.glob("part-*.parquet")) for folder in (tmp_path / "here", out))
     assert parquet.read_schema(here).equals(parquet.read_schema(there), check_metadata=True)
     assert parquet.read_schema(here).serialize() == parquet.read_schema(there).serialize()
@@ -108,7 +110,7 @@ def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_
 
 def cache_hash(node: Any) -> str:
     """What the rows of a node say of it."""
-    return resolve(f"{TASKS}:hash_of")(node._ray_params.env_vars["XDG_CACHE_HOME"])
+    return load_function(f"{TASKS}:hash_of")(node._ray_params.env_vars["XDG_CACHE_HOME"])
 
 
 def test_a_point_that_takes_nodes_down_gets_a_row_with_the_reason(

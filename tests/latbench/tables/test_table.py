@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pytest
 from pyarrow import parquet
 
-from latbench.base.median_interval import median_interval
+from latbench.base.median_interval import bound_median
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.tables import table as tables
 from latbench.tables.point_ids import hash_key
@@ -165,7 +165,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says(rng: np.random.Gener
 
 def test_the_interval_is_the_exact_one_of_the_binomial_distribution() -> None:
     for count in (6, 7, 50, 51, 400, 3001):
-        low, high = median_interval(np.arange(count, dtype=float))
+        low, high = bound_median(np.arange(count, dtype=float))
         assert low is not None and high == count - 1 - low
         outside = [sum(math.comb(count, i) for i in range(int(low) + extra)) for extra in (1, 2)]
         assert outside[0] * 40 <= 2**count < outside[1] * 40
@@ -173,7 +173,7 @@ def test_the_interval_is_the_exact_one_of_the_binomial_distribution() -> None:
 
 def test_a_million_samples_are_no_wait() -> None:
     # Exact integers took minutes; the normal approximation of the rank is off by one or two here.
-    low, _ = median_interval(np.arange(1_000_000, dtype=float))
+    low, _ = bound_median(np.arange(1_000_000, dtype=float))
     assert low == pytest.approx(500_000 - 1.959964 / 2 * 1000, abs=3)
 
 

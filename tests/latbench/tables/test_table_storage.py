@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from latbench.base import bundled_data as bundled
+from latbench.base.bundled_data import list_bundled_tables
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.tables import storage as places
 from latbench.tables.storage import parse_place
@@ -164,8 +164,8 @@ def test_what_is_no_table_is_not_written_to_a_folder_called_s3(latbench: Any, tm
 
 
 def test_a_bundled_table_is_read_by_its_name(latbench: Any) -> None:
-    assert bundled.tables()
-    for name in bundled.tables():
+    assert list_bundled_tables()
+    for name in list_bundled_tables():
         assert has_rows(f"bundled://{name}") and latbench("validate", f"bundled://{name}").code == 0
     refused = latbench("validate", "bundled://nothing").refused(2)
-    assert "bundled://nothing: no such table; there are " in refused and bundled.tables()[0] in refused
+    assert "bundled://nothing: no such table; there are " in refused and list_bundled_tables()[0] in refused

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import hash_environment
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment
 from latbench.tables import table as tables
 from latbench.tables import validate as validation
 from latbench.tables.schema import SCHEMA
@@ -35,8 +35,8 @@ def test_validate_praises_a_whole_table(latbench: Any, whole: Path) -> None:
 
 
 def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    known = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "timer": "perf_counter"}
-    write_environment(tmp_path, devices.environment(2))
+    known = {"run_id": "run", "env_id": describe_cpu_environment(2)["env_id"], "timer": "perf_counter"}
+    write_environment(tmp_path, describe_cpu_environment(2))
     parts = [write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
     parts[0].write_bytes(parts[0].read_bytes()[:-9])
     (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
@@ -65,7 +65,7 @@ def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) 
         ("median_seconds", 2.1e-3, "corrupt", "median_seconds is 0.0021, and its samples give 0.002"),
         ("samples_seconds", [1.0, -1.0], "corrupt", "positive finite seconds"),
         ("nnz", 92, "corrupt", "nnz 92 of 91 weights"),
-        ("sparsity_actual", 0.1, "corrupt", "no sparsity of 0.1"),
+        ("sparsity_actual", 0.1, "corrupt", "contradicts a sparsity of 0.1"),
     ],
 )
 def test_validate_sees_a_row_that_contradicts_itself(
@@ -95,7 +95,12 @@ def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict
 @pytest.fixture
 def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Three whole rows of one run; the second is the one that the tests damage."""
-    run = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "nnz": 21, "sparsity_actual": 1 - 21 / 91}
+    run = {
+        "run_id": "run",
+        "env_id": describe_cpu_environment(2)["env_id"],
+        "nnz": 21,
+        "sparsity_actual": 1 - 21 / 91,
+    }
     run |= {"roofline_seconds": 1e-4, "reference_seconds": 1.1, "reference_usual_seconds": 1.0}
     run |= {"burst_error": 0.6, "timer": "perf_counter", "block": 0, "flop_dense": 910, "flop_nnz": 210}
     run |= {"bytes_min": 400}
@@ -111,7 +116,7 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
 @pytest.fixture
 def whole(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
     """A part without a fault, in a table of its own."""
-    write_environment(tmp_path / "whole", devices.environment(2))
+    write_environment(tmp_path / "whole", describe_cpu_environment(2))
     part = write_part(tmp_path / "whole", rows)
     assert isinstance(part, Path)
     return part
@@ -139,9 +144,9 @@ def _found(path: Path, severity: str = "corrupt") -> list[str]:
         ("burst_error", 0.7, "low_seconds is"),
         ("burst_error", None, "low_seconds is"),
         ("burst_error", -1.0, "burst_error is -1"),
-        ("reference_seconds", 1.2, "reference_ratio is 1.1, and the columns beside it"),
+        ("reference_seconds", 1.2, "reference_ratio is 1.1, but the columns beside it"),
         ("reference_usual_seconds", 1.1, "corrected_seconds is"),
-        ("reference_usual_seconds", None, "reference_ratio is 1.1, and what it follows from is not there"),
+        ("reference_usual_seconds", None, "reference_ratio is 1.1, and the columns that it follows from are missing"),
         ("reference_usual_seconds", 0.0, "reference_usual_seconds is 0: it must be above 0"),
     ],
 )
@@ -188,8 +193,8 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         *((f"{name}_seconds", 1e-3, "and its samples give") for name in ("min", "mean", "q25", "q75", "p95", "std")),
         ("low_seconds", None, "low_seconds is nan, and its samples give"),
         ("high_seconds", 1e-3, "high_seconds is 0.001, and its samples give"),
-        ("corrected_seconds", 1e-3, "corrected_seconds is 0.001, and the columns beside it"),
-        ("utilisation", 0.9, "utilisation is 0.9, and the columns beside it"),
+        ("corrected_seconds", 1e-3, "corrected_seconds is 0.001, but the columns beside it"),
+        ("utilisation", 0.9, "utilisation is 0.9, but the columns beside it"),
         ("roofline_seconds", 1.0, "times faster than this device can"),
         ("sample_count", 8, "sample_count is 8, and it has 9"),
         ("samples_seconds", [1e-3, -1e-3] * 4 + [1e-3], "samples must be positive finite seconds"),
@@ -198,8 +203,8 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("samples_seconds", [1e-3, None] * 4 + [1e-3], "samples must be positive finite seconds"),
         ("samples_seconds", [1e-3] * 9, "median_seconds is"),
         ("samples_seconds", [], "sample_count is 9, and it has 0"),
-        ("flop_dense", 909, "flop_dense is 909: not two for each weight and position"),
-        ("flop_nnz", 212, "flop_nnz is 212: not two for each weight and position"),
+        ("flop_dense", 909, "flop_dense is 909: it must be two for each weight and position"),
+        ("flop_nnz", 212, "flop_nnz is 212: it must be two for each weight and position"),
         ("n", None, "n is null"),
         ("threads", None, "threads is null"),
         ("context", None, "context is null"),
@@ -246,7 +251,7 @@ def test_a_row_that_is_odd_is_suspected(whole: Path, column: str, value: Any, wo
 @pytest.mark.parametrize("column", ["run_id", "env_id", "timer"])
 def test_a_time_of_unknown_origin_is_noted(whole: Path, column: str) -> None:
     notes = _found(_edited(whole, column, None), "note")
-    assert [note for note in notes if f"1 times have no {column}: where they come from" in note]
+    assert [note for note in notes if f"1 times have no {column}: their origin" in note]
 
 
 def test_what_is_wrong_everywhere_is_not_told_of_every_row(
@@ -259,7 +264,7 @@ def test_what_is_wrong_everywhere_is_not_told_of_every_row(
 
 
 def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    write_environment(tmp_path, devices.environment(2))
+    write_environment(tmp_path, describe_cpu_environment(2))
     parts = [write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
     assert list(validate_table(tmp_path)) == []
     assert isinstance(parts[1], Path)
@@ -280,7 +285,7 @@ def test_a_convolution_whose_matrix_is_not_its_own_is_named(tmp_path: Path, rows
     sparse = {"nnz": None, "sparsity_actual": None, "flop_dense": None, "flop_nnz": None}
     write_part(tmp_path, [rows[0], rows[1] | CONV | {"k": 71} | sparse])
     [found] = _found(tmp_path)
-    assert "row 2 (point " in found and "k is 71, and the convolution has 3x3x8" in found
+    assert "row 2 (point " in found and "k is 71, but the convolution has 3x3x8" in found
 
 
 def test_what_contradicts_an_earlier_row_is_named_with_it(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
@@ -304,7 +309,7 @@ def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
     env_id, edited = environment["env_id"], environment | {"governor": "made up"}
     write_environment(whole.parent, edited)
     [found] = _found(whole.parent)
-    assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {environments.env_id(edited)}"
+    assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {hash_environment(edited)}"
     (whole.parent / f"env-{env_id}.json").unlink()
     [lost] = _found(whole.parent, "suspect")
     assert lost == f"{whole.name}: environment {env_id} is not described: there is no env-{env_id}.json"
@@ -318,8 +323,8 @@ def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
         (b'{"env_id": "x", "python":', "not readable JSON"),
         (b"[1, 2]", "not the description of an environment"),
         (b'{"env_id": ["x"]}', "not the description of an environment"),
-        (b'{"python": "3.11"}', "it describes environment None, which is not what its name promises"),
-        (b'{"env_id": "y"}', "it describes environment y, which is not what its name promises"),
+        (b'{"python": "3.11"}', "it describes environment None, which does not match its name"),
+        (b'{"env_id": "y"}', "it describes environment y, which does not match its name"),
     ],
 )
 def test_a_damaged_environment_is_named(whole: Path, content: bytes, words: str) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
-from latbench.timing.gpu_ceiling_kernels import CHAINS, PIECE_BYTES, SOURCE, THREADS
+from latbench.timing.gpu_ceiling_kernels import CHAINS, PIECE_BYTES, SOURCE, THREADS, build_multiply_adds, build_reads
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
 
@@ -18,7 +18,7 @@ def left(fixed, words=None):
 
 @pytest.mark.parametrize("steps", [3, 40])
 def test_every_thread_does_all_multiply_adds(steps):
-    fixed = ceiling_kernels.multiply_adds(1, steps)
+    fixed = build_multiply_adds(1, steps)
     sums = np.arange(CHAINS, dtype=np.float32)
     for _ in range(steps):
         sums = np.float32(0.5) * sums + np.float32(0.5)  # halving is exact: as if fused
@@ -30,7 +30,7 @@ def test_every_thread_does_all_multiply_adds(steps):
 
 @pytest.mark.parametrize(("size", "least"), [(2**10, 2**16), (2**14, 2**16), (2**16, 0), (2**18, 2**17)])
 def test_threads_together_read_the_whole_working_set(rng, size, least):
-    fixed = ceiling_kernels.reads(size, 1, least)
+    fixed = build_reads(size, 1, least)
     words = rng.integers(0, 2**32, size // 4, dtype=np.uint32)
     count = int(fixed.launch.arguments[-1])
     places = np.arange(count * fixed.threads).reshape(count, fixed.threads) % (size // PIECE_BYTES)
@@ -43,7 +43,7 @@ def test_threads_together_read_the_whole_working_set(rng, size, least):
 
 def test_what_a_sweep_launches_keeps_every_multiprocessor_busy_for_a_while():
     for multiprocessors in (40, 132):
-        for fixed in (ceiling_kernels.multiply_adds(multiprocessors), ceiling_kernels.reads(2**29, multiprocessors)):
+        for fixed in (build_multiply_adds(multiprocessors), build_reads(2**29, multiprocessors)):
             (blocks, _, _), (threads, _, _) = fixed.launch.grid, fixed.launch.block
             assert blocks % multiprocessors == 0 and threads == THREADS
             assert fixed.threads == blocks * threads and fixed.done >= 1e9

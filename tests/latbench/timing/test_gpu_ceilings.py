@@ -15,10 +15,11 @@ from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import WorkerDied
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_machine import GpuMachine
-from latbench.sweeping.gpu_roofline import GpuPace, units
+from latbench.sweeping.gpu_points import build_gpu_point
+from latbench.sweeping.gpu_roofline import GpuPace, choose_units
 from latbench.tables.plausibility import explain_too_fast
 from latbench.timing import gpu_ceilings as ceilings
-from latbench.timing.gpu_ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
+from latbench.timing.gpu_ceilings import ORDINARY, WORKING_SETS, CeilingWork, GpuCeilings, measure_gpu_ceilings
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
@@ -43,27 +44,27 @@ class FakeWorks:
     def __init__(self, device: Any, dtypes: tuple[str, ...] = ceilings.DTYPES) -> None:
         self.device, self.dtypes = device, dtypes
 
-    def products(self, dtype: str) -> Iterator[Work]:
+    def products(self, dtype: str) -> Iterator[CeilingWork]:
         for rate in (TENSOR / 2, TENSOR) if dtype in self.dtypes else ():
             yield self._work(2.0 * ceilings.PRODUCT_SIZE**3, rate)
 
-    def pace_product(self) -> Work:
+    def pace_product(self) -> CeilingWork:
         return self._work(2.0 * ceilings.PACE_SIZE**3, TENSOR)
 
-    def multiply_adds(self) -> Work:
+    def multiply_adds(self) -> CeilingWork:
         return self._work(3e10, CORES)
 
-    def reads(self, size: int) -> Work:
+    def reads(self, size: int) -> CeilingWork:
         # The smallest set keeps too few slices of the L2 busy: falling rates do not say so.
         return self._work(float(size), MEMORY if size > HELD else L2 / 3 if size == WORKING_SETS[0] else L2)
 
-    def _work(self, done: float, rate: float) -> Work:
-        return Work(done, self.device.kernel(done / rate), self.device)
+    def _work(self, done: float, rate: float) -> CeilingWork:
+        return CeilingWork(done, self.device.kernel(done / rate), self.device)
 
 
 def found(*dtypes: str) -> tuple[GpuCeilings, Any]:
     device = fakes.FakeDevice(launch=5e-6, tick=5e-7)
-    return ceilings.find(FakeWorks(device, dtypes), clock=device.clock), device
+    return measure_gpu_ceilings(FakeWorks(device, dtypes), clock=device.clock), device
 
 
 def test_the_ceilings_of_a_device_are_its_rates() -> None:
@@ -106,7 +107,7 @@ def least(point: Point, kernel: str = "", density: float = 1.0, size: float = 0.
 
 
 def point(kernel: points.Kernel, pattern: Any = DENSE, shape: Shape = SHAPE) -> Point:
-    return points.point("nvidia-h200", shape, pattern, getattr(pattern, "sparsity", 0.0), kernel)
+    return build_gpu_point("nvidia-h200", shape, pattern, getattr(pattern, "sparsity", 0.0), kernel)
 
 
 def test_2_to_4_weights_may_be_twice_as_fast_as_dense_ones_and_not_more() -> None:
@@ -131,9 +132,9 @@ def test_only_kernels_known_to_use_no_tensor_cores_are_bound_by_ordinary_ones(
     kernel: points.Kernel, pattern: Any, used: str, expected: str
 ) -> None:
     it = point(kernel, pattern)
-    assert units(it, used) == expected
+    assert choose_units(it, used) == expected
     assert least(it, used) == pytest.approx(DENSE_FLOP / (CORES if expected == ORDINARY else TENSOR))
-    assert units(replace(it, dtype="bfloat16"), used) == (ORDINARY if expected == ORDINARY else "bfloat16")
+    assert choose_units(replace(it, dtype="bfloat16"), used) == (ORDINARY if expected == ORDINARY else "bfloat16")
 
 
 @pytest.mark.parametrize(("size", "rate"), [(2**10, L2), (HELD, L2), (2 * HELD, MEMORY), (2**40, MEMORY)])

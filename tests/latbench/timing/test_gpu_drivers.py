@@ -67,12 +67,12 @@ def test_no_two_living_graphs_share_a_stream(torch: FakeTorch) -> None:
 
 
 def test_a_block_never_has_more_graphs_of_torch_than_streams() -> None:
-    from latbench.sweeping import gpu_points as points
-    from latbench.sweeping.gpu_machine import SETTINGS
-    from latbench.workloads import points as plan
+    from latbench.sweeping.gpu_machine import GPU_SETTINGS
+    from latbench.sweeping.gpu_points import list_smoke_points, list_standard_blocks
+    from latbench.workloads.points import group_into_blocks
 
-    blocks = [*points.standard("x"), points.smoke("x")]
+    blocks = [*list_standard_blocks("x"), list_smoke_points("x")]
     flat = [point for block in blocks for point in block]
-    for block in [*blocks, *plan.blocks(flat, 0, SETTINGS.block_points)]:
+    for block in [*blocks, *group_into_blocks(flat, 0, GPU_SETTINGS.block_points)]:
         for process in ("torch_gpu", "torch_sparse"):
             assert sum(point.backend == process and point.launch_mode == "graph" for point in block) <= STREAMS

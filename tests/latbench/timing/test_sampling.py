@@ -8,7 +8,24 @@ import pytest
 
 from latbench.machines.devices import CpuTimes
 from latbench.timing import sampling as measure
-from latbench.timing.sampling import Burst, Used
+from latbench.timing.sampling import (
+    BUDGET_STRETCH,
+    FEWEST_ROUNDS,
+    FEWEST_SAMPLES,
+    NOISY_ERROR,
+    Burst,
+    ResourceUsage,
+    Sampler,
+    StopRule,
+    Timing,
+    WallClock,
+    calibrate_inner_loops,
+    estimate_burst_error,
+    read_process_usage,
+    sample_burst,
+    sample_callable,
+    sample_interleaved,
+)
 
 
 class FakeClock:
@@ -29,9 +46,9 @@ class FakeClock:
         return call
 
 
-def alone() -> Used:
+def alone() -> ResourceUsage:
     """The usage of a process that nothing disturbs."""
-    return Used(0, 0.0)
+    return ResourceUsage(0, 0.0)
 
 
 @pytest.fixture
@@ -40,60 +57,62 @@ def clock() -> FakeClock:
 
 
 def test_a_steady_run_converges_at_once(clock: FakeClock) -> None:
-    timing = measure.measure(clock.run(lambda: 1e-3), rel_error=0.01, max_seconds=10, clock=clock, usage=alone)
+    timing = sample_callable(
+        clock.run(lambda: 0.001), StopRule(rel_error=0.01, max_seconds=10), clock=clock, usage=alone
+    )
     assert timing.converged and timing.stop_reason == "relative_error"
     assert timing.samples == pytest.approx([1e-3] * len(timing.samples), rel=1e-9)
-    assert len(timing.samples) >= measure.FEWEST_SAMPLES and len(timing.bursts) == measure.FEWEST_ROUNDS
+    assert len(timing.samples) >= FEWEST_SAMPLES and len(timing.bursts) == FEWEST_ROUNDS
     assert clock.now < 1.0
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 3e-7, 9e-5, 1.1e-4, 0.2])
 def test_a_sample_is_long_enough_to_be_read(clock: FakeClock, seconds: float) -> None:
-    loops = measure.calibrate(clock.run(lambda: seconds), clock=clock)
+    loops = calibrate_inner_loops(clock.run(lambda: seconds), clock=clock)
     longest_needed = max(1, round(measure.SHORTEST_SAMPLE_SECONDS / seconds))
     assert min(longest_needed, measure.MOST_INNER_LOOPS) <= loops <= 2 * longest_needed + 1
-    samples = measure.burst(clock.run(lambda: seconds), 0.0, loops, clock=clock, usage=alone)
+    samples = sample_burst(clock.run(lambda: seconds), 0.0, loops, clock=clock, usage=alone)
     assert samples.samples == pytest.approx([seconds], rel=1e-6)
 
 
 def test_one_long_reading_makes_no_sample_short(clock: FakeClock) -> None:
     """As when another process takes the core once: the first time that many calls are timed."""
     costs = itertools.chain([1e-6, 1e-2], itertools.repeat(1e-6))
-    loops = measure.calibrate(clock.run(lambda: next(costs)), clock=clock)
+    loops = calibrate_inner_loops(clock.run(lambda: next(costs)), clock=clock)
     assert loops * 1e-6 >= 0.99 * measure.SHORTEST_SAMPLE_SECONDS
 
 
 def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
-    assert measure.calibrate(clock.run(lambda: 0.0), clock=clock) == measure.MOST_INNER_LOOPS
+    assert calibrate_inner_loops(clock.run(lambda: 0.0), clock=clock) == measure.MOST_INNER_LOOPS
 
 
 def test_the_first_sample_of_a_burst_is_not_kept(clock: FakeClock) -> None:
     costs = iter([9.0] + [1.0] * 20)  # cold caches, then warm
-    samples = measure.burst(clock.run(lambda: next(costs)), 4.5, 1, clock=clock, usage=alone)
+    samples = sample_burst(clock.run(lambda: next(costs)), 4.5, 1, clock=clock, usage=alone)
     assert samples.samples == [1.0] * 5
 
 
 def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
     costs = itertools.cycle([1e-3, 9e-3])
     run = clock.run(lambda: next(costs))
-    timing = measure.measure(run, rel_error=0.001, max_seconds=0.5, clock=clock, usage=alone)
+    timing = sample_callable(run, StopRule(rel_error=0.001, max_seconds=0.5), clock=clock, usage=alone)
     assert not timing.converged and timing.stop_reason == "budget"
-    assert timing.relative_error > measure.NOISY_ERROR
+    assert timing.relative_error > NOISY_ERROR
     # It may stretch its budget, and no further.
-    assert 0.5 <= clock.now <= measure.STRETCH * 0.5 + 0.2
+    assert 0.5 <= clock.now <= BUDGET_STRETCH * 0.5 + 0.2
 
 
 def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.random.Generator) -> None:
     run = clock.run(lambda: float(rng.normal(1e-3, 1e-4)))
-    timing = measure.measure(run, rel_error=1e-5, max_seconds=0.5, clock=clock, usage=alone)
-    assert timing.stop_reason == "budget" and timing.relative_error < measure.NOISY_ERROR
+    timing = sample_callable(run, StopRule(rel_error=1e-05, max_seconds=0.5), clock=clock, usage=alone)
+    assert timing.stop_reason == "budget" and timing.relative_error < NOISY_ERROR
     assert clock.now < 0.7
 
 
 def test_a_median_that_moves_no_more_is_a_plateau(clock: FakeClock) -> None:
     pattern = iter([1.0, 1.0, 1.08, 0.92] * 10_000)  # symmetric: the median stands, the interval stays wide for long
     run = clock.run(lambda: 5e-3 * next(pattern))
-    timing = measure.measure(run, rel_error=0.001, max_seconds=100, clock=clock, usage=alone)
+    timing = sample_callable(run, StopRule(rel_error=0.001, max_seconds=100), clock=clock, usage=alone)
     assert timing.stop_reason in ("plateau", "relative_error")
     assert np.median(timing.samples) == pytest.approx(5e-3, rel=1e-3)
     assert clock.now < 50
@@ -105,7 +124,7 @@ def test_what_more_samples_do_not_improve_is_a_plateau(clock: FakeClock) -> None
         # Slower and slower: every burst is exact, and each says something else.
         return Burst([1e-3 * (1 + clock.now)] * 10)
 
-    timing = dict(measure.interleave({"run": sample}, rel_error=0.001, max_seconds=100, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(rel_error=0.001, max_seconds=100), clock=clock))["run"]
     assert timing.stop_reason == "plateau" and clock.now < 2
     assert timing.relative_error > 0.001
 
@@ -117,7 +136,7 @@ def test_bursts_that_disagree_are_an_error_however_many_samples_they_have(clock:
         clock.now += 0.01
         return Burst([next(medians)] * 10_000)
 
-    timing = dict(measure.interleave({"run": sample}, rel_error=0.01, max_seconds=0.2, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(rel_error=0.01, max_seconds=0.2), clock=clock))["run"]
     low, high = np.quantile(timing.samples, [0.45, 0.55])
     assert low == high  # as independent samples they would know the median exactly
     assert not timing.converged and timing.relative_error > 0.03
@@ -131,8 +150,8 @@ def test_who_asks_is_told_before_every_burst(clock: FakeClock) -> None:
         clock.now += 0.01
         return Burst([1e-3] * 10)
 
-    dict(measure.interleave({"run": sample}, clock=clock, between=lambda: happened.append("between")))
-    assert happened == ["between", "burst"] * measure.FEWEST_ROUNDS
+    dict(sample_interleaved({"run": sample}, clock=clock, between=lambda: happened.append("between")))
+    assert happened == ["between", "burst"] * FEWEST_ROUNDS
 
 
 def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
@@ -143,8 +162,8 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
             seconds *= 1.001
 
     costs = rising()
-    timing = measure.measure(
-        clock.run(lambda: next(costs)), rel_error=1e-9, max_seconds=0.3, clock=clock, usage=alone
+    timing = sample_callable(
+        clock.run(lambda: next(costs)), StopRule(rel_error=1e-09, max_seconds=0.3), clock=clock, usage=alone
     )
     assert timing.samples == sorted(timing.samples)
     drift = timing.drift()
@@ -152,7 +171,7 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
     assert [sample for burst in timing.bursts for sample in burst.samples] == timing.samples
 
 
-def sampler(clock: FakeClock, happened: list[str], name: str, seconds: float, count: int) -> measure.Sampler:
+def sampler(clock: FakeClock, happened: list[str], name: str, seconds: float, count: int) -> Sampler:
     """Bursts of `count` samples that take their time on the clock, and are noted."""
 
     def sample(_: float) -> Burst:
@@ -166,12 +185,13 @@ def sampler(clock: FakeClock, happened: list[str], name: str, seconds: float, co
 def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeClock) -> None:
     happened: list[str] = []
     finished = dict(
-        measure.interleave(
-            {name: sampler(clock, happened, name, 1e-3, count=10) for name in "ab"},
-            max_seconds=1, clock=clock, sessions=3,
+        sample_interleaved(
+            {name: sampler(clock, happened, name, 0.001, count=10) for name in "ab"},
+            StopRule(max_seconds=1, sessions=3),
+            clock=clock,
             renew=lambda session: happened.append(f"session {session}"),
         )
-    )  # fmt: skip
+    )
     rounds = 2 * measure.SESSION_ROUNDS
     assert happened[rounds] == "session 1" and happened[2 * rounds + 1] == "session 2"
     assert sorted(happened) == sorted(["a", "b"] * 3 * measure.SESSION_ROUNDS + ["session 1", "session 2"])
@@ -181,11 +201,12 @@ def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeCl
 def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: FakeClock) -> None:
     happened: list[str] = []
     of = (("slow", 0.05), ("quick", 1e-3))
-    found = measure.interleave(
+    found = sample_interleaved(
         {name: sampler(clock, happened, name, seconds, count=2) for name, seconds in of},
-        max_seconds=0.7, clock=clock, sessions=3,
+        StopRule(max_seconds=0.7, sessions=3),
+        clock=clock,
         renew=lambda session: happened.append("|"),
-    )  # fmt: skip
+    )
     timings = dict(found)
     sessions = "".join(name[0] for name in happened).split("|")
     assert [each.count("s") for each in sessions] == [7, 7, 7]
@@ -195,7 +216,7 @@ def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: 
 
 def test_nothing_is_built_anew_when_all_runs_failed(clock: FakeClock) -> None:
     sessions: list[int] = []
-    found = measure.interleave({"a": lambda _: Burst([])}, clock=clock, sessions=3, renew=sessions.append)
+    found = sample_interleaved({"a": lambda _: Burst([])}, StopRule(sessions=3), clock=clock, renew=sessions.append)
     assert dict(found)["a"].stop_reason == "failed" and sessions == []
 
 
@@ -205,14 +226,14 @@ def test_runs_take_turns(clock: FakeClock) -> None:
         name: sampler(clock, order, name, seconds, count=4)
         for name, seconds in (("a", 1e-3), ("b", 2e-3), ("c", 3e-3))
     }
-    finished = dict(measure.interleave(samplers, rel_error=0.01, max_seconds=1, clock=clock))
+    finished = dict(sample_interleaved(samplers, StopRule(rel_error=0.01, max_seconds=1), clock=clock))
     assert {name: timing.samples[0] for name, timing in finished.items()} == {"a": 1e-3, "b": 2e-3, "c": 3e-3}
     rounds = [set(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert rounds == [{"a", "b", "c"}] * measure.FEWEST_ROUNDS
+    assert rounds == [{"a", "b", "c"}] * FEWEST_ROUNDS
 
 
 def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
-    def sampler(seconds: float) -> measure.Sampler:
+    def sampler(seconds: float) -> Sampler:
         def sample(_: float) -> Burst:
             slow = 1.5 if 0.2 < clock.now < 0.6 else 1.0
             clock.now += 10 * seconds * slow
@@ -221,7 +242,7 @@ def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
         return sample
 
     samplers = {"fast": sampler(1e-3), "slow": sampler(2e-3)}
-    finished = dict(measure.interleave(samplers, rel_error=1e-9, max_seconds=0.6, clock=clock))
+    finished = dict(sample_interleaved(samplers, StopRule(rel_error=1e-09, max_seconds=0.6), clock=clock))
     means = {name: np.mean(timing.samples) for name, timing in finished.items()}
     # Measured one after the other, the ratio would be up to 1.5 times off.
     assert means["slow"] / means["fast"] == pytest.approx(2, rel=0.1)
@@ -235,22 +256,22 @@ def test_who_gives_nothing_drops_out_and_the_others_go_on(clock: FakeClock) -> N
         clock.now += 0.01
         return Burst([0.001] * 10)
 
-    finished = dict(measure.interleave({"broken": broken, "works": works}, clock=clock))
+    finished = dict(sample_interleaved({"broken": broken, "works": works}, clock=clock))
     assert finished["broken"].stop_reason == "failed" and finished["broken"].samples == []
     assert finished["works"].converged
 
 
 def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) -> None:
-    timing = measure.measure(clock.run(lambda: 0.25), max_seconds=1.0, clock=clock, usage=alone)
+    timing = sample_callable(clock.run(lambda: 0.25), StopRule(max_seconds=1.0), clock=clock, usage=alone)
     assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
 
 
 def used(
     switches: int = 0, cpu: float = 0.0, waited: float | None = 0.0, stolen: int = 0, ticks: int | None = 6
-) -> Used:
+) -> ResourceUsage:
     """What a process used when it had used so much more than at the start."""
     machine = None if ticks is None else CpuTimes(1000 + ticks, 70 + stolen)
-    return Used(10 + switches, 5 + cpu, None if waited is None else 2 + waited, machine)
+    return ResourceUsage(10 + switches, 5 + cpu, None if waited is None else 2 + waited, machine)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +293,16 @@ def used(
         (used(0, 32 * 0.03, stolen=6, ticks=96), ("stolen",)),
     ],
 )
-def test_a_burst_that_others_cut_into_says_so(clock: FakeClock, after: Used, reasons: tuple[str, ...]) -> None:
+def test_a_burst_that_others_cut_into_says_so(
+    clock: FakeClock, after: ResourceUsage, reasons: tuple[str, ...]
+) -> None:
     readings = iter([used(ticks=0 if after.machine else None), after])
-    burst = measure.burst(clock.run(lambda: 1e-2), 0.03, 1, clock=clock, usage=lambda: next(readings))
+    burst = sample_burst(clock.run(lambda: 1e-2), 0.03, 1, clock=clock, usage=lambda: next(readings))
     assert burst.reasons == reasons and burst.preempted is bool(reasons)
 
 
 def test_this_process_knows_how_long_it_waited_for_a_core() -> None:
-    before, after = measure.process_usage(), measure.process_usage()
+    before, after = read_process_usage(), read_process_usage()
     assert after.cpu_seconds >= before.cpu_seconds and after.switches >= before.switches
     if before.waited_seconds is not None:
         assert after.waited_seconds is not None and after.waited_seconds >= before.waited_seconds > 0
@@ -287,9 +310,9 @@ def test_this_process_knows_how_long_it_waited_for_a_core() -> None:
 
 def test_a_burst_at_a_low_clock_does_not_count(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     hertz = iter([3e9, 2.9e9, 2.2e9, 2.3e9, None])
-    monkeypatch.setattr(measure.devices, "scaling_hertz", lambda: next(hertz))
-    monkeypatch.setattr(measure, "burst", lambda *args: Burst([1e-3], reasons=()))
-    timer = measure.WallClock(lambda: None)
+    monkeypatch.setattr(measure, "read_scaling_hertz", lambda: next(hertz))
+    monkeypatch.setattr("latbench.timing.sampling.sample_burst", lambda *args: Burst([1e-3], reasons=()))
+    timer = WallClock(lambda: None)
     bursts = [timer.burst(0.01) for _ in range(5)]
     assert [burst.preempted for burst in bursts] == [False, False, True, False, False]
     assert bursts[2].reasons == ("slow_clock",)
@@ -303,7 +326,7 @@ def test_preempted_bursts_do_not_count_once_there_are_enough_others(clock: FakeC
         preempted = next(busy)
         return Burst([9e-3 if preempted else 1e-3] * 10, preempted)
 
-    timing = dict(measure.interleave({"run": sample}, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, clock=clock))["run"]
     # Four slow bursts agree to the last digit, and are no reason to stop.
     assert timing.converged and not timing.preempted and timing.samples == [1e-3] * 50
     assert timing.discarded == 50
@@ -314,7 +337,7 @@ def test_where_others_never_rest_the_result_says_so(clock: FakeClock) -> None:
         clock.now += 0.03
         return Burst([9e-3] * 10, preempted=True)
 
-    timing = dict(measure.interleave({"run": sample}, max_seconds=0.3, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(max_seconds=0.3), clock=clock))["run"]
     assert timing.stop_reason == "budget" and timing.preempted and not timing.converged
     assert set(timing.samples) == {9e-3} and clock.now < 1.0
 
@@ -328,7 +351,7 @@ def test_garbage_is_collected_again_afterwards(clock: FakeClock) -> None:
         seen.append(gc.isenabled())
         clock.now += 1.0
 
-    measure.burst(run, 1.0, 1, clock=clock, usage=alone)
+    sample_burst(run, 1.0, 1, clock=clock, usage=alone)
     assert gc.isenabled() and not any(seen)
 
 
@@ -342,27 +365,29 @@ def test_a_rest_is_no_measuring_time(clock: FakeClock) -> None:
             clock.now += seconds + rest
             return Burst(list(rng.uniform(1e-3, 2e-3, 10)), rest_seconds=rest)
 
-        found = measure.interleave({"it": sampler}, max_seconds=0.4, round_seconds=0.015, rel_error=1e-6, clock=clock)
+        found = sample_interleaved(
+            {"it": sampler}, StopRule(max_seconds=0.4, round_seconds=0.015, rel_error=1e-06), clock=clock
+        )
         return len(next(found)[1].bursts)
 
     assert bursts(0.04) == bursts(0.0) > 10
 
 
 def test_no_time_at_all_is_an_error_and_no_crash() -> None:
-    timing = measure.Timing()
+    timing = Timing()
     for _ in range(3):
         timing.add(Burst([0.0] * 10))
     assert timing.relative_error == np.inf
 
 
 def test_how_bursts_disagree_is_known_by_itself() -> None:
-    assert measure.burst_error([[1e-3] * 9]) is None
-    assert measure.burst_error([[1e-3] * 9, [1e-3] * 9]) == 0
+    assert estimate_burst_error([[1e-3] * 9]) is None
+    assert estimate_burst_error([[1e-3] * 9, [1e-3] * 9]) == 0
     # Normal medians of a known spread: the 95% interval of their median is 1.96 * 1.2533 / sqrt(count) of it.
     medians = np.random.default_rng(0).normal(1e-3, 2e-5, 4000)
-    found = measure.burst_error([[median] * 3 for median in medians])
+    found = estimate_burst_error([[median] * 3 for median in medians])
     assert found == pytest.approx(1.96 * 1.2533 * 0.02 / 4000**0.5, rel=0.1)
-    timing = measure.Timing()
+    timing = Timing()
     for median in (1e-3, 1.2e-3, 1e-3, 1.2e-3):
         timing.add(Burst([median] * 20))
     assert timing.burst_error == timing.relative_error > 0.1

@@ -3,10 +3,21 @@
 import pytest
 
 from latbench.errors import UsageError
-from latbench.workloads import points as plan
-from latbench.workloads import workload as workloads
-from latbench.workloads.points import Point
-from latbench.workloads.workload import Layer, Workload
+from latbench.workloads.points import (
+    KERNELS,
+    STANDARD_ENGINES,
+    Point,
+    PointSetup,
+    estimate_bytes,
+    estimate_seconds,
+    group_into_blocks,
+    list_points,
+    parse_patterns,
+    parse_sparsities,
+    select_default_patterns,
+    select_points,
+)
+from latbench.workloads.workload import Layer, Workload, list_workloads, read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -16,7 +27,7 @@ CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
 
 def some_points(*shapes: LinearShape | Conv2dShape, **options: object) -> list[Point]:
     workload = Workload("w", "s", tuple(Layer(f"l{i}", shape) for i, shape in enumerate(shapes)))
-    return plan.points([workload], device="cpu", threads=2, **options)  # type: ignore[arg-type]
+    return list_points([workload], PointSetup("cpu", 2, **options))  # type: ignore[arg-type]
 
 
 def test_equal_shapes_are_measured_once() -> None:
@@ -33,7 +44,7 @@ def test_by_default_dense_runs_on_every_engine_that_can_and_sparse_on_ours() -> 
         ("openvino", "auto"), ("numba", "auto"),
     }  # fmt: skip
     assert {point.backend for point in points if point.pattern != Dense()} == {"numba"}
-    assert dense == {(backend, kernel) for backend in plan.STANDARD for kernel in plan.KERNELS[backend]["linear"]}
+    assert dense == {(backend, kernel) for backend in STANDARD_ENGINES for kernel in KERNELS[backend]["linear"]}
 
 
 @pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
@@ -54,8 +65,8 @@ def test_convolutions_by_onednn_have_their_channels_last_and_say_so() -> None:
 def test_every_backend_has_a_plan() -> None:
     from latbench import backends
 
-    assert set(plan.KERNELS) == set(backends.BACKENDS)
-    assert plan.estimated_seconds(some_points(LINEAR, backends=list(plan.KERNELS))) > 0
+    assert set(KERNELS) == set(backends.BACKENDS)
+    assert estimate_seconds(some_points(LINEAR, backends=list(KERNELS))) > 0
 
 
 def test_tuning_adds_our_linear_layers_once_more() -> None:
@@ -101,7 +112,7 @@ def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> No
     "shape", [LinearShape(10, 33, 1), LinearShape(1, 1, 1), CONV, Conv2dShape(1, 3, 8, 8, 16, 7, 7)]
 )
 def test_defaults_never_name_what_a_shape_cannot_hold(shape: LinearShape | Conv2dShape) -> None:
-    patterns = plan.default_patterns(shape)
+    patterns = select_default_patterns(shape)
     assert Dense() in patterns and all(pattern.refuses(shape) is None for pattern in patterns)
 
 
@@ -117,20 +128,20 @@ def test_a_row_has_the_key_of_its_point() -> None:
 def test_blocks_hold_one_shape_and_keep_their_order_when_points_are_done() -> None:
     shapes = [LinearShape(m, 64, 8) for m in range(1, 12)]
     points = some_points(*shapes)
-    whole = plan.blocks(points, seed=1)
+    whole = group_into_blocks(points, seed=1)
     assert all(len({point.shape for point in block}) == 1 for block in whole)
     order = [block[0].shape for block in whole]
     assert order != shapes and set(order) == set(shapes)
-    assert [block[0].shape for block in plan.blocks(points, seed=2)] != order
+    assert [block[0].shape for block in group_into_blocks(points, seed=2)] != order
     left = [point for point in points if point.shape in shapes[::2]]
-    assert [block[0].shape for block in plan.blocks(left, seed=1)] == [s for s in order if s in shapes[::2]]
+    assert [block[0].shape for block in group_into_blocks(left, seed=1)] == [s for s in order if s in shapes[::2]]
 
 
 def test_shapes_of_few_points_share_a_block_and_none_is_divided() -> None:
     points = [*some_points(*(LinearShape(m, 64, 8) for m in range(1, 30)))]
-    alone = plan.blocks(points, seed=1)
+    alone = group_into_blocks(points, seed=1)
     assert {len(block) for block in alone} != {1}
-    together = plan.blocks(points, seed=1, least=100)
+    together = group_into_blocks(points, seed=1, least=100)
     assert [point for block in together for point in block] == [point for block in alone for point in block]
     assert all(len(block) >= 100 for block in together[:-1]) and len(together) > 1
     by_shape = [{point.shape for point in block} for block in together]
@@ -138,29 +149,29 @@ def test_shapes_of_few_points_share_a_block_and_none_is_divided() -> None:
 
 
 def test_the_command_line_takes_lists() -> None:
-    assert plan.parse_patterns(["dense,vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
-    assert plan.parse_sparsities(["0.5, .75", "0.9"]) == [0.5, 0.75, 0.9]
+    assert parse_patterns(["dense,vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
+    assert parse_sparsities(["0.5, .75", "0.9"]) == [0.5, 0.75, 0.9]
 
 
 @pytest.mark.parametrize("text", ["1", "0", "-0.5", "75", "nan", "half", ""])
 def test_a_sparsity_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="sparsity"):
-        plan.parse_sparsities([text])
+        parse_sparsities([text])
 
 
 def test_an_unknown_pattern_or_workload_lists_the_known() -> None:
     with pytest.raises(UsageError, match=r"unknown pattern 'checkers'.*nm:KEEP:OF"):
-        plan.parse_patterns(["dense,checkers"])
+        parse_patterns(["dense,checkers"])
     with pytest.raises(UsageError, match="bert-base"):
-        plan.select(["bort-base"], [], [], device="cpu", threads=1)
+        select_points(["bort-base"], [], [], PointSetup(device="cpu", threads=1))
 
 
 def test_silence_means_all_bundled_workloads() -> None:
-    points = plan.select([], [], [], device="cpu", threads=1)
-    shapes = {layer.shape for name in workloads.bundled() for layer in workloads.load(name).layers}
+    points = select_points([], [], [], PointSetup(device="cpu", threads=1))
+    shapes = {layer.shape for name in list_workloads() for layer in read_workload(name).layers}
     assert {point.shape for point in points} == shapes
-    assert 600 < plan.estimated_seconds(points) < 36_000
-    assert 1e5 < plan.estimated_bytes(points) < 1e8
+    assert 600 < estimate_seconds(points) < 36_000
+    assert 1e5 < estimate_bytes(points) < 1e8
 
 
 def test_the_estimate_of_disk_is_what_a_sweep_of_gnmt_took() -> None:
@@ -168,5 +179,5 @@ def test_the_estimate_of_disk_is_what_a_sweep_of_gnmt_took() -> None:
     shapes = [LinearShape(4096, 1024, 128)] * 18 + [LinearShape(32320, 1024, 128)] * 12
     shapes += [LinearShape(4096, 2048, 128)] * 10
     every = [Point("cpu", "numba", "auto", shape, Dense(), 0.0, 2, seed=seed) for seed, shape in enumerate(shapes)]
-    assert plan.estimated_bytes(every, block_points=1) == pytest.approx(128_371, rel=0.1)
-    assert plan.estimated_bytes([]) == plan.estimated_seconds([]) == 0
+    assert estimate_bytes(every, block_points=1) == pytest.approx(128_371, rel=0.1)
+    assert estimate_bytes([]) == estimate_seconds([]) == 0

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Layer
+from latbench.workloads.workload import Layer, trace_model
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 
@@ -43,7 +42,7 @@ def test_linear_layers_and_convolutions_are_noted_in_the_order_of_their_calls() 
     model = nn.Sequential(
         nn.Conv2d(3, 8, (3, 5), stride=(2, 1), padding=(1, 2)), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 20, 4)
     )
-    workload, skipped = workloads.trace(model, (torch.zeros(2, 3, 8, 5),), name="net")
+    workload, skipped = trace_model(model, (torch.zeros(2, 3, 8, 5),), name="net")
     conv = Conv2dShape(batch=2, c_in=3, h=8, w=5, c_out=8, kh=3, kw=5, stride=(2, 1), padding=(1, 2))
     assert workload.layers == (Layer("0", conv), Layer("3", LinearShape(m=4, k=160, n=2)))
     assert (workload.name, skipped) == ("net", [])
@@ -51,13 +50,13 @@ def test_linear_layers_and_convolutions_are_noted_in_the_order_of_their_calls() 
 
 
 def test_tokens_are_the_product_of_the_leading_dimensions() -> None:
-    workload, _ = workloads.trace(nn.Sequential(nn.Linear(5, 7)), (torch.zeros(2, 3, 5),))
+    workload, _ = trace_model(nn.Sequential(nn.Linear(5, 7)), (torch.zeros(2, 3, 5),))
     assert workload.layers[0].shape == LinearShape(m=7, k=5, n=6)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_what_is_left_out_is_listed_with_its_reason() -> None:
-    workload, skipped = workloads.trace(Odd(), (torch.zeros(2, 9, dtype=torch.int64),))
+    workload, skipped = trace_model(Odd(), (torch.zeros(2, 9, dtype=torch.int64),))
     same = Conv2dShape(batch=2, c_in=6, h=9, w=9, c_out=5, kh=3, kw=3, padding=(2, 2), dilation=(2, 2))
     assert workload.layers == (Layer("kept", LinearShape(6, 6, 18)), Layer("same", same))
     reasons = {
@@ -87,14 +86,14 @@ def test_what_is_left_out_is_listed_with_its_reason() -> None:
 )
 def test_a_layer_that_cannot_be_timed_is_left_out(model: nn.Module, size: tuple[int, ...], reason: str) -> None:
     dtype = next(model.parameters()).dtype
-    workload, [(_, said)] = workloads.trace(model, (torch.zeros(size, dtype=dtype),))
+    workload, [(_, said)] = trace_model(model, (torch.zeros(size, dtype=dtype),))
     assert workload.layers == ()
     assert reason in said
 
 
 def test_the_attention_of_a_transformer_layer_is_named_not_lost() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    workload, skipped = workloads.trace(layer, (torch.zeros(2, 3, 8),))
+    workload, skipped = trace_model(layer, (torch.zeros(2, 3, 8),))
     assert [item.name for item in workload.layers] == ["linear1", "linear2"]
     assert [name for name, _ in skipped] == ["self_attn", "self_attn.out_proj"]
 
@@ -102,7 +101,7 @@ def test_the_attention_of_a_transformer_layer_is_named_not_lost() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).train()
     model[0].eval()
-    workloads.trace(model, (torch.ones(5, 3),))
+    trace_model(model, (torch.ones(5, 3),))
     assert (model.training, model[0].training, model[1].training) == (True, False, True)
     assert int(model[1].num_batches_tracked) == 0
     assert not model[0]._forward_pre_hooks
@@ -111,6 +110,6 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_a_model_that_raises_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(3, 4)).train()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        workloads.trace(model, (torch.ones(5, 9),))
+        trace_model(model, (torch.ones(5, 9),))
     assert model.training
     assert not model[0]._forward_pre_hooks

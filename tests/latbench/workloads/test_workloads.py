@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from latbench.errors import BadData, UsageError
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Layer, Workload
+from latbench.workloads.workload import Layer, Workload, list_workloads, read_workload, write_workload
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 GOOD = """\
@@ -29,19 +28,19 @@ def parameters(workload: Workload) -> int:
 
 
 def test_the_bundled_workloads_are_found_and_named_after_their_files() -> None:
-    assert workloads.bundled() == [
+    assert list_workloads() == [
         "bert-base", "cpu_kernels", "gnmt", "mobilenetv1",
         "resnet50", "resnet50-batch16", "transformer-base", "yolov5s",
     ]  # fmt: skip
-    for name in workloads.bundled():
-        assert workloads.load(name).name == name
+    for name in list_workloads():
+        assert read_workload(name).name == name
 
 
 def test_resnet50_has_its_published_multiplications_and_parameters() -> None:
     # torchvision's: 4.09 GMACs and 25,557,032 parameters, 53,120 of them in batch norms and 1,000 a bias.
-    assert multiplications(workloads.load("resnet50")) == pytest.approx(4.09e9, rel=0.001)
-    assert parameters(workloads.load("resnet50")) == 25_557_032 - 53_120 - 1_000
-    assert multiplications(workloads.load("resnet50-batch16")) == 16 * multiplications(workloads.load("resnet50"))
+    assert multiplications(read_workload("resnet50")) == pytest.approx(4.09e9, rel=0.001)
+    assert parameters(read_workload("resnet50")) == 25_557_032 - 53_120 - 1_000
+    assert multiplications(read_workload("resnet50-batch16")) == 16 * multiplications(read_workload("resnet50"))
 
 
 def test_mobilenet_with_its_depthwise_layers_has_the_published_569_million_multiplications() -> None:
@@ -57,20 +56,20 @@ def test_mobilenet_with_its_depthwise_layers_has_the_published_569_million_multi
         (512, 7),
         (1024, 7),
     ]
-    total = multiplications(workloads.load("mobilenetv1")) + sum(9 * c * size**2 for c, size in depthwise)
+    total = multiplications(read_workload("mobilenetv1")) + sum(9 * c * size**2 for c, size in depthwise)
     assert total == pytest.approx(569e6, rel=0.001)
 
 
 def test_yolov5s_has_its_published_operations_and_parameters() -> None:
     # v6.1: 16.5 GFLOPs (the convolutions and a little else), 7,235,389 parameters, batch norms and biases included.
-    workload = workloads.load("yolov5s")
+    workload = read_workload("yolov5s")
     assert 2 * multiplications(workload) == pytest.approx(16.5e9, rel=0.005)
     norms = 2 * sum(layer.shape.m for layer in workload.layers if not layer.name.startswith("model.24"))
     assert parameters(workload) + norms + 3 * 255 == 7_235_389
 
 
 def test_bert_base_has_its_published_operations() -> None:
-    workload = workloads.load("bert-base")
+    workload = read_workload("bert-base")
     assert parameters(workload) == 12 * (4 * 768**2 + 2 * 768 * 3072)
     # MobileBERT's table 4 gives 22.5 GFLOPs at 128 tokens; attention multiplies 128 x 128 by 768 twice a layer.
     attention = 12 * 2 * 2 * 128 * 128 * 768
@@ -78,7 +77,7 @@ def test_bert_base_has_its_published_operations() -> None:
 
 
 def test_transformer_base_has_about_its_published_65_million_parameters() -> None:
-    assert parameters(workloads.load("transformer-base")) == pytest.approx(65e6, rel=0.04)
+    assert parameters(read_workload("transformer-base")) == pytest.approx(65e6, rel=0.04)
 
 
 def test_gnmt_has_the_weights_of_its_lstm_layers() -> None:
@@ -86,7 +85,7 @@ def test_gnmt_has_the_weights_of_its_lstm_layers() -> None:
     encoder += [torch.nn.LSTM(1024, 1024, bias=False) for _ in range(2)]
     decoder = [torch.nn.LSTM(width, 1024, bias=False) for width in (1024, 2048, 2048, 2048)]
     expected = sum(weight.numel() for lstm in encoder + decoder for weight in lstm.parameters())
-    gates = [layer for layer in workloads.load("gnmt").layers if "gates" in layer.name]
+    gates = [layer for layer in read_workload("gnmt").layers if "gates" in layer.name]
     assert parameters(Workload("", "", tuple(gates))) == expected
 
 
@@ -99,7 +98,7 @@ def test_convolutions_agree_with_nn_meters_list_of_the_same_model(name: str, dat
     theirs = sorted(tuple(int(row[c]) for c in columns) for row in rows if row["cout"] != "1001")
     ours = sorted(
         (shape.h, shape.c_in, shape.c_out, shape.kh, shape.stride[0])
-        for shape in (layer.shape for layer in workloads.load(name).layers)
+        for shape in (layer.shape for layer in read_workload(name).layers)
         if isinstance(shape, Conv2dShape)
     )
     assert ours == theirs
@@ -110,7 +109,7 @@ def test_layer_names_are_those_that_published_timing_tables_use(name: str, data:
     lines = (data / "spdy_tables" / f"{name}.txt").read_text().splitlines()[4:]
     theirs = {line for line in lines if " " not in line}
     ours = {
-        layer.name for layer in workloads.load({"rn50_unstr": "resnet50", "yolov5s_unstr": "yolov5s"}[name]).layers
+        layer.name for layer in read_workload({"rn50_unstr": "resnet50", "yolov5s_unstr": "yolov5s"}[name]).layers
     }
     assert ours == theirs
 
@@ -119,24 +118,24 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     conv = Conv2dShape(batch=2, c_in=3, h=9, w=8, c_out=4, kh=3, kw=1, stride=(2, 1), padding=(1, 0), dilation=(1, 2))
     for workload in (
         Workload("yes", "1.5: of a 'test'", (Layer("on", LinearShape(1, 2, 3), 4), Layer("é: ü, {}", conv))),
-        *map(workloads.load, workloads.bundled()),
+        *map(read_workload, list_workloads()),
     ):
-        workloads.save(workload, tmp_path / "w.yaml")
-        assert workloads.load(tmp_path / "w.yaml") == workload
+        write_workload(workload, tmp_path / "w.yaml")
+        assert read_workload(tmp_path / "w.yaml") == workload
 
 
 def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(GOOD)
     conv = Conv2dShape(batch=1, c_in=3, h=9, w=8, c_out=4, kh=3, kw=1, stride=(2, 1), padding=(1, 0))
     expected = Workload("two", "a test", (Layer("a", LinearShape(3, 5, 7), 2), Layer("b", conv)))
-    assert workloads.load(tmp_path / "w.yaml") == expected
+    assert read_workload(tmp_path / "w.yaml") == expected
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("name: two\n", "", "a workload: name missing"),
-        ("source: a test", "source:", "source must be a text that says something, not None"),
+        ("source: a test", "source:", "source must be a text that is not empty, not None"),
         ("source: a test", "sauce: a test", "source missing"),
         ("name: two", "name: two\nauthor: me", "unknown key author"),
         ("m: 3, ", "", "layer 'a': m missing"),
@@ -144,7 +143,7 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("m: 3", "m: .nan", "layer 'a': m must be a whole number of at least 1, not nan"),
         ("m: 3", "m: -3", "layer 'a': m must be"),
         ("m: 3", "m: true", "layer 'a': m must be"),
-        ("m: 3", "m: 3, m: 4", "line 4: no YAML that can be read: 'm' is given twice"),
+        ("m: 3", "m: 3, m: 4", "line 4: not readable YAML: 'm' is given twice"),
         ("n: 7", "n: 0", "layer 'a': n must be"),
         ("count: 2", "count: 0", "layer 'a': count must be"),
         ("count: 2", "counts: 2", "layer 'a': unknown key counts"),
@@ -157,9 +156,9 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("stride: [2, 1]", "stride: [2, 0]", "layer 'b': stride must be two numbers of at least 1"),
         ("stride: [2, 1]", "dilation: [9, 1]", "layer 'b': a 3x1 kernel does not fit"),
         (GOOD, "", "a workload must be a mapping"),
-        (GOOD, "[", "no YAML that can be read"),
-        (GOOD, "2020-13-45", "no YAML that can be read"),
-        (GOOD, "name: x\nsource: y\nlayers: []", "layers must be a list of at least one layer"),
+        (GOOD, "[", "not readable YAML"),
+        (GOOD, "2020-13-45", "not readable YAML"),
+        (GOOD, "name: x\nsource: y\nlayers: []", "layers must be a list of at least one item"),
         (GOOD, "name: x\nsource: y\nlayers: [a]", "layer 1 must be a mapping with a name, not 'a'"),
     ],
 )
@@ -167,19 +166,19 @@ def test_a_malformed_file_is_refused_with_its_place(old: str, new: str, said: st
     path = tmp_path / "w.yaml"
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(BadData) as refusal:
-        workloads.load(path)
+        read_workload(path)
     assert said in str(refusal.value)
     assert str(path) in str(refusal.value)
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_bytes(b"name: \xff\xfe")
-    with pytest.raises(BadData, match="no YAML"):
-        workloads.load(tmp_path / "w.yaml")
+    with pytest.raises(BadData, match="not readable YAML"):
+        read_workload(tmp_path / "w.yaml")
 
 
 def test_an_unknown_name_lists_the_known_ones_and_a_missing_file_is_called_missing() -> None:
     with pytest.raises(UsageError, match=r"unknown workload 'resnet51'.*bert-base.*yolov5s"):
-        workloads.load("resnet51")
+        read_workload("resnet51")
     with pytest.raises(BadData, match="no such workload file"):
-        workloads.load("nowhere/resnet50.yaml")
+        read_workload("nowhere/resnet50.yaml")

@@ -137,8 +137,8 @@ def test_a_profile_is_a_frame_of_layers_and_a_text(rng: np.random.Generator, tmp
     assert p.selection({"fc1": Option("nm:2:4", 0.5)}).choice == (0, 3, 0)
     for profile, said in (
         ({"fc9": 0.5}, "the profile names layer fc9, and the problem has fc0, fc1, fc2"),
-        ({"fc0": 0.5}, "layer fc0 has several options of a sparsity of 0.5: say which pattern"),
-        ({"fc0": 0.7}, "layer fc0 cannot be had with a sparsity of 0.7: it has dense, "),
+        ({"fc0": 0.5}, "layer fc0 has several options with a sparsity of 0.5: name the pattern"),
+        ({"fc0": 0.7}, "layer fc0 has no option with a sparsity of 0.7: it has dense, "),
     ):
         with pytest.raises(UsageError, match=said):
             p.selection(profile)
@@ -186,7 +186,7 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
 
 def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Path) -> None:
     p = problem_from_frame(frame(rng), fixed_seconds=0.5)
-    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
+    with pytest.raises(UsageError, match="layer fc0 has several options of one sparsity"):
         p.save_spdy(tmp_path / "t.txt")
     p = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers)).with_prior()
     p.save_spdy(tmp_path / "t.txt")
@@ -197,7 +197,7 @@ def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Pa
         replace(layer, options=(layer.options[0], Option("vector:8", 0.66661), Option("vector:8", 0.66664)))
         for layer in p.layers
     ))  # fmt: skip
-    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
+    with pytest.raises(UsageError, match="layer fc0 has several options of one sparsity"):
         near.save_spdy(tmp_path / "near.txt")
     with pytest.raises(UsageError, match="the layers alone take longer than the model"):
         replace(p, fixed=Interval(-0.1, -0.1, -0.1)).save_spdy(tmp_path / "longer.txt")

@@ -14,13 +14,12 @@ from cost_models import AnchoredLookup
 from latbench.backends.deepsparse import Operation
 from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
-from latbench.importers import text_formats as interchange
-from latbench.importers.text_formats import read_spdy
+from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
-from latbench.workloads import workload as workloads
 from latbench.workloads.points import FINE_SPARSITIES, Point
+from latbench.workloads.workload import Layer, Workload, write_workload
 from search.inputs import problem_from_spdy, problem_from_table
 from search.pipeline import measure_in_network as layer_times
 from search.problem.layers import DENSE, Interval, Option
@@ -64,8 +63,8 @@ def test_a_swept_table_gives_layers_by_their_shapes() -> None:
 
 
 def test_a_workload_is_its_layers_one_by_one(tmp_path: Path) -> None:
-    layers = (workloads.Layer("qkv", A, count=3), workloads.Layer("out", B))
-    workloads.save(workloads.Workload("w", "made up", layers), tmp_path / "w.yaml")
+    layers = (Layer("qkv", A, count=3), Layer("out", B))
+    write_workload(Workload("w", "made up", layers), tmp_path / "w.yaml")
     p = problem_from_table(a_table(), str(tmp_path / "w.yaml"))
     assert [layer.name for layer in p.layers] == ["qkv#1", "qkv#2", "qkv#3", "out"]
 
@@ -114,7 +113,7 @@ def test_what_a_table_does_not_settle_has_to_be_said() -> None:
 
 def test_layers_timed_inside_a_network_go_by_their_names(data: Path, tmp_path: Path) -> None:
     path = data / "spdy_tables" / "rn18_unstr.txt"
-    rows = interchange.spdy_rows(read_spdy(path), network="rn18", pattern="unstructured", device="a-cpu")
+    rows = convert_spdy_to_rows(read_spdy(path), network="rn18", pattern="unstructured", device="a-cpu")
     write_part(tmp_path, rows)
     p, expected = problem_from_table(tmp_path).with_prior(), problem_from_spdy(path)
     assert [layer.name for layer in p.layers] == [layer.name for layer in expected.layers]
@@ -138,10 +137,10 @@ def test_the_command_solves_a_table_with_its_cost_model(
     made = swept(*rows)[columns].astype(object)
     records = made.where(made.notna(), None).to_dict("records")
     timed = [{**record, "samples_seconds": [row[3]] * 5} for record, row in zip(records, rows, strict=True)]
-    table, layers = str(tmp_path / "table"), (workloads.Layer("a", A), workloads.Layer("b", B))
+    table, layers = str(tmp_path / "table"), (Layer("a", A), Layer("b", B))
     write_part(table, timed)
     cost_models.save(tmp_path / "m.json", AnchoredLookup(), hash_table(table))
-    workloads.save(workloads.Workload("w", "made up", layers), tmp_path / "w.yaml")
+    write_workload(Workload("w", "made up", layers), tmp_path / "w.yaml")
     chosen = {}
     for name, more in (
         ("measured", []),

@@ -12,7 +12,7 @@ from latbench.errors import BadData
 from search.artifacts.layer_database import Database
 from search.inputs import layer_errors
 from search.inputs.layer_errors import read_errors
-from search.problem.layers import DENSE, Interval, Layer, Option, tie
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, tie_layers
 from search.problem.problem import Problem
 from sparse_kernels.nn import weight_matrix
 
@@ -22,8 +22,8 @@ NAMES = ("0", "2")
 
 def problem() -> Problem:
     zeros = np.zeros(3)
-    layers = [Layer(name, OPTIONS, zeros, zeros, zeros, zeros * np.nan) for name in NAMES]
-    return Problem((tie(layers),), Interval(0, 0, 0), Interval(1, 1, 1), "torch")
+    layers = [LayerOptions(name, OPTIONS, zeros, zeros, zeros, zeros * np.nan) for name in NAMES]
+    return Problem((tie_layers(layers),), Interval(0, 0, 0), Interval(1, 1, 1), "torch")
 
 
 def test_errors_of_outputs_and_weights_come_from_the_database(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -38,9 +38,9 @@ def test_errors_of_outputs_and_weights_come_from_the_database(tmp_path: Path, rn
             database.put(name, option.pattern, option.sparsity, pruned, mask, float(rng.random()))
             change = (pruned.double() - dense.double()).square().sum() / dense.double().square().sum()
             expected[name][option] = float(change)
-    weights = layer_errors.weight_errors(problem(), database, model)
+    weights = layer_errors.compute_weight_errors(problem(), database, model)
     assert {name: own == pytest.approx(expected[name]) for name, own in weights.items()} == dict.fromkeys(NAMES, True)
-    outputs = layer_errors.output_errors(problem(), database)
+    outputs = layer_errors.read_output_errors(problem(), database)
     assert outputs["2"][OPTIONS[1]] == database.error("2", "unstructured", 0.5)
     (layer,) = problem().with_errors(weights).layers
     assert layer.errors.tolist() == pytest.approx([0.0, *(sum(weights[n][o] for n in NAMES) for o in OPTIONS[1:])])
@@ -51,7 +51,7 @@ def test_outputs_that_overflow_rule_an_option_out(tmp_path: Path) -> None:
     for name in NAMES:
         for option, error in zip(OPTIONS[1:], (0.5, np.nan), strict=True):
             database.put(name, option.pattern, option.sparsity, torch.ones(2, 2), torch.ones(2, 2, dtype=bool), error)
-    p = problem().with_errors(layer_errors.output_errors(problem(), database))
+    p = problem().with_errors(layer_errors.read_output_errors(problem(), database))
     assert p.layers[0].options == OPTIONS[:2]
 
 

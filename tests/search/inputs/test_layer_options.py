@@ -11,11 +11,11 @@ import pytest
 
 from cost_models import AnchoredLookup, Boosted
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
-from latbench.workloads.points import Point, shape_columns
+from latbench.workloads.points import Point, convert_shape_to_columns
 from search.inputs.layer_options import measured_layers, predicted_layers, swept_rows
 from search.problem.layers import DENSE, Option
 from sparse_kernels.patterns import parse
@@ -137,16 +137,16 @@ def test_a_layer_that_was_not_swept_is_named() -> None:
 
 
 def test_convolutions_are_told_apart_by_every_column() -> None:
-    assert shape_columns(CONV) != shape_columns(CONV2)
+    assert convert_shape_to_columns(CONV) != convert_shape_to_columns(CONV2)
 
 
 def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
     row = {
-        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
+        "purpose": "sweep", "device": name_cpu(), "backend": "deepsparse", "model": f"net:{name}",
         "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
         "threads": 2, "status": "ok", "samples_seconds": list(samples),
     }  # fmt: skip
-    return row | shape_columns(shape) | changes
+    return row | convert_shape_to_columns(shape) | changes
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> pd.DataFrame:

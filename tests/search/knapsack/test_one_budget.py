@@ -12,8 +12,8 @@ from scipy import optimize, sparse
 
 from latbench.importers.text_formats import read_spdy
 from search.knapsack.arrays import BadProblem, Infeasible, Solution
-from search.knapsack.one_budget import efficient, solve
-from search.knapsack.states import ROOM, extend
+from search.knapsack.one_budget import find_efficient, solve
+from search.knapsack.states import MOST_STATES, LeastError, States, extend_states
 
 Arrays = list[np.ndarray]
 
@@ -227,15 +227,16 @@ def test_states_agree_with_numpy(rng: np.random.Generator) -> None:
         spent = spent[: len(error)]
         seconds, errors = rng.integers(0, 9, 5) / 7, rng.integers(0, 9, 5) / 7
         left, after = np.cumsum(rng.random(6)), 3 - np.cumsum(rng.random(6))
+        curve = LeastError(left, after)
         horizon, ceiling = float(rng.uniform(1, 8)), float(rng.uniform(2, 9))
         sums, wrong = np.add.outer(seconds, spent).ravel(), np.add.outer(errors, error).ravel()
         bound = wrong + np.interp(horizon - sums, left, after, left=np.inf)
         keep = np.flatnonzero(bound <= ceiling)
-        keep = keep[efficient(sums[keep], wrong[keep])]
-        *got, dropped = extend(spent, error, seconds, errors, left, after, horizon, ceiling, 99)
+        keep = keep[find_efficient(sums[keep], wrong[keep])]
+        *got, dropped = extend_states(States(spent, error), seconds, errors, curve, horizon, ceiling, 99)
         np.testing.assert_array_equal(got, (sums[keep], wrong[keep]))
         assert dropped == np.inf
-        *got, dropped = extend(spent, error, seconds, errors, left, after, horizon, ceiling, 3)
+        *got, dropped = extend_states(States(spent, error), seconds, errors, curve, horizon, ceiling, 3)
         bounds = np.sort(bound[keep])
         left_in = got[1] + np.interp(horizon - got[0], left, after)
         assert np.sort(left_in) == pytest.approx(bounds[:3])
@@ -246,9 +247,10 @@ def test_sums_without_end_are_cut_before_they_fill_the_memory(rng: np.random.Gen
     # Every sum is efficient and looks as good as any other.
     spent = np.sort(rng.random(3000))
     seconds = rng.random(100)
-    assert len(spent) * len(seconds) > ROOM
+    assert len(spent) * len(seconds) > MOST_STATES
     left, after = np.array([0.0, 9.0]), np.array([9.0, 0.0])
-    sums, error, dropped = extend(spent, 1 - spent, seconds, 1 - seconds, left, after, 8.0, 99.0, 1000)
+    states, curve = States(spent, 1 - spent), LeastError(left, after)
+    sums, error, dropped = extend_states(states, seconds, 1 - seconds, curve, 8.0, 99.0, 1000)
     assert len(sums) == 1000 and (np.diff(sums) > 0).all() and error == pytest.approx(2 - sums)
     assert np.isin(sums, np.add.outer(spent, seconds)).all()
     assert dropped == pytest.approx(3.0)  # 2 - s, and 9 less the 8 - s that are left

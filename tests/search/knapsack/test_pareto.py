@@ -73,8 +73,8 @@ def test_pieces_of_a_layer_make_the_same_frontier(rng: np.random.Generator, monk
     sizes = rng.integers(1, 9, 7)
     seconds, errors = ([rng.integers(0, 50, n) / 7 for n in sizes] for _ in range(2))
     whole = frontier(seconds, errors)
-    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "AT_ONCE", 40)
-    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "SAMPLED", 100)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "PIECE_SUMS", 40)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "SAMPLED_SUMS", 100)
     parts = frontier(seconds, errors)
     np.testing.assert_array_equal((parts.seconds, parts.errors), (whole.seconds, whole.errors))
 
@@ -91,7 +91,7 @@ def test_not_all_sums_are_formed_where_there_are_too_many(
         return found
 
     monkeypatch.setattr("search.knapsack.states.extend_between", counted)
-    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "AT_ONCE", 1000)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "PIECE_SUMS", 1000)
     seconds = [rng.random(30) for _ in range(4)]
     with pytest.raises(BadProblem, match="more than 30,000 efficient"):
         frontier(seconds, [1 - t for t in seconds], max_points=30_000)
@@ -100,7 +100,7 @@ def test_not_all_sums_are_formed_where_there_are_too_many(
 
 def test_more_points_than_wanted_are_refused_with_advice(rng: np.random.Generator) -> None:
     seconds = [rng.random(9) for _ in range(9)]
-    with pytest.raises(BadProblem, match=r"more than 50 efficient .*: a resolution leaves fewer, such as 0\.0"):
+    with pytest.raises(BadProblem, match=r"more than 50 efficient .*: set a resolution to merge some, such as 0\.0"):
         frontier(seconds, [1 - t for t in seconds], max_points=50)
 
 
@@ -128,7 +128,7 @@ def test_a_resolution_makes_few_points_of_millions(rng: np.random.Generator) -> 
     sparsities = np.linspace(0, 0.95, 20)
     seconds = [rng.uniform(1, 3) * (1 - sparsities) + 0.05 for _ in range(30)]
     errors = [rng.uniform(1, 3) * sparsities**2 for _ in range(30)]
-    with pytest.raises(BadProblem, match="a resolution leaves fewer"):
+    with pytest.raises(BadProblem, match="set a resolution to merge some"):
         frontier(seconds, errors, max_points=20_000)
     found = frontier(seconds, errors, max_points=20_000, resolution=0.5)
     assert len(found.seconds) > 100
@@ -136,7 +136,7 @@ def test_a_resolution_makes_few_points_of_millions(rng: np.random.Generator) -> 
 
 def test_what_is_no_problem_is_refused() -> None:
     for resolution in (-1.0, np.nan, np.inf):
-        with pytest.raises(BadProblem, match="a resolution is a number of seconds"):
+        with pytest.raises(BadProblem, match="the resolution must be a finite number of seconds"):
             frontier([[1.0]], [[1.0]], resolution=resolution)
     with pytest.raises(BadProblem, match="NaN"):
         frontier([[np.nan]], [[1.0]])

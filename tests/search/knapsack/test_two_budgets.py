@@ -10,7 +10,7 @@ from scipy import optimize, sparse
 
 from search.knapsack.arrays import BadProblem, Infeasible
 from search.knapsack.one_budget import solve
-from search.knapsack.states import efficient_in_three
+from search.knapsack.states import find_efficient_in_three
 from search.knapsack.two_budgets import solve_two
 
 Arrays = list[np.ndarray]
@@ -125,7 +125,7 @@ def test_states_that_another_beats_in_all_three_are_dropped(rng: np.random.Gener
     beaten = [
         any((b <= a).all() and ((b < a).any() or j < i) for j, b in enumerate(states)) for i, a in enumerate(states)
     ]
-    np.testing.assert_array_equal(efficient_in_three(*states.T.copy()), ~np.array(beaten))
+    np.testing.assert_array_equal(find_efficient_in_three(*states.T.copy()), ~np.array(beaten))
 
 
 def test_a_huge_error_in_place_of_an_infinite_one_leaves_the_proof_as_it_is(rng: np.random.Generator) -> None:
@@ -149,7 +149,7 @@ def test_states_without_end_are_cut_before_they_fill_the_memory(rng: np.random.G
     assert exact.bound == exact.error
     for room in (100, 2000):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("search.knapsack.states.ROOM", room)
+            patched.setattr("search.knapsack.states.MOST_STATES", room)
             short = solve_two(seconds, errors, 1.35, other, 1.35, max_states=room // 10)
         assert total(seconds, short.choice) <= 1.35 and total(other, short.choice) <= 1.35
         assert short.bound <= exact.error <= short.error
@@ -163,9 +163,9 @@ def test_budgets_that_exclude_each_other_are_infeasible() -> None:
 
 
 def test_what_is_no_problem_is_refused() -> None:
-    with pytest.raises(BadProblem, match=r"of the other budget.* negative"):
+    with pytest.raises(BadProblem, match=r"the other budget .* negative"):
         solve_two([[1.0]], [[1.0]], 1.0, [[-1.0]], 1.0)
-    with pytest.raises(BadProblem, match=r"of the other budget.* shape"):
+    with pytest.raises(BadProblem, match=r"the other budget .* shape"):
         solve_two([[1.0]], [[1.0]], 1.0, [[1.0, 2.0]], 1.0)
     with pytest.raises(BadProblem, match=r"^layer 0 has seconds or errors that are NaN"):
         solve_two([[np.nan]], [[0.0]], 1.0, [[1.0]], 1.0)

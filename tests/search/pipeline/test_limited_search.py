@@ -24,11 +24,11 @@ from search.pipeline.search_request import CandidateOptions, Promise, SearchInpu
 from search.pipeline.search_setup import list_prunable_layers, set_up_search
 from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.error_table import LayerErrors
-from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import describe_provenance
-from search.strategies.evaluation_budget import Found
+from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
 from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
@@ -82,9 +82,9 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     (tmp_path / "attention.py").write_text(TASK)
     task = load_task(str(tmp_path / "attention.py"))
 
-    def build_layers(*arguments: Any) -> tuple[Layer, ...]:
+    def build_layers(*arguments: Any) -> tuple[LayerOptions, ...]:
         t = np.array([1.0, 0.5, 0.25])
-        return tuple(Layer(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in arguments[-1])
+        return tuple(LayerOptions(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in arguments[-1])
 
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
@@ -126,7 +126,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
     measured = MeasuredSpeedup(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
-    kept = PromisedProfile(problem, Found(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
+    kept = PromisedProfile(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
     found = build_profile(inputs, REQUEST, kept, digest="digest", additivity=(0.1, 0.0), ceiling=5.0)
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])
@@ -167,8 +167,8 @@ def four_options(monkeypatch: pytest.MonkeyPatch) -> tuple[Option, ...]:
     options = (*OPTIONS, Option("vector:4", 0.5))
     t = np.array([1.0, 0.5, 0.25, 0.6])
 
-    def build_layers(*arguments: Any) -> tuple[Layer, ...]:
-        return tuple(Layer(name, options, t, t, t, np.full(4, np.nan)) for name in arguments[-1])
+    def build_layers(*arguments: Any) -> tuple[LayerOptions, ...]:
+        return tuple(LayerOptions(name, options, t, t, t, np.full(4, np.nan)) for name in arguments[-1])
 
     monkeypatch.setattr(search_setup, "build_layers", build_layers)
     return options
@@ -187,11 +187,11 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
     given = set_up_search(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
     assert [layer.options for layer in given.problem.layers] == expected
 
-    def output_errors(problem: Problem, database: Database) -> LayerErrors:
+    def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
         parts = [part for layer in problem.layers for part in layer.parts]
         return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
 
-    monkeypatch.setattr(layer_errors, "output_errors", output_errors)
+    monkeypatch.setattr(layer_errors, "read_output_errors", read_output_errors)
     found = set_up_search(inputs, REQUEST)
     assert [layer.options for layer in found.problem.layers] == expected
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
@@ -239,7 +239,7 @@ def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     example = types.SimpleNamespace(example=lambda: (torch.zeros(2, 4),))
     for glob, said in (
-        ("fc", "excluded: no layer is called 'fc'; there are 0, 2"),
+        ("fc", "excluded: no layer is called 'fc'; the model has 0, 2"),
         ("*", "has no layer that can be"),
     ):
         task = Task("t", "t", "s", example, Limits(excluded=(glob,)))

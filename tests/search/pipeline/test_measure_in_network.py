@@ -13,7 +13,7 @@ from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.importers import text_formats as interchange
+from latbench.importers.text_formats import convert_rows_to_spdy, convert_spdy_to_rows, read_spdy, write_spdy
 from latbench.tables.table import read_table
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_part
@@ -249,22 +249,22 @@ def test_layers_that_never_run_alone_are_told(little: Task, fake: Fake, tmp_path
 def test_the_times_make_a_spdy_file_that_can_be_imported(little: Task, fake: Fake, tmp_path: Path) -> None:
     time_layers(little, tmp_path / "table", {0.5: 3, 0.9: 3})
     table = select_task_rows(little, tmp_path / "table", 2)
-    interchange.write_spdy(interchange.spdy_timings(table, "little"), tmp_path / "little.txt")
-    timings = interchange.read_spdy(tmp_path / "little.txt")
+    write_spdy(convert_rows_to_spdy(table, "little"), tmp_path / "little.txt")
+    timings = read_spdy(tmp_path / "little.txt")
     assert list(timings.layers) == ["fc2", "fc3"]
     assert [sparsity for _, sparsity in timings.layers["fc2"]] == [0.0, 0.5, 0.9]
     assert timings.base == pytest.approx(3 * timings.layers["fc2"][0][0], rel=1e-6)
     assert timings.prunable == pytest.approx(2 * timings.layers["fc2"][0][0], rel=1e-6)
-    again = interchange.spdy_rows(timings, network="little", pattern="unstructured", device="cpu")
+    again = convert_spdy_to_rows(timings, network="little", pattern="unstructured", device="cpu")
     write_part(tmp_path / "again", again)
-    reread = interchange.spdy_timings(read_table(tmp_path / "again"), "little")
+    reread = convert_rows_to_spdy(read_table(tmp_path / "again"), "little")
     assert reread.layers == timings.layers and reread.base == timings.base
     with pytest.raises(BadData, match="no dense times of other and its layers"):
-        interchange.spdy_timings(table, "other")
+        convert_rows_to_spdy(table, "other")
 
 
 def test_the_levels_are_those_of_the_published_files(data: Path) -> None:
-    published: Any = interchange.read_spdy(data / "spdy_tables" / "rn50_unstr.txt").layers
+    published: Any = read_spdy(data / "spdy_tables" / "rn50_unstr.txt").layers
     for points in published.values():
         levels = sorted({sparsity for _, sparsity in points} - {0.0})
         np.testing.assert_allclose(levels, SPDY_LEVELS, atol=1.1e-4)

@@ -21,7 +21,7 @@ from search.pipeline import search_job as job
 from search.pipeline import search_request, search_setup, verify
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
-from search.problem.layers import DENSE, Layer, Option
+from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import build_database
 from search.task import load_task
 from search.whole_model import overhead
@@ -90,7 +90,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     (tmp_path / "little.py").write_text(TASK)
     task = load_task(str(tmp_path / "little.py"))
     seconds = np.array([4e-3 * (1 - option.sparsity) for option in OPTIONS])
-    layers = tuple(Layer(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
+    layers = tuple(LayerOptions(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
     monkeypatch.setattr(search_setup, "build_layers", lambda *_: layers)
     monkeypatch.setattr(search_request, "hash_table", lambda _: "table")
     return search_request.read_inputs(task, tmp_path / "table", None, tmp_path / "database")

@@ -11,7 +11,6 @@ import torch
 
 from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
-from latbench.machines import devices
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from search.artifacts.profile import LayerChoice, Profile
@@ -185,7 +184,7 @@ def test_a_verdict_is_of_one_model_on_one_machine(
         other = pruned_folder(tmp_path / "other", little, profile(1.5))
         assert read_current_verdict(little, other, output, "numba") is None
         with monkeypatch.context() as patched:
-            patched.setattr(devices, "cpu_device", lambda: "another-cpu")
+            patched.setattr("search.whole_model.overhead.name_cpu", lambda: "another-cpu")
             assert read_current_verdict(little, folder, output, "numba") is None
         edited = tmp_path / "edited.py"
         edited.write_text(TASK.replace(".mean())", ".sum())"))

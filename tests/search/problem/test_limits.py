@@ -9,7 +9,7 @@ import pytest
 
 from latbench.errors import BadData, UsageError
 from search.knapsack.arrays import Infeasible, sum_in_order
-from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits, parse_limits, read_limits
 from search.problem.problem import Problem
 
@@ -23,7 +23,7 @@ NAMES = ("block.0.q", "block.0.k", "block.1.q", "block.1.k", "head")
 def problem(rng: np.random.Generator) -> Problem:
     """Times and errors in 64ths: sums are exact in any order."""
     layers = tuple(
-        Layer(name, OPTIONS, *(np.round(64 * rng.uniform(0.1, 1, len(OPTIONS))) / 64,) * 3, errors=np.append(
+        LayerOptions(name, OPTIONS, *(np.round(64 * rng.uniform(0.1, 1, len(OPTIONS))) / 64,) * 3, errors=np.append(
             0.0, np.round(64 * rng.random(len(OPTIONS) - 1)) / 64
         ))
         for name in NAMES
@@ -108,7 +108,7 @@ def test_the_best_profile_under_limits_is_the_best_of_those_they_allow(
 
 def test_no_limits_change_nothing(rng: np.random.Generator) -> None:
     p = problem(rng)
-    assert Limits().narrow(p.layers) == p.layers
+    assert Limits().apply(p.layers) == p.layers
 
 
 def test_limits_may_be_set_in_steps(rng: np.random.Generator) -> None:
@@ -135,17 +135,15 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; there are block.0.q, .*, head"),
-        ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"),
-        ({"tied_in_each": [["*.v", "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"),
-        ({"excluded": ["tail"]}, "excluded: no layer is called 'tail'"),
-        ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"),
-        ({"fixed": {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"),
-        ({"excluded": ["*"]}, "every layer is excluded"),
-        ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed speaks of it"),
-        (
+        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.q, .*,
+        head"), ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"), ({"tied_in_each": [["*.v",
+        "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"), ({"excluded": ["tail"]}, "excluded: no layer is called
+        'tail'"), ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"), ({"fixed":
+        {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"), ({"excluded": ["*"]}, "every
+        layer is excluded"), ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed
+        names it"), (
             {"minimum": {"*": 0.75}, "maximum": {"head": 0.5}},
-            "layer head is to have a sparsity of at least 0.75 and of at most 0.5",
+            "layer head must have a sparsity of at least 0.75 and of at most 0.5",
         ),
         ({"fixed": {"head": "dense", "h*": "nm:2:4"}}, "layer head is fixed to dense and to nm:2:4 at 0.5"),
         (
@@ -168,12 +166,12 @@ def test_limits_that_cannot_hold_are_refused_in_a_line(stated: dict, said: str, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a", "limits are a mapping with keys among tied, tied_in_each, fixed,"),
+        ("- a", "limits must be a mapping with keys among tied, tied_in_each, fixed,"),
         ("tie: [[a, b]]", "unknown limit 'tie'; known are tied,"),
         ("tied: [a, b]", "expected a list of names, not 'a'"),
         ("tied: a", "expected a list of groups of layers, not 'a'"),
         ("tied: [[a, 1]]", "expected a list of names"),
-        ("minimum: [a]", "expected a mapping from layers to what holds for them"),
+        ("minimum: [a]", "expected a mapping from layers to their limits"),
         ("minimum: {1: 0.5}", "expected a mapping from layers"),
         ("minimum: {a: half}", "a sparsity lies between 0 and 1, not 'half'"),
         ("maximum: {a: 1.5}", "a sparsity lies between 0 and 1, not 1.5"),
@@ -184,7 +182,7 @@ def test_limits_that_cannot_hold_are_refused_in_a_line(stated: dict, said: str, 
         ("patterns: {a: [rows]}", "rows"),
         ("excluded: a", "expected a list of names, not 'a'"),
         ("fixed: {a: dense, a: dense}", "'a' is given twice"),
-        ("fixed: {", "no YAML that can be read"),
+        ("fixed: {", "not readable YAML"),
     ],
 )
 def test_a_file_that_states_no_limits_is_refused_with_its_name(text: str, said: str, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from latbench.errors import UsageError
 from search.knapsack.arrays import Infeasible
-from search.problem.layers import DENSE, Interval, Layer, Option
-from search.problem.packed_bytes import weight_bytes
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
+from search.problem.packed_bytes import count_weight_bytes
 from search.problem.problem import Problem
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
@@ -20,7 +20,7 @@ def test_bytes_are_those_of_any_mask_of_the_pattern(spec: str, m: int, k: int, r
     weight = rng.standard_normal((m, k)).astype(np.float32)
     mask = pattern.mask(weight.astype(np.float64) ** 2, sparsity)
     packed = pack(weight * mask, mask, pattern).nbytes
-    assert weight_bytes(Option(spec, sparsity), LinearShape(m=m, k=k, n=3)) == pytest.approx(packed, abs=16)
+    assert count_weight_bytes(Option(spec, sparsity), LinearShape(m=m, k=k, n=3)) == pytest.approx(packed, abs=16)
 
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:4", 0.75))
@@ -29,13 +29,13 @@ SHAPES = {"a": LinearShape(m=16, k=16, n=1), "b": LinearShape(m=16, k=16, n=1), 
 
 def problem() -> Problem:
     t, e = np.array([4.0, 1.0, 1.0]), np.array([0.0, 1.0, 3.0])
-    layers = tuple(Layer(name, OPTIONS, t, t, t, e) for name in SHAPES)
+    layers = tuple(LayerOptions(name, OPTIONS, t, t, t, e) for name in SHAPES)
     return Problem(layers, Interval(0, 0, 0), Interval(12, 12, 12), "torch")
 
 
 def test_the_lightest_profile_is_found_within_both_budgets() -> None:
     p = problem()
-    heavy = sum(weight_bytes(OPTIONS[1], shape) for shape in SHAPES.values())
+    heavy = sum(count_weight_bytes(OPTIONS[1], shape) for shape in SHAPES.values())
     assert p.solve(4.0).options == dict.fromkeys("abc", OPTIONS[1])
     assert p.solve(4.0, second_budget=p.byte_budget(heavy, SHAPES)).error == 3.0
     budget = p.byte_budget(heavy - 1, SHAPES)
@@ -45,7 +45,9 @@ def test_the_lightest_profile_is_found_within_both_budgets() -> None:
         "unstructured at 0.5",
         "vector:4 at 0.75",
     ]
-    assert budget.used(light.options) == sum(weight_bytes(it, SHAPES[name]) for name, it in light.options.items())
+    assert budget.used(light.options) == sum(
+        count_weight_bytes(it, SHAPES[name]) for name, it in light.options.items()
+    )
 
 
 @pytest.mark.parametrize("known", ["given", "to the layers"])
@@ -53,8 +55,8 @@ def test_layers_that_stay_dense_weigh_the_same_excluded_or_not(known: str) -> No
     given = SHAPES if known == "given" else None
     free = problem() if given else problem().with_shapes(SHAPES)
     excluded, fixed = free.limited(excluded=["b", "c"]), free.limited(fixed={"b": "dense", "c": "dense"})
-    dense = sum(weight_bytes(OPTIONS[0], shape) for shape in SHAPES.values())
-    for used in (dense, dense - 1, dense - weight_bytes(OPTIONS[0], SHAPES["a"]) - 1):
+    dense = sum(count_weight_bytes(OPTIONS[0], shape) for shape in SHAPES.values())
+    for used in (dense, dense - 1, dense - count_weight_bytes(OPTIONS[0], SHAPES["a"]) - 1):
         answers = []
         for p in (excluded, fixed):
             try:

@@ -15,13 +15,13 @@ from search.problem.calibration import allow_only_fastest, calibrate, ignore_int
 from search.problem.layers import (
     DENSE,
     Interval,
-    Layer,
+    LayerOptions,
     Option,
-    at_least_as_free,
-    option,
-    options_of,
-    tie,
-    uniform_choice,
+    build_option,
+    build_uniform_choice,
+    expand_choice,
+    is_at_least_as_free,
+    tie_layers,
 )
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
@@ -31,9 +31,9 @@ from sparse_kernels.patterns import parse
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9), Option("unstructured", 0.5))
 
 
-def layer(name: str, seconds: Sequence[float], errors: Sequence[float], spread: float = 0.1) -> Layer:
+def layer(name: str, seconds: Sequence[float], errors: Sequence[float], spread: float = 0.1) -> LayerOptions:
     t = np.array(seconds)
-    return Layer(name, OPTIONS[: len(t)], t, t * (1 - spread), t * (1 + spread), np.array(errors))
+    return LayerOptions(name, OPTIONS[: len(t)], t, t * (1 - spread), t * (1 + spread), np.array(errors))
 
 
 def problem() -> Problem:
@@ -101,7 +101,7 @@ def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> No
 def test_a_layer_without_the_option_stays_dense_in_a_uniform_profile() -> None:
     p = problem()
     short = Problem((p.layers[0], layer("b", [6.0], [0.0])), p.fixed, p.dense, p.dense_engine)
-    assert uniform_choice(short.layers, Option("vector:8", 0.9)) == (2, 0)
+    assert build_uniform_choice(short.layers, Option("vector:8", 0.9)) == (2, 0)
 
 
 def test_options_that_nothing_efficient_needs_are_left_out() -> None:
@@ -116,7 +116,7 @@ def test_a_pattern_that_is_freer_and_no_slower_makes_another_hopeless() -> None:
         Option(p, 0.5) for p in ("unstructured", "shflbw:8", "vector:8", "block:16x8", "nm:2:4", "vector:4")
     )
     t = np.array([9.0, 3.0, 3.0, 3.0, 9.5, 2.9])
-    one = Layer("a", options, t, t, t, np.zeros(6))
+    one = LayerOptions("a", options, t, t, t, np.zeros(6))
     left = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_dominated().layers[0].options
     # shflbw:8 is no slower than vector:8; vector:4 than block:16x8; unstructured than nm:2:4.
     assert [option.pattern for option in left] == ["unstructured", "shflbw:8", "vector:4"]
@@ -131,8 +131,8 @@ def test_a_pattern_that_is_freer_and_no_slower_makes_another_hopeless() -> None:
     ],
 )  # fmt: skip
 def test_every_mask_of_a_pattern_is_one_of_a_freer_pattern(freer: str, other: str, rng: np.random.Generator) -> None:
-    assert at_least_as_free(parse(freer), parse(other))
-    assert not at_least_as_free(parse(other), parse(freer))
+    assert is_at_least_as_free(parse(freer), parse(other))
+    assert not is_at_least_as_free(parse(other), parse(freer))
     if freer == "unstructured":
         return
     mask = parse(other).mask(rng.random((32, 16)), 0.5)
@@ -165,7 +165,7 @@ def test_whatever_fits_the_budget_keeps_the_promise_to_the_last_bit(rng: np.rand
         room = dense / target - fixed
         p = Problem((), Interval(fixed, fixed, fixed), Interval(dense, dense, dense), "torch")
         for seconds in (p.budget(target), room):
-            one = Layer("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
+            one = LayerOptions("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
             kept = replace(p, layers=(one,))
             if seconds <= p.budget(target):
                 assert kept.speedup(kept.predict((0,))).low >= target
@@ -179,7 +179,7 @@ def test_the_budget_leaves_out_nothing_that_keeps_the_promise(rng: np.random.Gen
         for _ in range(100):
             fixed, seconds = magnitude * float(rng.uniform(-0.1, 1)), float(rng.uniform(0.5, 1))
             dense = (abs(fixed) + seconds) * float(rng.uniform(2, 4))
-            one = Layer("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
+            one = LayerOptions("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
             p = Problem((one,), Interval(fixed, fixed, fixed), Interval(dense, dense, dense), "torch")
             speedup = p.speedup(p.predict((0,))).low
             if speedup > 0 and np.isfinite(speedup):
@@ -190,7 +190,7 @@ def test_the_budget_leaves_out_nothing_that_keeps_the_promise(rng: np.random.Gen
 
 @pytest.mark.parametrize("target", [0.0, -1.0, np.inf, np.nan])
 def test_what_is_no_speedup_is_refused(target: float) -> None:
-    with pytest.raises(UsageError, match="a target is a speedup such as 2, not"):
+    with pytest.raises(UsageError, match="the target must be a speedup such as 2, not"):
         problem().solve(target)
 
 
@@ -206,7 +206,7 @@ def test_uniform_profiles_are_not_worse_for_options_that_were_left_out() -> None
     fast = layer("a", [9.0, 1.0, 1.5, 1.4], [0.0, np.nan, np.nan, np.nan])
     p = Problem((fast, problem().layers[1]), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_dominated()
     assert Option("vector:8", 0.9) not in p.layers[0].options
-    assert uniform_choice(p.layers, Option("vector:8", 0.9))[0] == 1  # at 50% it is faster
+    assert build_uniform_choice(p.layers, Option("vector:8", 0.9))[0] == 1  # at 50% it is faster
 
 
 def test_a_model_whose_layers_take_no_time_is_corrected_around_them() -> None:
@@ -218,18 +218,18 @@ def test_a_model_whose_layers_take_no_time_is_corrected_around_them() -> None:
 
 def test_tied_layers_are_one_with_the_options_that_all_have() -> None:
     a, b = problem().layers
-    both = tie([a, b.take([2, 0, 1])])
+    both = tie_layers([a, b.take([2, 0, 1])])
     assert both.options == OPTIONS[:3]
     assert both.seconds.tolist() == [10.0, 5.0, 2.0]
     assert (both.low + both.high).tolist() == pytest.approx([20.0, 10.0, 4.0])
     assert [part.name for part in both.parts] == ["a", "b"]
     assert all(part.options == both.options for part in both.parts)
-    with pytest.raises(UsageError, match="a, b are tied, and no option is one of all of them"):
-        tie([a.take([0]), b.take([1])])
+    with pytest.raises(UsageError, match="a, b are tied, and have no option in common"):
+        tie_layers([a.take([0]), b.take([1])])
 
 
 def test_what_is_done_to_a_problem_is_done_to_each_tied_layer() -> None:
-    p = replace(problem(), layers=(tie(problem().layers),))
+    p = replace(problem(), layers=(tie_layers(problem().layers),))
     errors = {"a": dict.fromkeys(OPTIONS, 1.0), "b": {**dict.fromkeys(OPTIONS, 2.0), OPTIONS[3]: np.inf}}
     (layer,) = ignore_intervals(p).with_errors(errors).layers
     assert layer.options == OPTIONS[:3]
@@ -260,11 +260,11 @@ def test_layers_that_stay_dense_are_counted() -> None:
     assert [layer.name for layer in p.layers] == ["b"]
     whole, part = problem().predict((0, 2)), p.predict((2,))
     assert (part.value, part.low, part.high) == pytest.approx((whole.value, whole.low, whole.high))
-    with pytest.raises(UsageError, match="no layer is called c: there are a, b"):
+    with pytest.raises(UsageError, match="no layer is called c: the problem has a, b"):
         problem().without(["c"])
     with pytest.raises(UsageError, match="every layer is excluded"):
         problem().without(["a", "b"])
-    with pytest.raises(UsageError, match=r"layer a cannot be had with dense: it has vector:8 at 0.5"):
+    with pytest.raises(UsageError, match=r"layer a has no option dense: it has vector:8 at 0.5"):
         replace(problem(), layers=(problem().layers[0].take([1]), problem().layers[1])).without(["a"])
 
 
@@ -274,9 +274,9 @@ def random_problem(rng: np.random.Generator, layers: int = 4) -> Problem:
     for i in range(layers):
         t = rng.uniform(0.1, 1.0, 4)
         high = t * rng.uniform(1, 1.2, 4)
-        every.append(Layer(f"fc{i}", OPTIONS, t, t * 0.9, high, rng.random(4)))
+        every.append(LayerOptions(f"fc{i}", OPTIONS, t, t * 0.9, high, rng.random(4)))
     fixed, dense = float(rng.uniform(0.1, 0.3)), float(rng.uniform(3, 4))
-    tied = (*every[:-2], tie(every[-2:]))
+    tied = (*every[:-2], tie_layers(every[-2:]))
     return Problem(tied, Interval(fixed, fixed, fixed * 1.1), Interval(dense, dense * 0.98, dense), "torch")
 
 
@@ -322,7 +322,7 @@ def test_a_second_budget_in_any_unit() -> None:
     assert used <= 70 and solution.options == {"a": OPTIONS[2], "b": OPTIONS[3]}
     with pytest.raises(Infeasible, match="that reaches 2x keeps bytes, 19: the least that one takes is 20"):
         p.solve(2.0, second_budget=SecondBudget({"a": weights, "b": weights}, 19.0, "bytes"))
-    with pytest.raises(UsageError, match="bytes: nothing says what layer b takes as dense"):
+    with pytest.raises(UsageError, match="bytes: the cost of layer b as dense is unknown"):
         p.solve(1.0, second_budget=SecondBudget({"a": weights}, 70.0, "bytes"))
 
 
@@ -370,7 +370,7 @@ def test_a_problem_s_second_budget_is_kept_by_all_that_it_answers_with(rng: np.r
     for _ in range(10):
         p = random_problem(rng)
         costs = heavy(p, rng)
-        options = {c: options_of(p.layers, c) for c in all_profiles(p)}
+        options = {c: expand_choice(p.layers, c) for c in all_profiles(p)}
         used = {c: sum(costs[name][it] for name, it in chosen.items()) for c, chosen in options.items()}
         budget = 7.0 + used[p.solve(1.6).choice]
         asked = replace(p, second_budget=SecondBudget(costs, budget, fixed=7.0))
@@ -400,7 +400,7 @@ def test_what_is_slower_may_be_lighter_and_so_has_hope() -> None:
     # By hand: block:4x4 at 0.5 is slower than vector:4 at 0.5 and less free, and takes fewer bytes.
     options = (Option(DENSE, 0.0), Option("vector:4", 0.5), Option("block:4x4", 0.5), Option("block:4x4", 0.75))
     t = np.array([4.0, 2.0, 3.0, 1.0])
-    one = Layer("a", options, t, t, t, np.array([0.0, 1.0, 2.0, 3.0]))
+    one = LayerOptions("a", options, t, t, t, np.array([0.0, 1.0, 2.0, 3.0]))
     p = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch")
     assert p.without_dominated().layers[0].options == (options[0], options[1], options[3])
     light = replace(p, second_budget=SecondBudget({"a": dict(zip(options, (8.0, 6.0, 5.0, 3.0), strict=True))}, 5.0))
@@ -430,9 +430,9 @@ def test_which_of_two_budgets_is_too_small_is_said() -> None:
 
 def test_a_second_budget_that_lacks_something_is_refused_wherever_it_is_asked() -> None:
     p = replace(problem(), second_budget=SecondBudget({"a": {}, "b": {}}, 9.0, "it"))
-    with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
+    with pytest.raises(UsageError, match="it: the cost of layer a as dense is unknown"):
         p.keeps_second_budget((0, 0))
-    with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
+    with pytest.raises(UsageError, match="it: the cost of layer a as dense is unknown"):
         p.limited(excluded=["a"])
     with pytest.raises(BadData, match="it: a budget is a finite number, not nan"):
         replace(p, second_budget=SecondBudget({"a": {}, "b": {}}, np.nan, "it")).solve(2.0)
@@ -459,9 +459,9 @@ def test_sparsities_need_not_be_given_to_the_last_digit() -> None:
 def test_uniform_profiles_are_there_whatever_limits_leave() -> None:
     a, b = problem().layers
     p = replace(problem(), layers=(a.take([2]), b))
-    assert uniform_choice(p.layers, OPTIONS[1]) == (0, 1)
+    assert build_uniform_choice(p.layers, OPTIONS[1]) == (0, 1)
     p = replace(problem(), layers=(a.take([2, 1]), b))
-    assert uniform_choice(p.layers, OPTIONS[3]) == (1, 3)
+    assert build_uniform_choice(p.layers, OPTIONS[3]) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -476,13 +476,13 @@ def test_uniform_profiles_are_there_whatever_limits_leave() -> None:
 )
 def test_an_option_that_cannot_be_is_refused(spec: str, sparsity: float | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        option(spec, sparsity)
+        build_option(spec, sparsity)
 
 
 def test_options_of_one_sparsity_need_none_said() -> None:
-    assert option("nm:1:3") == option("nm:1:3", 0.6667) == Option("nm:1:3", 1 - 1 / 3)
-    assert option("dense") == option("dense", 0.0) == Option(DENSE, 0.0)
-    assert option("vector:8", 1) == Option("vector:8", 1.0)
+    assert build_option("nm:1:3") == build_option("nm:1:3", 0.6667) == Option("nm:1:3", 1 - 1 / 3)
+    assert build_option("dense") == build_option("dense", 0.0) == Option(DENSE, 0.0)
+    assert build_option("vector:8", 1) == Option("vector:8", 1.0)
 
 
 def test_a_model_that_takes_no_time_is_infinitely_fast_and_said_to_be(tmp_path: Path) -> None:

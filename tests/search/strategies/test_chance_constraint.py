@@ -9,10 +9,15 @@ import pytest
 
 from search.knapsack.arrays import BadProblem, Infeasible, sum_in_order
 from search.knapsack.one_budget import solve
-from search.problem.layers import DENSE, Interval, Layer, Option, tie
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, tie_layers
 from search.problem.limits import parse_limits
 from search.problem.problem import Problem
-from search.strategies.chance_constraint import apart, solve_with_chance, tangent, upper
+from search.strategies.chance_constraint import (
+    assume_independent_times,
+    build_tangent,
+    compute_upper_seconds,
+    solve_with_chance,
+)
 from sparse_kernels.shapes import LinearShape
 
 
@@ -29,7 +34,7 @@ def test_the_best_of_all_profiles_that_keep_the_budget_is_found(rng: np.random.G
     for _ in range(60):
         t, d, e = problem(rng, 4, 4)
         every = list(itertools.product(range(4), repeat=4))
-        uppers = [upper(t, d, choice, shared) for choice in every]
+        uppers = [compute_upper_seconds(t, d, choice, shared) for choice in every]
         budget = float(rng.uniform(0.9 * min(uppers), np.median(uppers)))
         fitting = [
             sum(float(x[j]) for x, j in zip(e, choice, strict=True))
@@ -42,9 +47,9 @@ def test_the_best_of_all_profiles_that_keep_the_budget_is_found(rng: np.random.G
                 solve_with_chance(t, d, e, budget, shared)
             continue
         found, s = solve_with_chance(t, d, e, budget, shared)
-        assert upper(t, d, found.choice, shared) <= budget
+        assert compute_upper_seconds(t, d, found.choice, shared) <= budget
         assert found.bound <= min(fitting) + 1e-12 <= found.error + 2e-12
-        assert s == pytest.approx(upper(t, d, found.choice, shared) - found.seconds)
+        assert s == pytest.approx(compute_upper_seconds(t, d, found.choice, shared) - found.seconds)
         unproven += found.error > min(fitting) + 1e-12
     assert refused >= 1
     assert unproven <= 3  # within a cell the tangent may hide a profile that only just keeps the budget
@@ -62,7 +67,7 @@ def test_the_bound_holds_where_a_profile_just_keeps_the_budget(rng: np.random.Ge
     for _ in range(100):
         t, d, e = problem(rng, 3, 3)
         choice = tuple(rng.integers(0, 3, 3).tolist())
-        found, _ = solve_with_chance(t, d, e, upper(t, d, choice))
+        found, _ = solve_with_chance(t, d, e, compute_upper_seconds(t, d, choice))
         assert found.bound <= sum(float(x[j]) for x, j in zip(e, choice, strict=True)) + 1e-12
 
 
@@ -70,10 +75,10 @@ def test_layers_on_their_own_allow_more_than_layers_that_all_fail_together(rng: 
     t, d, e = problem(rng, 30, 12)
     budget = 0.5 * sum(float(x.max()) for x in t)
     together = solve([a + b for a, b in zip(t, d, strict=True)], e, budget)
-    apart, _ = solve_with_chance(t, d, e, budget)
+    independent, _ = solve_with_chance(t, d, e, budget)
     certain = solve(t, e, budget)
-    assert certain.error < apart.error < together.error
-    assert apart.bound > 0.97 * apart.error
+    assert certain.error < independent.error < together.error
+    assert independent.bound > 0.97 * independent.error
 
 
 def test_the_budget_is_kept_as_often_as_wanted(rng: np.random.Generator) -> None:
@@ -90,10 +95,10 @@ def test_the_budget_is_kept_as_often_as_wanted(rng: np.random.Generator) -> None
 def test_a_tangent_is_never_below_the_root(rng: np.random.Generator) -> None:
     t, d, _ = problem(rng, 5, 3)
     for at in (0.1, 1.0, 5.0):
-        within, room = tangent(t, d, 40.0, 0.5, at)
+        within, room = build_tangent(t, d, 40.0, 0.5, at)
         for choice in itertools.product(range(3), repeat=5):
             spent = sum(float(x[j]) for x, j in zip(within, choice, strict=True))
-            assert upper(t, d, choice, 0.5) <= spent + 40.0 - room + 1e-12
+            assert compute_upper_seconds(t, d, choice, 0.5) <= spent + 40.0 - room + 1e-12
 
 
 def test_without_deviations_it_is_the_plain_problem(rng: np.random.Generator) -> None:
@@ -116,19 +121,19 @@ def searched(rng: np.random.Generator, layers: int = 12, options: int = 8) -> Pr
     t, d, e = problem(rng, layers, options)
     names = (Option(DENSE, 0.0), *(Option("unstructured", 0.5 + i / 100) for i in range(1, options)))
     found = [
-        Layer(f"fc{i}", names, *it, shape=LinearShape(m=8 + i, k=8, n=1))
+        LayerOptions(f"fc{i}", names, *it, shape=LinearShape(m=8 + i, k=8, n=1))
         for i, it in enumerate(zip(t, map(np.subtract, t, d), map(np.add, t, d), e, strict=True))
     ]
     found[3] = replace(found[2], name="twin", errors=found[3].errors)
     total = sum(float(layer.seconds.max()) for layer in found)
     fixed, dense = Interval(3.0, 2.5, 3.5), Interval(total, 0.99 * total, 1.01 * total)
-    return Problem((tie(found[:2]), *found[2:]), fixed, dense, "torch")
+    return Problem((tie_layers(found[:2]), *found[2:]), fixed, dense, "torch")
 
 
 def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rng: np.random.Generator) -> None:
     asked = searched(rng)
     target = 1.7
-    found = apart(asked, target)
+    found = assume_independent_times(asked, target)
     best, careful = found.solve(target), asked.solve(target)
     assert best.error < careful.error
     own = [layer.high - layer.seconds for layer in asked.layers[1:]]
@@ -138,12 +143,14 @@ def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rn
     exact, _ = solve_with_chance(seconds, deviations, asked.errors, budget, 0.5)
     assert best.error == pytest.approx(exact.error)
     predicted = found.predict(best.choice)
-    assert predicted.high - asked.fixed.value == pytest.approx(upper(seconds, deviations, best.choice, 0.5), rel=1e-3)
+    assert predicted.high - asked.fixed.value == pytest.approx(
+        compute_upper_seconds(seconds, deviations, best.choice, 0.5), rel=1e-3
+    )
     assert predicted.low < predicted.value == asked.predict(best.choice).value
     for _ in range(300):
         choice = tuple(int(rng.integers(0, len(layer.options))) for layer in found.layers)
         high = found.predict(choice).high - asked.fixed.value
-        assert high >= upper(seconds, deviations, choice, 0.5) * (1 - 1e-12)
+        assert high >= compute_upper_seconds(seconds, deviations, choice, 0.5) * (1 - 1e-12)
     parts = found.layers[0].parts
     assert parts[0].high + parts[1].high == pytest.approx(found.layers[0].high)
 
@@ -158,7 +165,7 @@ def degenerate(rng: np.random.Generator) -> Problem:
         e = np.sort(rng.uniform(0, 1, options)) * rng.choice([0.0, 1.0, 1.0])
         names = tuple(Option("unstructured", j / 10) for j in range(options))
         layers.append(
-            Layer(f"fc{i}", names, t, t - d, t + d, e, shape=LinearShape(m=int(rng.integers(1, 3)), k=8, n=1))
+            LayerOptions(f"fc{i}", names, t, t - d, t + d, e, shape=LinearShape(m=int(rng.integers(1, 3)), k=8, n=1))
         )
     dense, shared = sum(float(it.high.max()) for it in layers), float(rng.choice([0.0, 1e-12, 0.1])) * unit
     around = float(rng.choice([0.0, 0.1])) * unit
@@ -174,7 +181,7 @@ def test_upper_ends_are_never_too_low_and_never_above_what_they_were(rng: np.ran
         asked = degenerate(rng)
         every = list(itertools.product(range(len(asked.layers[0].options)), repeat=len(asked.layers)))
         target = asked.speedup(asked.predict(every[int(rng.integers(len(every)))])).low * float(rng.uniform(0.8, 1.1))
-        found = apart(asked, target)
+        found = assume_independent_times(asked, target)
         moved += found is not asked
         shared = asked.fixed.high - asked.fixed.value
         for choice in every:
@@ -196,7 +203,7 @@ def test_what_just_keeps_the_budget_is_found_and_what_does_not_is_refused(rng: n
         t, e = [layer.seconds for layer in asked.layers], asked.errors
         d, shared = [layer.high - layer.seconds for layer in asked.layers], asked.fixed.high - asked.fixed.value
         every = itertools.product(range(len(t[0])), repeat=len(t))
-        uppers = {choice: upper(t, d, choice, shared) for choice in every}
+        uppers = {choice: compute_upper_seconds(t, d, choice, shared) for choice in every}
         least = min(uppers.values())
         for budget in (least, 1.0001 * least, float(np.median(list(uppers.values())))):
             found, _ = solve_with_chance(t, d, e, budget, shared)
@@ -215,14 +222,14 @@ def test_a_profile_without_any_deviation_says_nothing_of_the_others() -> None:
     options = (Option(DENSE, 0.0), Option("unstructured", 0.5))
     t, d, e = np.array([3e-3, 2e-3]), np.array([0.0, 1e-3]), np.array([0.0, 1.0])
     asked = Problem(
-        (Layer("fc", options, t, t - d, t + d, e),), Interval(0, 0, 0), Interval(3e-3, 3e-3, 3e-3), "torch"
+        (LayerOptions("fc", options, t, t - d, t + d, e),), Interval(0, 0, 0), Interval(3e-3, 3e-3, 3e-3), "torch"
     )
-    assert apart(asked, 1.0).layers[0].high.tolist() == (t + d).tolist()
+    assert assume_independent_times(asked, 1.0).layers[0].high.tolist() == (t + d).tolist()
 
 
 def test_a_target_that_is_out_of_reach_leaves_the_problem_as_it_is(rng: np.random.Generator) -> None:
     asked = searched(rng)
-    assert apart(asked, 40.0) is asked
+    assert assume_independent_times(asked, 40.0) is asked
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,7 @@ def test_layers_of_one_shape_err_alike_whatever_limits_leave_them(limits: dict, 
     limited = replace(free, dense=Interval(*(3 * x for x in asked.dense.ends))).limited(
         parse_limits(limits, "limits")
     )
-    found = apart(limited, 1.2)
+    found = assume_independent_times(limited, 1.2)
     assert found is not limited
     for _ in range(100):
         choice = tuple(int(rng.integers(0, len(layer.options))) for layer in found.layers)

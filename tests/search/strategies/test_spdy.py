@@ -10,13 +10,13 @@ import pytest
 
 from search.knapsack.arrays import Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.problem.priors import quadratic_prior
-from search.strategies.evaluation_budget import Enough, Evaluations, Found
-from search.strategies.spdy import spdy_search
+from search.problem.priors import build_quadratic_prior
+from search.strategies.evaluation_budget import BudgetExhausted, EvaluationBudget, SearchResult
+from search.strategies.spdy import run_spdy_search
 
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]
-PRIOR = [quadratic_prior([0.0, 0.5, 0.75, 0.9])] * LAYERS
+PRIOR = [build_quadratic_prior([0.0, 0.5, 0.75, 0.9])] * LAYERS
 BUDGET = 12.0
 
 
@@ -42,10 +42,10 @@ class Judge:
         return list(map(self._loss, choices))
 
 
-def search(rng: np.random.Generator, allowed: int = 10_000, budget: float = BUDGET, **options: int) -> Found:
-    evaluations = Evaluations(Judge(), allowed)
-    with contextlib.suppress(Enough):
-        spdy_search(evaluations, within(SECONDS, budget), PRIOR, rng, **options)
+def search(rng: np.random.Generator, allowed: int = 10_000, budget: float = BUDGET, **options: int) -> SearchResult:
+    evaluations = EvaluationBudget(Judge(), allowed)
+    with contextlib.suppress(BudgetExhausted):
+        run_spdy_search(evaluations, within(SECONDS, budget), PRIOR, rng, **options)
     return evaluations.found
 
 
@@ -110,25 +110,25 @@ def test_it_ends_when_the_evaluations_do(rng: np.random.Generator) -> None:
 
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
     with pytest.raises(Infeasible):
-        spdy_search(Evaluations(Judge(), 5), within(SECONDS, 0.1), PRIOR, rng)
+        run_spdy_search(EvaluationBudget(Judge(), 5), within(SECONDS, 0.1), PRIOR, rng)
 
 
 def test_one_layer_is_enough(rng: np.random.Generator) -> None:
-    evaluations = Evaluations(Judge(), 5)
-    spdy_search(evaluations, within([np.array([2.0, 1.0])], 1.5), [np.array([0.0, 1.0])], rng)
+    evaluations = EvaluationBudget(Judge(), 5)
+    run_spdy_search(evaluations, within([np.array([2.0, 1.0])], 1.5), [np.array([0.0, 1.0])], rng)
     assert evaluations.found.choice == (1,)
 
 
 def test_the_published_prior() -> None:
-    assert quadratic_prior([0.0, 0.9, 0.5]).tolist() == [0.0, 1.0, 0.25]
-    assert quadratic_prior([0.5, 0.5, 0.0, 0.75]).tolist() == [0.25, 0.25, 0.0, 1.0]
-    assert quadratic_prior([0.0]).tolist() == [0.0]
-    assert quadratic_prior([0.0, 0.75], [0.75, 0.5, 0.0, 0.9]).tolist() == [0.0, (2 / 3) ** 2]
+    assert build_quadratic_prior([0.0, 0.9, 0.5]).tolist() == [0.0, 1.0, 0.25]
+    assert build_quadratic_prior([0.5, 0.5, 0.0, 0.75]).tolist() == [0.25, 0.25, 0.0, 1.0]
+    assert build_quadratic_prior([0.0]).tolist() == [0.0]
+    assert build_quadratic_prior([0.0, 0.75], [0.75, 0.5, 0.0, 0.9]).tolist() == [0.0, (2 / 3) ** 2]
 
 
 def test_a_loss_that_is_infinite_never_wins(rng: np.random.Generator) -> None:
     first = solve(SECONDS, PRIOR, BUDGET).choice
-    evaluations = Evaluations(Judge(lambda choice: math.inf if choice[0] == first[0] else 1.0), 300)
-    with contextlib.suppress(Enough):
-        spdy_search(evaluations, within(SECONDS, BUDGET), PRIOR, rng, draws=20, trials=5)
+    evaluations = EvaluationBudget(Judge(lambda choice: math.inf if choice[0] == first[0] else 1.0), 300)
+    with contextlib.suppress(BudgetExhausted):
+        run_spdy_search(evaluations, within(SECONDS, BUDGET), PRIOR, rng, draws=20, trials=5)
     assert evaluations.found.loss == 1.0

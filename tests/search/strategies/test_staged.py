@@ -10,15 +10,15 @@ import pytest
 
 from search.knapsack.arrays import BadProblem, Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.strategies.additive_loss import AdditiveLoss, layer_priors
-from search.strategies.evaluation_budget import AT_ONCE, Enough, Evaluations, Found
-from search.strategies.spdy import spdy_search
-from search.strategies.staged import staged_search
+from search.strategies.additive_loss import AdditiveLoss, build_layer_priors
+from search.strategies.evaluation_budget import EVALUATED_TOGETHER, BudgetExhausted, EvaluationBudget, SearchResult
+from search.strategies.spdy import run_spdy_search
+from search.strategies.staged import run_staged_search
 
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]
 ERRORS = [np.array([0.0, 0.1, 0.3, 1.0])] * LAYERS
-PRIORS = layer_priors(ERRORS, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
+PRIORS = build_layer_priors(ERRORS, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
 BUDGET = 12.0
 
 
@@ -56,10 +56,10 @@ class Judge:
         return [self._loss(choice) * sum(self._weights[:batches]) / batches for choice in choices]
 
 
-def search(judge: Judge, seed: int = 0, allowed: int = 60, **options: Sequence[Choice]) -> Found:
-    evaluations = Evaluations(judge, allowed)
-    with contextlib.suppress(Enough):
-        staged_search(evaluations, SOLVER, PRIORS, np.random.default_rng(seed), **options)
+def search(judge: Judge, seed: int = 0, allowed: int = 60, **options: Sequence[Choice]) -> SearchResult:
+    evaluations = EvaluationBudget(judge, allowed)
+    with contextlib.suppress(BudgetExhausted):
+        run_staged_search(evaluations, SOLVER, PRIORS, np.random.default_rng(seed), **options)
     return evaluations.found
 
 
@@ -69,9 +69,9 @@ def test_it_comes_near_the_optimum_in_a_few_evaluations(seed: int) -> None:
     best, once = min(map(sensitive, PROFILES)), sensitive(solve(SECONDS, ERRORS, BUDGET).choice)
     assert once > 1.2 * best
     assert found.loss < 1.02 * best
-    published = Evaluations(Judge(), 60)
-    with contextlib.suppress(Enough):
-        spdy_search(published, SOLVER, ERRORS, np.random.default_rng(seed))
+    published = EvaluationBudget(Judge(), 60)
+    with contextlib.suppress(BudgetExhausted):
+        run_spdy_search(published, SOLVER, ERRORS, np.random.default_rng(seed))
     assert found.loss <= published.found.loss
 
 
@@ -143,15 +143,15 @@ def test_losses_may_be_negative_or_all_the_same() -> None:
 def test_small_problems_end_by_themselves(
     seconds: list[np.ndarray], errors: list[np.ndarray], expected: Choice, rng: np.random.Generator
 ) -> None:
-    evaluations = Evaluations(Judge(lambda choice: 1.0), 1000)
-    priors = layer_priors(errors, errors)
-    staged_search(evaluations, within(seconds, 3.0 if len(seconds) > 1 else 1.5), priors, rng)
+    evaluations = EvaluationBudget(Judge(lambda choice: 1.0), 1000)
+    priors = build_layer_priors(errors, errors)
+    run_staged_search(evaluations, within(seconds, 3.0 if len(seconds) > 1 else 1.5), priors, rng)
     assert evaluations.found.choice == expected
 
 
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
     with pytest.raises(Infeasible):
-        staged_search(Evaluations(Judge(), 5), within(SECONDS, 0.1), PRIORS, rng)
+        run_staged_search(EvaluationBudget(Judge(), 5), within(SECONDS, 0.1), PRIORS, rng)
 
 
 # What is learnt ----------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_draws_scatter_about_the_likeliest_and_the_less_the_more_is_known(rng: n
 
 def test_priors_are_of_one_size_and_nothing_adds_nothing() -> None:
     errors = [np.array([0.1, 0.3, 0.5]), np.array([0.0, 0.002]), np.array([0.7])]
-    as_measured, levelled, squared = layer_priors(
+    as_measured, levelled, squared = build_layer_priors(
         errors, [np.array([0.0, 0.5, 0.9]), np.array([0.5, 0.9]), np.zeros(1)]
     )
     level = (0.4 + 0.002 + 0.0) / 3
@@ -195,10 +195,10 @@ def test_priors_are_of_one_size_and_nothing_adds_nothing() -> None:
 def test_what_measured_errors_hide_is_found() -> None:
     # The first layer's errors are tiny, and yet it matters most.
     errors = [ERRORS[0] / 1000, *ERRORS[1:]]
-    evaluations = Evaluations(Judge(), 60)
-    priors = layer_priors(errors, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
-    with contextlib.suppress(Enough):
-        staged_search(evaluations, SOLVER, priors, np.random.default_rng(0))
+    evaluations = EvaluationBudget(Judge(), 60)
+    priors = build_layer_priors(errors, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
+    with contextlib.suppress(BudgetExhausted):
+        run_staged_search(evaluations, SOLVER, priors, np.random.default_rng(0))
     assert sensitive(solve(SECONDS, errors, BUDGET).choice) > 3 * min(map(sensitive, PROFILES))
     assert evaluations.found.loss < 1.05 * min(map(sensitive, PROFILES))
 
@@ -208,22 +208,22 @@ def test_what_measured_errors_hide_is_found() -> None:
 
 def test_what_is_asked_is_paid_once_and_in_parts() -> None:
     judge = Judge()
-    evaluations = Evaluations(judge, 2)
+    evaluations = EvaluationBudget(judge, 2)
     assert evaluations.losses([(0,), (1,), (0,)], 1) == judge.losses([(0,), (1,), (0,)], 1)
     evaluations.losses([(0,)], found_by="staged")
     evaluations.losses([(0,)], 2)
     assert evaluations.found.spent == 1.25
-    with pytest.raises(Enough):
+    with pytest.raises(BudgetExhausted):
         evaluations.losses([(2,), (3,)], 2)
     assert evaluations.known == {(0,): 4, (1,): 1, (2,): 2}
     assert [one.choice for one in evaluations.found.trace] == [(0,)]
 
 
 def test_time_ends_a_search_but_not_before_it_has_a_result() -> None:
-    evaluations = Evaluations(Judge(), 100, deadline=5.0, clock=lambda: 9.0)
+    evaluations = EvaluationBudget(Judge(), 100, deadline=5.0, clock=lambda: 9.0)
     evaluations.losses([(0,)], 1)
     evaluations.losses([(1,)], found_by="staged")
-    with pytest.raises(Enough):
+    with pytest.raises(BudgetExhausted):
         evaluations.losses([(2,)], 1)
     assert evaluations.found.out_of_time
     assert (2,) not in evaluations.known
@@ -231,20 +231,22 @@ def test_time_ends_a_search_but_not_before_it_has_a_result() -> None:
 
 def test_time_is_watched_within_a_long_list() -> None:
     moments = iter(range(100))
-    evaluations = Evaluations(Judge(), 100, deadline=1.0, clock=lambda: float(next(moments)))
-    with pytest.raises(Enough):
+    evaluations = EvaluationBudget(Judge(), 100, deadline=1.0, clock=lambda: float(next(moments)))
+    with pytest.raises(BudgetExhausted):
         evaluations.losses([(i,) for i in range(50)], found_by="spdy")
-    assert len(evaluations.found.trace) == 2 * AT_ONCE
+    assert len(evaluations.found.trace) == 2 * EVALUATED_TOGETHER
 
 
 def test_a_search_needs_an_evaluation() -> None:
     with pytest.raises(BadProblem, match="at least one"):
-        Evaluations(Judge(), 0)
+        EvaluationBudget(Judge(), 0)
 
 
 def test_what_is_spent_is_told_with_the_least_loss() -> None:
     told: list[tuple[float, float]] = []
-    evaluations = Evaluations(Judge(lambda choice: 1.0 + choice[0], (1.0,)), 9, tell=lambda *now: told.append(now))
+    evaluations = EvaluationBudget(
+        Judge(lambda choice: 1.0 + choice[0], (1.0,)), 9, tell=lambda *now: told.append(now)
+    )
     for choice in [(2,), (0,), (1,)]:
         evaluations.losses([choice], found_by="spdy")
     assert told == [(1, 3.0), (2, 1.0), (3, 1.0)]

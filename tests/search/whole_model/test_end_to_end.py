@@ -11,7 +11,7 @@ from latbench.errors import BadData, LatbenchError
 from latbench.runners.worker_process import WorkerDied
 from latbench.timing.sampling import Burst
 from search.knapsack.arrays import Infeasible
-from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.whole_model.end_to_end import (
     EXTRA_BUILDS,
     MAX_BURST_TRIES,
@@ -373,9 +373,9 @@ def test_a_line_is_found() -> None:
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9))
 
 
-def layers() -> tuple[Layer, ...]:
+def layers() -> tuple[LayerOptions, ...]:
     t = np.array([4.0, 2.0, 1.0])
-    return tuple(Layer(name, OPTIONS, t, 0.9 * t, 1.1 * t, np.zeros(3)) for name in ("a", "b"))
+    return tuple(LayerOptions(name, OPTIONS, t, 0.9 * t, 1.1 * t, np.zeros(3)) for name in ("a", "b"))
 
 
 def test_probes_are_dense_fastest_and_half_way() -> None:

@@ -392,8 +392,8 @@ def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_show
     monkeypatch: pytest.MonkeyPatch, granted: int | None, copies: int
 ) -> None:
     monkeypatch.setattr(backends, "rotated_bytes", lambda: 720 * 2**20)
-    monkeypatch.setattr(backends.devices, "memory_bytes", lambda: 2**32)
-    monkeypatch.setattr(backends.cgroups, "available_bytes", lambda: granted)
+    monkeypatch.setattr(backends, "read_memory_bytes", lambda: 2**32)
+    monkeypatch.setattr(backends, "read_available_bytes", lambda: granted)
     assert backends.copies_for(4 * 2**20) == copies
 
 

@@ -13,7 +13,6 @@ from latbench.backends import deepsparse
 from latbench.backends import deepsparse_environment as environment
 from latbench.cli import main as cli
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.machines import devices
 
 Run = Callable[[Sequence[str], str], str]
 
@@ -24,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr("latbench.backends.deepsparse_environment.read_cpu_flags", lambda: {"avx2"})
     return tmp_path / "cache"
 
 
@@ -87,7 +86,7 @@ def test_a_machine_that_cannot_is_told_why(system: str, processor: str, flags: s
 
 
 def test_the_command_line_refuses_such_a_machine(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr("latbench.backends.deepsparse_environment.read_cpu_flags", lambda: {"sse4_2"})
     code, _, err = latbench("setup", "deepsparse")
     assert (code, err) == (3, "latbench: DeepSparse needs a processor with AVX2, and this one has none\n")
     with pytest.raises(EnvironmentUnusable, match="AVX2"):
@@ -228,7 +227,7 @@ def test_doctor_tells_whether_it_is_there(
 ) -> None:
     if ready:
         environment.install(lambda _: None)
-    monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
+    monkeypatch.setattr("latbench.backends.deepsparse_environment.read_cpu_flags", lambda: flags)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("time.sleep", lambda _: None)  # doctor watches the machine for a second
     (line,) = [line for line in latbench("doctor")[1].splitlines() if line.startswith("backend deepsparse")]

@@ -17,11 +17,13 @@ from latbench.backends.gpu_layers import GpuLayer, rounded
 from latbench.backends.on_gpu import GpuEngine
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
+from latbench.sweeping import bench
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
+from latbench.timing.gpu_events import NotCaptured
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
@@ -45,7 +47,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     settings = SimpleNamespace(
         copies=3, corrupt=lambda y, copy: y, device=device, capture_fails=False, fresh=False, ran=[], bytes=100
     )
-    monkeypatch.setattr(on_gpu.drivers, "STARTED", [device])
+    monkeypatch.setattr(on_gpu, "OPEN_DRIVERS", [device])
 
     def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         shape = point.shape
@@ -89,7 +91,7 @@ def _fails(work: object) -> None:
 
 def point(shape: Shape = LINEAR, pattern: Pattern = VECTORS, sparsity: float = 0.75, dtype: str = "float16") -> Point:
     kernel = points.OURS_CONV[0] if isinstance(shape, Conv2dShape) else points.OURS[0]
-    return dataclasses.replace(points.point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
+    return dataclasses.replace(build_gpu_point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [LINEAR, CONV, LinearShape(5, 7, 3), Conv2dShape(1, 4, 3, 3, 8, 1, 1)])
@@ -175,10 +177,10 @@ def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monke
 def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine: SimpleNamespace) -> None:
     engine.capture_fails = True
     said = "fake cannot be captured into a CUDA graph: operation failed due to a prev"
-    with pytest.raises(timing.NotCaptured, match=said) as caught:
+    with pytest.raises(NotCaptured, match=said) as caught:
         on_gpu.prepare(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
-    outcome = sweep._failed(failure)
+    outcome = bench._failed(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
@@ -189,11 +191,11 @@ def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.M
     for kernel, times in ((points.OURS[0], 1), (points.DENSE[0], 0), (points.BSR[0], 1), (points.CUSPARSELT[0], 0)):
         layers._layer.cache_clear()
         packs.clear()
-        wanted = points.point("x", LINEAR, NM(2, 4), 0.5, kernel)
+        wanted = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, kernel)
         on_gpu.draw(wanted)
         on_gpu.draw(wanted)
         assert len(packs) == times, kernel
-    on_gpu.draw(points.point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0]))  # refused when it is prepared
+    on_gpu.draw(build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0]))  # refused when it is prepared
 
 
 def test_a_pattern_that_does_not_fit_is_unsupported(engine: SimpleNamespace) -> None:
@@ -240,7 +242,7 @@ def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
         raise Unsupported("an internal error")
 
     engine.corrupt = refuses
-    monkeypatch.setattr(on_gpu.drivers, "STARTED", [])
+    monkeypatch.setattr(on_gpu, "OPEN_DRIVERS", [])
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     with pytest.raises(Ended):
@@ -301,7 +303,7 @@ def test_what_an_engine_does_not_do_is_a_sentence(
         pytest.importorskip("cupy")
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=said):
-        on_gpu.prepare(points.point("x", shape, pattern, sparsity, (backend, kernel, layout)))
+        on_gpu.prepare(build_gpu_point("x", shape, pattern, sparsity, (backend, kernel, layout)))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -366,7 +368,7 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
     def refuses() -> None:
         raise RuntimeError("Supported only on GPUs with compute capability 8.x")
 
-    it = points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
+    it = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
     with pytest.raises(Unsupported, match=r"^torch cutlass: Supported only on GPUs with compute capability 8\.x$"):
         _try(it, refuses)
     assert _try(it, lambda: 3) == 3
@@ -381,12 +383,12 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        _try(points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
-    assert sweep._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
+        _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
+    assert bench._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
-    planned = {each.backend for block in points.standard("x") for each in block}
+    planned = {each.backend for block in list_standard_blocks("x") for each in block}
     assert planned == set(on_gpu.BACKENDS)
     root = Path(on_gpu.__file__).parent
     for backend in on_gpu.BACKENDS.values():

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from latbench.backends.gpu_installation import installed
-from latbench.machines import gpu_discovery as discovery
-from latbench.runners.worker_process import START_SECONDS, Prepared, TaskFailed, Worker
+from latbench.machines.gpu_discovery import list_gpus
+from latbench.runners.worker_process import START_SECONDS, PreparedTask, TaskFailed, Worker
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.sweeping.roofline_pace import READING_SECONDS, SLOW_SPELL
 from latbench.tables.plausibility import explain_too_fast
 from latbench.timing.gpu_ceilings import WORKING_SETS
-from latbench.timing.gpu_events import Mode
+from latbench.timing.gpu_events import TimingMode
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -51,7 +52,7 @@ class Workers:
             self._workers[process] = self.machine.worker(process)
         return self._workers[process]
 
-    def prepare(self, point: Point) -> Prepared:
+    def prepare(self, point: Point) -> PreparedTask:
         """The point, ready to be timed; skips what its backend does not do, raises where it is wrong."""
         if point.backend not in installed():
             pytest.skip(f"{point.backend} is not installed")
@@ -79,7 +80,7 @@ class Workers:
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     """Skips where there is no GPU."""
-    found, reason = discovery.gpus()
+    found, reason = list_gpus()
     if not found:
         pytest.skip(reason)
     started = Workers(GpuMachine(found[0]))
@@ -92,7 +93,7 @@ def computed(
 ) -> float:
     """The largest error of what a kernel computes."""
     sparsity = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else 0.8
-    point = points.point("gpu", shape, pattern, sparsity, kernel)
+    point = build_gpu_point("gpu", shape, pattern, sparsity, kernel)
     point = dataclasses.replace(point, cache_mode="warm", dtype=dtype)
     prepared = workers.prepare(point)
     workers.worker(point).drop([prepared])
@@ -134,7 +135,7 @@ def test_points_that_are_ready_together_are_sampled_in_turn(workers: Workers) ->
     # of x from their own arrays would follow whatever was written there.
     patterns = (Dense(), VectorWise(64), VectorWise(128), ShflBW(64), NM(2, 4))
     wanted = [
-        points.point("gpu", LinearShape(512, 1024, n), pattern, 0.0 if isinstance(pattern, Dense) else 0.5, kernel)
+        build_gpu_point("gpu", LinearShape(512, 1024, n), pattern, 0.0 if isinstance(pattern, Dense) else 0.5, kernel)
         for n in (256, 512)
         for pattern in patterns
         for kernel in ((*points.OURS, *points.DENSE) if isinstance(pattern, Dense) else points.OURS)
@@ -148,13 +149,13 @@ def test_points_that_are_ready_together_are_sampled_in_turn(workers: Workers) ->
 
 
 def dense(size: int, cache: str, launch: str, n: int | None = None) -> Point:
-    point = points.point("gpu", LinearShape(size, size, n or size), Dense(), 0.0, points.DENSE[0])
+    point = build_gpu_point("gpu", LinearShape(size, size, n or size), Dense(), 0.0, points.DENSE[0])
     return dataclasses.replace(point, cache_mode=cache, launch_mode=launch)
 
 
 @pytest.mark.timed
 def test_times_grow_with_the_work_and_agree_between_modes(workers: Workers) -> None:
-    modes = (Mode("warm", "call"), Mode("warm", "graph"), Mode("rotated", "graph"))
+    modes = (TimingMode("warm", "call"), TimingMode("warm", "graph"), TimingMode("rotated", "graph"))
     medians = {
         (size, mode): workers.median(dense(size, mode.cache, mode.launch)) for size in (2048, 4096) for mode in modes
     }

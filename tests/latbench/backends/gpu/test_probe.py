@@ -13,11 +13,12 @@ from latbench.backends import Unsupported, gpu_probe, on_gpu
 from latbench.backends import gpu_installation as installation
 from latbench.backends.gpu_probe import Probed
 from latbench.machines.gpu_names import Gpu
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_machine import GpuMachine, find_architecture
+from latbench.sweeping.gpu_points import build_probe_points
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
@@ -35,7 +36,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # In the process of an engine ---------------------------------------------------------------------------------------
 
 
-PROBES = points.probes("nvidia-h200", on_gpu.BACKENDS)
+PROBES = build_probe_points("nvidia-h200", on_gpu.BACKENDS)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_each_engine_answers_for_itself_by_a_point(prepared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared["cublas"] = ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ...")
     prepared["numba_cuda"] = WrongResult("3 of 7 results are wrong")
-    monkeypatch.setattr(gpu_probe.libraries.devices, "version", lambda package: None)
+    monkeypatch.setattr("latbench.machines.cuda_libraries.find_version", lambda package: None)
     found = gpu_probe.probe(PROBES)
     assert found.refusals == {
         "cublas": "libcublas.so.13 cannot be loaded: pip install nvidia-cublas",
@@ -87,7 +88,7 @@ def test_every_backend_has_a_small_point_of_its_own() -> None:
     assert set(PROBES) == set(on_gpu.BACKENDS)
     assert all(point.backend == name and point.shape == points.SMOKE_LINEAR for name, point in PROBES.items())
     assert all(point.pattern.refuses(point.shape) is None for point in PROBES.values())
-    assert set(points.probes("x", ["cupy"])) == {"cupy"}
+    assert set(build_probe_points("x", ["cupy"])) == {"cupy"}
 
 
 def test_an_exception_without_words_is_called_by_its_name() -> None:
@@ -114,7 +115,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known: dict[str, Any] = {}
 
     def call(worker: Worker, function: str, *args: Any, timeout: float) -> Any:
-        assert callable(resolve(function)) and timeout == GpuMachine.start_seconds + GpuMachine.prepare_seconds
+        assert callable(load_function(function)) and timeout == GpuMachine.start_seconds + GpuMachine.prepare_seconds
         known.setdefault("asked", []).append((worker.name, function.rpartition(":")[2], args))
         time.sleep(0.3)
         answer = known.get(worker.name, Probed({}, {}))
@@ -124,7 +125,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(Worker, "call", call)
     packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(on_gpu.devices, "version", packages.get)
+    monkeypatch.setattr(on_gpu, "find_version", packages.get)
     known["packages"] = packages
     return known
 
@@ -164,7 +165,7 @@ def test_a_reference_that_hangs_while_it_starts_is_not_waited_for(
 
 
 def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(machine.libraries, "versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
+    monkeypatch.setattr(machine, "find_library_versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
     answers["torch"] = Probed({}, {"cublas": "13.1.0.3", "nvrtc": None})
     answers["cupy"] = Probed({}, {"nvrtc": "13.0"}, "sm_90a")
     answers["cupy_peers"] = Probed({}, {"cublas": "13.1.1"})
@@ -184,7 +185,7 @@ def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, An
 
 @pytest.mark.parametrize("capability", ["9.0", "5.2", None])
 def test_before_it_is_asked_a_gpu_has_the_kernels_of_its_number(capability: str | None) -> None:
-    assert machine.architecture_of(capability) == ("sm_90a" if capability == "9.0" else None)
+    assert find_architecture(capability) == ("sm_90a" if capability == "9.0" else None)
 
 
 def test_a_process_that_dies_takes_its_engines_along_and_no_others(

@@ -7,6 +7,7 @@ import pytest
 
 from latbench.backends.gpu_versions import Versions, candidates
 from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import fingerprint
 from sparse_kernels.numba_cuda import fingerprint as numba_fingerprint
@@ -38,7 +39,7 @@ def quick_fingerprints(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def of(kernel: points.Kernel, pattern: object = None, shape: object = SHAPE) -> Point:
-    return points.point("x", shape, pattern or VectorWise(64), 0.75, kernel)  # type: ignore[arg-type]
+    return build_gpu_point("x", shape, pattern or VectorWise(64), 0.75, kernel)  # type: ignore[arg-type]
 
 
 OURS = of(points.OURS[0])

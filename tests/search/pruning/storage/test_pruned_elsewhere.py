@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from latbench.base.files import sha256
+from latbench.base.files import hash_file
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts import onnx_export
@@ -377,7 +377,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
     listed = read_manifest(folder)
     path = folder / "packed.safetensors"
-    assert listed.pop("packed") == {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    assert listed.pop("packed") == {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     assert listed == manifest
     assert hash_manifest(folder) == verified  # a verification of the folder goes on counting
     pruned, _ = load_pruned(folder, task.model())
