@@ -91,10 +91,8 @@ def time_layers_in_network(
 
     Parameters
     ----------
-    task
-        The task whose model is timed.
-    folder
-        Folder of the table.
+    task, folder
+        The task whose model is timed, and the folder of the table.
     environment
         DeepSparse's Python environment.
     schedule

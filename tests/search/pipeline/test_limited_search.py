@@ -215,7 +215,7 @@ def test_limits_that_contradict_are_said_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(search_setup, "_find_probes", lambda *arguments: pytest.fail("it was measured"))
     wrong = replace(inputs.task, limits=inputs.task.limits + Limits(minimum=(("1.q", 0.75),)))
-    with pytest.raises(UsageError, match=r"layer 1\.q is to have a sparsity of at least 0\.75 and of at most"):
+    with pytest.raises(UsageError, match=r"layer 1\.q must have a sparsity of at least 0\.75 and of at most"):
         set_up_search(replace(inputs, task=wrong), REQUEST)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 from search.artifacts.profile import Profile, read_profile
 from search.backends import Deployment
 from search.knapsack.arrays import Infeasible
@@ -387,7 +387,7 @@ def test_promises_are_counted_and_their_scatter_is_printed(
 ) -> None:
     monkeypatch.setattr(verify, "time_engines", machine.time_engines)
     monkeypatch.setattr(verify, "Worker", Scorer)
-    report = resolve(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
+    report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
     report(inputs, request(target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()
     assert counted.startswith("met 3 of 3 (0 refused); overshoot +")

@@ -580,7 +580,7 @@ def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 1))
     for excluded, left in (((), ["0", "2"]), (("0",), ["2"]), (("4",), ["0", "2"]), (("[0-1]", "4"), ["2"])):
         assert list(list_prunable_layers(task(*excluded), model.eval())) == left
-    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; there are 0, 2, 4"):
+    with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; the model has 0, 2, 4"):
         list_prunable_layers(task("fc"), model)
     with pytest.raises(UsageError, match="no layer that can be pruned"):
         list_prunable_layers(task("0", "2"), model)

@@ -244,7 +244,7 @@ def test_bursts_from_when_cores_were_apart_are_taken_again(
     monkeypatch.setattr(Moving, "apart", staticmethod(apart))
     monkeypatch.setattr(Moving, "bursts", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Moving)
-    monkeypatch.setattr("search.whole_model.end_to_end.Placement.apart", lambda self: apart(Moving.bursts))
+    monkeypatch.setattr("search.whole_model.end_to_end.CorePlacement.apart", lambda self: apart(Moving.bursts))
     engines = {name: ModelEngine(name, name, ()) for name in ("4.0", "3.0")}
     timings = time_engines(engines, threads=2, required=[], schedule=RoundSchedule(1, 6))
     pace = 2 if slow else 1
