@@ -123,6 +123,26 @@ def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: SearchInputs,
         job.search(inputs, request(target=90.0))
 
 
+def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None:
+    """Names and order of these keys are part of the names of files."""
+    asked = request(
+        1.7, threads=2, backend="numba-bf16", patterns=("dense", "nm:2:4"), sparsities=(0.5,), errors="weight",
+        strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", risk=0.8,
+        most_bytes=1e6,
+    )  # fmt: skip
+    assert json.dumps(asked.to_record()) == (
+        '{"target": 1.7, "threads": 2, "patterns": ["dense", "nm:2:4"], "seed": 3, "evaluations": 50, "batches": 2, '
+        '"risk": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
+        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0}'
+    )
+    key = SearchHistory(inputs, asked).key()
+    assert list(key) == [
+        "model_hash", "device", "inputs", "threads", "backend", "engines", "probes", "table_hash", "cost_model",
+        "patterns", "excluded", "sparsities",
+    ]  # fmt: skip
+    assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]
+
+
 def test_an_edited_loss_is_another_search(inputs: SearchInputs, machine: Machine) -> None:
     before = SearchHistory(inputs, REQUEST).digest()
     Path(inputs.task.reference).write_text(TASK.replace("- reference(", "- 2 * reference("))
