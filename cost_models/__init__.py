@@ -1,19 +1,19 @@
-"""Cost models: seconds of a layer that was not measured, with an interval, as scikit-learn estimators."""
+"""Cost models: scikit-learn estimators that predict the seconds of layers without a measurement, with intervals."""
 
-from cost_models.boosted import Boosted
-from cost_models.choosing import Adaptive
-from cost_models.errors import BadModel, MixedModes, Unanchored, Uncalibrated
-from cost_models.hold_outs import hold_outs
-from cost_models.hybrid import Hybrid
-from cost_models.lookup import AnchoredLookup
-from cost_models.roofline import Roofline
-from cost_models.rows import read_training_rows, training_rows
-from cost_models.storage import ModelFile, load, read, save
-from cost_models.transfer import Transfer
-from cost_models.validation import CostModel, validate, validate_held_out
+from cost_models.adaptive_planner import AdaptivePlanner
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.estimators.boosted import Boosted
+from cost_models.estimators.hybrid import Hybrid
+from cost_models.estimators.roofline import Roofline
+from cost_models.estimators.transfer import Transfer
+from cost_models.evaluation.held_out_errors import CostModel, evaluate, evaluate_held_out
+from cost_models.evaluation.hold_outs import build_hold_outs
+from cost_models.model_file import ModelFile, load, read, save
+from cost_models.refusals import BadModel, MixedModes, Unanchored, Uncalibrated
+from cost_models.rows.training_rows import read_training_rows, select_training_rows
 
 __all__ = [
-    "Adaptive",
+    "AdaptivePlanner",
     "AnchoredLookup",
     "BadModel",
     "Boosted",
@@ -25,12 +25,12 @@ __all__ = [
     "Transfer",
     "Unanchored",
     "Uncalibrated",
-    "hold_outs",
+    "build_hold_outs",
+    "evaluate",
+    "evaluate_held_out",
     "load",
     "read",
     "read_training_rows",
     "save",
-    "training_rows",
-    "validate",
-    "validate_held_out",
+    "select_training_rows",
 ]

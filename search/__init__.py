@@ -1,4 +1,4 @@
-"""SPDY: which pattern at which sparsity in which layer, under a latency budget, verified."""
+"""Choose a sparsity pattern and a sparsity for each layer under a latency budget, prune, and verify the speedup."""
 
 from search.knapsack.arrays import BadProblem, Infeasible, Solution
 from search.knapsack.one_budget import solve

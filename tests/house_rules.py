@@ -39,6 +39,9 @@ FAMILIES = {"csr", "nm", "vector", "dense", "block"}
 
 BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
 
+ESTIMATORS = {"Boosted"}
+"""Estimators of scikit-learn: each of their settings is an argument of the constructor, by contract."""
+
 Places = dict[str, list[str]]
 
 
@@ -87,15 +90,17 @@ def find_places(root: Path) -> Places:
             found[rule].append(place)
         if path.name not in ("__init__.py", "__main__.py") and path.parent != COMMANDS and path.stem not in FAMILIES:
             stems[path.stem].append(str(path))
+        exempt: list[ast.stmt] = []
         for node in ast.walk(tree):
             place = f"{path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(place)
+                exempt += node.body if node.name in ESTIMATORS else []
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MOST_LINES and not emits_code(path):
                     found["functions over 60 lines"].append(f"{place} {node.name}: {lines}")
-                if count_arguments(node) > MOST_ARGUMENTS and path.parent != COMMANDS:
+                if count_arguments(node) > MOST_ARGUMENTS and path.parent != COMMANDS and node not in exempt:
                     found["functions over 7 arguments"].append(f"{place} {node.name}: {count_arguments(node)}")
                 if nesting(node) > MOST_NESTING:
                     found["blocks nested over 5"].append(f"{place} {node.name}: {nesting(node)}")

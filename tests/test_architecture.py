@@ -16,17 +16,17 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 RULES = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "house_rules.py")))
 LIMITS = {
-    "functions over 60 lines": 33,
-    "functions over 7 arguments": 60,
+    "functions over 60 lines": 26,
+    "functions over 7 arguments": 45,
     "blocks nested over 5": 5,
-    "file names twice": 7,
-    "class names twice": 26,
-    "folders over 16 files": 4,
+    "file names twice": 2,
+    "class names twice": 12,
+    "folders over 16 files": 1,
     "private Numba outside its module": 12,
     "names imported second-hand": 9,
-    "function names in three rooms": 17,
-    "function docstrings without a verb": 1289,
-    "docstring sentences over 25 words": 311,
+    "function names in three rooms": 3,
+    "function docstrings without a verb": 616,
+    "docstring sentences over 25 words": 178,
 }
 """How many places may still break each rule of `house_rules.py`. The numbers only fall, until all are 0."""
 

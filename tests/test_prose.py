@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from latbench.cli.main import application
+from latbench.cli.main import build_application
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "datasets/README.md", "reports/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
+CODE = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
 MOST_WORDS = 25
 
 # A sentence ends at a full stop, question mark or exclamation mark, which brackets, quotes and emphasis may follow.
@@ -108,7 +110,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def options() -> dict[str, set[str]]:
-    group = typer.main.get_command(application())
+    group = typer.main.get_command(build_application())
     return {
         name: {"--help", *(word for option in command.params for word in (*option.opts, *option.secondary_opts))}
         for name, command in group.commands.items()  # type: ignore[attr-defined]
@@ -152,6 +154,21 @@ def test_a_wrong_path_would_be_found() -> None:
     assert missing("`tests/nothing.py`, `latbench/cli/main.py` and search/nowhere/") == [
         "search/nowhere/",
         "tests/nothing.py",
+    ]
+
+
+def unknown_names(text: str) -> list[str]:
+    """The names of classes, constants and functions that a page has in backticks and the code does not have."""
+    named = set(re.findall(r"`([A-Z]\w+|[a-z]+_\w*[a-z])`", text)) - {"Returns", "Parameters", "Raises", "Makefile"}
+    code = {word for path in CODE for word in re.findall(r"\w+", path.read_text())}
+    return sorted(named - code)
+
+
+def test_every_name_in_the_guide_for_contributors_exists() -> None:
+    assert unknown_names((ROOT / "CONTRIBUTING.md").read_text()) == []
+    assert unknown_names("`VectorNM`, `is_at_least_as_free`, `NoSuchClass`, `no_such_function`") == [
+        "NoSuchClass",
+        "no_such_function",
     ]
 
 

@@ -1,6 +1,7 @@
-"""The roof: parse, call, print. Each verb is one function in `latbench/commands`; nothing below imports this.
+"""The entry point: parse the command line, call the command, report an expected failure in one line.
 
-Expected failures end as one line on stderr and the exit code of their class in `latbench.errors`.
+Each command is one function in `latbench/cli/commands`. An expected failure ends with the exit code of its class in
+`latbench.errors`.
 """
 
 from __future__ import annotations
@@ -15,34 +16,31 @@ import typer
 
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, UsageError
 
-INTERRUPTED = 130  # what Typer answers after Ctrl-C
+INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
-# What it raises for a command line it does not understand; of those classes it exports only what is below this one.
-_Misused: type[Exception] = typer.BadParameter.__mro__[1]
-
-# In the order a user meets them: the job's verbs, then what helps with tables and machines.
-VERBS = [
+# In the order a user meets them: the commands of a job, then those for tables and machines.
+COMMANDS = [
     "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
     "solve", "compare", "validate", "merge", "import", "layers", "doctor", "setup",
 ]  # fmt: skip
-_MODULES = {"import": "import_timings"}  # of verbs that are no names in Python
+_MODULES = {"import": "import_timings"}  # of commands whose names are keywords of Python
 
 
-def application(asked: str = "") -> typer.Typer:
-    """Return the command line: one command for each module of `latbench.cli.commands`, or only the one `asked` for.
+def build_application(asked: str = "") -> typer.Typer:
+    """Build the command line with the command `asked`, or with all commands for any other text.
 
     Setting up the options of all commands takes longer than most commands run.
     """
     app = typer.Typer(
-        help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup asked for.",
+        help="Measure which sparsity pays on your hardware, and prune a model to a verified speedup.",
         pretty_exceptions_enable=False,
         add_completion=False,
         rich_markup_mode=None,
     )
-    app.callback()(_said_before_the_verb)
-    for verb in [asked] if asked in VERBS else VERBS:
-        name = _MODULES.get(verb, verb)
-        app.command(name=verb)(getattr(importlib.import_module(f"latbench.cli.commands.{name}"), name))
+    app.callback()(_global_options)
+    for command in [asked] if asked in COMMANDS else COMMANDS:
+        name = _MODULES.get(command, command)
+        app.command(name=command)(getattr(importlib.import_module(f"latbench.cli.commands.{name}"), name))
     return app
 
 
@@ -52,30 +50,35 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _said_before_the_verb(
+def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Version of latbench, and nothing else."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command line and exit with the code that says how it went."""
+    """Run the command line and exit with the code of its outcome."""
     stdout, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
         given = sys.argv[1:] or ["--help"]
-        code = application(given[0])(given, standalone_mode=False)
+        code = build_application(given[0])(given, standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except LatbenchError as error:
         code = _fail(error)
-    except _Misused as error:
-        code = _fail(UsageError(_sentence(error)))
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail(Incomplete("interrupted; what is finished is kept, and the same command goes on from there"))
+        code = _fail(Incomplete("interrupted; finished results are kept, and the same command goes on from there"))
     except OSError as error:
         code = _fail(EnvironmentUnusable(f"{error.filename or 'the system'}: {error.strerror or error}"))
+    except Exception as error:
+        if (message := _misuse(error)) is None:
+            raise
+        code = _fail(UsageError(message))
     finally:
         sys.stdout.flush()
         sys.stdout = stdout
@@ -83,38 +86,43 @@ def main() -> None:
 
 
 class _Output:
-    """Standard output whose reader may go away (`latbench ... | head`): that ends no command and is no failure."""
+    """Standard output whose reader may leave (`latbench ... | head`): the command continues without failure."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As that of the stream."""
+        """Write a text; drop it once the reader has left."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
-            self._to_nobody()
+            self._discard()
             return len(text)
 
     def flush(self) -> None:
-        """As that of the stream."""
+        """Flush the stream, unless the reader has left."""
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._to_nobody()
+            self._discard()
 
-    def _to_nobody(self) -> None:
-        # Also what Python still has to write at exit.
+    def _discard(self) -> None:
+        # This also discards what Python still writes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _sentence(error: Any) -> str:
-    """What Typer complains of, and where help is."""
-    command = error.ctx.command_path if error.ctx else "latbench"
-    return f"{error.format_message().rstrip('.')}: see `{command} --help`"
+def _misuse(error: Any) -> str | None:
+    """Return what Typer says of a command line that it does not understand; None for any other error.
+
+    Only these errors of Typer format a message. No class for them is part of every version of its interface.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    context = getattr(error, "ctx", None)
+    return f"{error.format_message().rstrip('.')}: see `{context.command_path if context else 'latbench'} --help`"
 
 
 def _fail(error: LatbenchError) -> int:

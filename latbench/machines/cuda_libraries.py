@@ -80,7 +80,7 @@ OPENED_LIBRARIES = {
     "cupy": _CUPY,
     "numba_cuda": (*_CUPY, "nvjitlink", "nvvm"),
 }
-"""By backend of `latbench.backends.on_gpu`: the libraries that it and the check of its results open."""
+"""The libraries that each GPU engine, and the check of its results, opens."""
 
 _VERSIONED = ("cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "nvvm")
 _TRITON = ("triton", "pytorch-triton")

@@ -1,4 +1,4 @@
-"""The pieces a section is made of: tables, tiles and charts, as values without any HTML."""
+"""The elements of a section: tables, tiles and charts, as values without HTML."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that the reader can sort by any column. One of plain facts has no heading; one of `cards` shows each
-    row as a card where there is no room for columns.
+    """A table that the reader can sort by any column.
+
+    A table of plain facts has no heading. With `cards` each row becomes a card on a narrow screen.
     """
 
     columns: Sequence[Column]
@@ -40,8 +41,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One figure of the first page, and what it means."""
+class FigureTile:
+    """One number at the top of the page, with its meaning."""
 
     label: str
     value: str
@@ -50,23 +51,23 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """One section: a heading, sentences, tiles, charts by the name report.js finds them under, tables with captions,
-    and notes in small print.
-    """
+    """One section: a heading, sentences, tiles, charts, tables with captions, and notes in small print."""
 
     anchor: str
     title: str
     sentences: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[tuple[str, Table]] = ()
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[FigureTile] = ()
     notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart and its caption. With `choices` it shows one of several, chosen by the reader: each is one figure or
-    more by the name of the part of the chart that they are; `titles` head the parts.
+    """A chart and its caption.
+
+    With `choices` the reader chooses one of several. Each choice holds figures by the name of their part of the
+    chart; `titles` head the parts.
     """
 
     name: str
@@ -78,26 +79,26 @@ class Chart:
 
     @property
     def parts(self) -> list[str]:
-        """The names of its parts, empty for a single figure."""
+        """The names of the parts; empty for a single figure."""
         return list(self.choices[0][1]) if self.choices else []
 
 
-def table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
-    """A table from titles and cells; a title that starts with `#` heads a column of numbers, a text is a cell."""
+def build_table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
+    """Build a table from titles and cells; a title that starts with `#` heads a column of numbers."""
     heads = [Column(title.removeprefix("#"), title.startswith("#")) for title in columns]
     return Table(heads, [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows])
 
 
-def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Names and values, without a heading."""
-    return replace(table(["what", "value"], [[name, str(value)] for name, value in pairs]), heading=False)
+def build_facts(pairs: Iterable[tuple[str, object]]) -> Table:
+    """Build a table of names and values without a heading."""
+    return replace(build_table(["what", "value"], [[name, str(value)] for name, value in pairs]), heading=False)
 
 
-def share_cell(value: float | None) -> Cell:
-    """A share of one, in percent."""
+def build_share_cell(value: float | None) -> Cell:
+    """Return a cell with a share of one in percent."""
     return Cell(format_percent(value), value)
 
 
-def count_cell(value: int) -> Cell:
-    """A count."""
+def build_count_cell(value: int) -> Cell:
+    """Return a cell with a count."""
     return Cell(format_count(value), value)

@@ -1,9 +1,9 @@
 """The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
 
-Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols repeat what the colour
-says, and tell apart the patterns of one format with the dashes. A colour that depends on the reader's light or dark
-theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces. Plotly reads a
-little HTML in its texts, so every name from outside goes through `plain`.
+Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers. Symbols repeat the meaning of the
+colour. Together with the dashes they tell apart the patterns of one format. A colour that depends on the reader's
+light or dark theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces.
+Plotly reads a little HTML in its texts, so every name from outside goes through `plain`.
 """
 
 from __future__ import annotations
@@ -62,23 +62,24 @@ class Look:
     hatch: str = ""
 
 
-def looks(patterns: Iterable[object]) -> dict[str, Look]:
-    """How to draw each pattern: its format has a colour and a symbol, patterns of one differ in filling and dash, the
-    first sixteen in a pair that no other has; the first eight have bars of their own, too.
+def assign_looks(patterns: Iterable[object]) -> dict[str, Look]:
+    """Assign a look to each pattern: its format sets colour and symbol, its place in the format fill and dash.
+
+    The first sixteen patterns of a format have distinct pairs of these; the first eight also have distinct bars.
     """
     seen: dict[str, int] = {}
     found = {}
     for pattern in sorted(set(map(str, patterns))):
-        kind = family(pattern)
+        kind = find_format(pattern)
         index = seen[kind] = seen.get(kind, -1) + 1
         turn, place = divmod(index, len(FILLS))
         dash, hatch = DASHES[(place + turn) % len(DASHES)], HATCHES[index % len(HATCHES)]
-        found[pattern] = Look(colour(kind), symbol(kind) + FILLS[place], dash, hatch)
+        found[pattern] = Look(find_colour(kind), find_symbol(kind) + FILLS[place], dash, hatch)
     return found
 
 
-def shape_view(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
-    """Speedup over sparsity, one line a pattern, of one setting and shape, and the same as a heat map.
+def draw_shape(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
+    """Draw speedup over sparsity for one setting and shape, as lines by pattern and as a heat map.
 
     Both hold the rows of that shape alone, sparsity rising. Returns {lines: figure, heat: figure}.
     """
@@ -87,18 +88,20 @@ def shape_view(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Fig
 
 def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
     data: list[Figure] = []
-    look_of = looks(start["pattern"] for start in break_evens)
+    look_of = assign_looks(start["pattern"] for start in break_evens)
     for start in sorted(break_evens, key=lambda row: str(row["pattern"])):
         rows = [row for row in speedups if row["pattern"] == start["pattern"]]
-        look, name = look_of[str(start["pattern"])], plain(start["pattern"])
+        look, name = look_of[str(start["pattern"])], escape_name(start["pattern"])
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
-            "x": short(100 * row["sparsity"] for row in rows), "y": short(row["speedup"] for row in rows),
+            "x": round_values(100 * row["sparsity"] for row in rows),
+            "y": round_values(row["speedup"] for row in rows),
             "error_y": {
-                "type": "data", "array": reach(row["speedup_high"] - row["speedup"] for row in rows),
-                "arrayminus": reach(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
+                "type": "data", "array": round_error_bars(row["speedup_high"] - row["speedup"] for row in rows),
+                "arrayminus": round_error_bars(row["speedup"] - row["speedup_low"] for row in rows),
+                "thickness": 1, "width": 2,
             },
-            **line_and_marker(look, 8),
+            **build_line_and_marker(look, 8),
             "text": [_point_text(row) for row in rows],
             "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}%<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
         })  # fmt: skip
@@ -109,16 +112,16 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
                 "marker": {"symbol": "circle-open", "size": 13, "color": look.colour, "line": {"width": 3}},
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
-    engine, seconds = plain(speedups[0]["dense_engine"]), format_seconds(speedups[0]["dense_seconds"])
+    engine, seconds = escape_name(speedups[0]["dense_engine"]), format_seconds(speedups[0]["dense_seconds"])
     drawn = [row[name] for row in speedups for name in ("speedup", "speedup_low", "speedup_high")]
     lowest, highest = float(np.nanmin([0.9, *drawn])), float(np.nanmax([1.2, *drawn]))
     layout = {
         "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
         "yaxis": {
             "title": {"text": "speedup over dense"}, "type": "log",
-            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **log_ticks(lowest, highest, "×"),
+            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **build_log_ticks(lowest, highest, "×"),
         },
-        "shapes": [line_at(y=1)],
+        "shapes": [draw_line(y=1)],
         "annotations": [{
             "text": f"1× = fastest dense: {engine}, {seconds}", "xref": "paper", "x": 0, "xanchor": "left",
             "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": "@muted"},
@@ -137,7 +140,7 @@ def _heat(speedups: Sequence[Record]) -> Figure:
     heat = {
         "type": "heatmap",
         "x": [format_percent(sparsity) for sparsity in sparsities],
-        "y": [plain(pattern) for pattern in patterns],
+        "y": [escape_name(pattern) for pattern in patterns],
         "z": [[None if gain is None else round(math.log2(gain), 2) for gain in row] for row in grid],
         "text": [["" if gain is None else format_ratio(gain) for gain in row] for row in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
@@ -153,30 +156,30 @@ def _heat(speedups: Sequence[Record]) -> Figure:
     return {"data": [heat], "layout": layout}
 
 
-def noise(curve: pd.DataFrame) -> Figure:
-    """The share of points whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
+def draw_noise(curve: pd.DataFrame) -> Figure:
+    """Draw the share of points by the width of their 95% interval, a line for each backend."""
     data = []
     low, high = (float(100 * curve["width"].clip(lower=1e-5).agg(end)) for end in ("min", "max"))
     for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
-        name, colour = plain(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
+        name, colour = escape_name(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
         data.append({
             "type": "scatter", "mode": "lines", "name": name,
-            "x": short(100 * rows["width"].clip(lower=1e-5)), "y": short(100 * rows["share"]),
+            "x": round_values(100 * rows["width"].clip(lower=1e-5)), "y": round_values(100 * rows["share"]),
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the points within %{{x:.2~r}}%<extra></extra>",
         })  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "width of the 95% interval,<br>relative to the median"}, "type": "log",
-                  **log_ticks(low, high, "%")},
+                  **build_log_ticks(low, high, "%")},
         "yaxis": {"title": {"text": "points"}, "ticksuffix": "%", "range": [0, 102]},
         "height": 340,
     }  # fmt: skip
     return {"data": data, "layout": layout}
 
 
-def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
-    """Median and 90% error of each way of holding out, as bars, with the widest noise floor as a line."""
-    names = ["<br>".join(textwrap.wrap(plain(method), 24)) for method in methods]
+def draw_model_errors(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
+    """Draw median and 90% errors of each hold-out as bars, with the highest noise floor as a line."""
+    names = ["<br>".join(textwrap.wrap(escape_name(method), 24)) for method in methods]
     colours = {"median": GAIN, "p90": "#56B4E9"}
     titles = {"median": "half of the points within", "p90": "nine of ten within"}
     data = [
@@ -198,7 +201,7 @@ def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
         "barmode": "group",
         "xaxis": {"title": {"text": "error of the predicted time"}, "ticksuffix": "%", "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "shapes": [] if floor is None else [line_at(x=floor)],
+        "shapes": [] if floor is None else [draw_line(x=floor)],
         "annotations": [] if floor is None else [note],
         "legend": {"traceorder": "reversed"},
         "height": 170 + 60 * len(names),
@@ -206,26 +209,26 @@ def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def profile(layers: pd.DataFrame) -> Figure:
-    """The predicted seconds of each layer, a bar with its interval, coloured by pattern; the first layer on top.
+def draw_profile(layers: pd.DataFrame) -> Figure:
+    """Draw the predicted seconds of each layer as bars with intervals, coloured by pattern, the first layer on top.
 
     Columns: name, pattern, sparsity, seconds, low, high.
     """
     scale, unit = choose_time_unit(float(layers["seconds"].max()))
     data = []
-    look_of = looks(layers["pattern"])
+    look_of = assign_looks(layers["pattern"])
     for pattern, rows in layers.groupby("pattern", sort=True):
-        name = plain(pattern)
-        kind = family(pattern)
+        name = escape_name(pattern)
+        kind = find_format(pattern)
         data.append({
-            "type": "bar", "orientation": "h", "name": name, "y": [plain(layer) for layer in rows["name"]],
-            "x": short(rows["seconds"] / scale),
+            "type": "bar", "orientation": "h", "name": name, "y": [escape_name(layer) for layer in rows["name"]],
+            "x": round_values(rows["seconds"] / scale),
             "error_x": {
-                "type": "data", "array": short((rows["high"] - rows["seconds"]) / scale),
-                "arrayminus": short((rows["seconds"] - rows["low"]) / scale),
+                "type": "data", "array": round_values((rows["high"] - rows["seconds"]) / scale),
+                "arrayminus": round_values((rows["seconds"] - rows["low"]) / scale),
                 "color": "@ink", "thickness": 1, "width": 3,
             },
-            "marker": {"color": colour(kind), "pattern": {
+            "marker": {"color": find_colour(kind), "pattern": {
                 "shape": look_of[str(pattern)].hatch, "fillmode": "overlay", "solidity": 0.15, "size": 7,
                 "fgcolor": "#ffffff" if kind in WHITE_ON else "#000000",
             }},
@@ -238,25 +241,25 @@ def profile(layers: pd.DataFrame) -> Figure:
         "barmode": "stack",
         "xaxis": {"title": {"text": f"predicted time, {unit}"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "categoryorder": "array", "showgrid": False,
-                  "categoryarray": [plain(name) for name in reversed(layers["name"].tolist())]},
+                  "categoryarray": [escape_name(name) for name in reversed(layers["name"].tolist())]},
         "height": 150 + 26 * len(layers),
     }  # fmt: skip
     return {"data": data, "layout": layout}
 
 
-def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
-    """Dense engines, prediction and measurement side by side, with the time that the target allows.
+def draw_promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
+    """Draw dense engines, prediction and measurement as bars, with a line at the time of the target.
 
     Columns: name, kind (dense, predicted, measured), seconds, low, high.
     """
     scale, unit = choose_time_unit(float(times["seconds"].max()))
     colours = {"dense": COLOURS["dense"], "predicted": "#56B4E9", "measured": GAIN}
     data = [{
-        "type": "bar", "orientation": "h", "y": [plain(name) for name in times["name"]],
-        "x": short(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
+        "type": "bar", "orientation": "h", "y": [escape_name(name) for name in times["name"]],
+        "x": round_values(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
         "error_x": {
-            "type": "data", "array": short((times["high"] - times["seconds"]) / scale),
-            "arrayminus": short((times["seconds"] - times["low"]) / scale),
+            "type": "data", "array": round_values((times["high"] - times["seconds"]) / scale),
+            "arrayminus": round_values((times["seconds"] - times["low"]) / scale),
             "color": "@ink", "thickness": 1.5, "width": 5,
         },
         "text": [format_seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
@@ -265,7 +268,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
     layout = {
         "xaxis": {"title": {"text": f"whole model, {unit}"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "shapes": [line_at(x=budget_seconds / scale)],
+        "shapes": [draw_line(x=budget_seconds / scale)],
         "annotations": [{
             "text": "target", "x": budget_seconds / scale, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@ink"},
@@ -276,20 +279,20 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
 
 
 def _point_text(row: Record) -> str:
-    text = f"{format_seconds(row['seconds'], row['low'], row['high'])}<br>{plain(row['kernel'])}"
+    text = f"{format_seconds(row['seconds'], row['low'], row['high'])}<br>{escape_name(row['kernel'])}"
     return text + "<br>noisy" if row["noisy"] else text
 
 
-def line_at(x: float | None = None, y: float | None = None) -> Figure:
-    """A dashed line across the whole chart, upright at `x` or level at `y`."""
+def draw_line(x: float | None = None, y: float | None = None) -> Figure:
+    """Return a dashed line across the whole chart, vertical at `x` or horizontal at `y`."""
     place = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} if y is None else {
         "y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1,
     }  # fmt: skip
     return {"type": "line", "line": {"color": "@ink", "width": 1.5, "dash": "dash"}, **place}
 
 
-def log_ticks(low: float, high: float, suffix: str) -> Figure:
-    """1, 2, 5 in every decade that an axis from `low` to `high` shows, more on a short one, 1 alone on a long one."""
+def build_log_ticks(low: float, high: float, suffix: str) -> Figure:
+    """Build ticks 1, 2, 5 in every decade of an axis, more on a short axis and only 1 on a long one."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     digits: tuple[float, ...] = (1, 2, 5) if last - first <= 3 else (1,)
     if high < 6 * low:
@@ -298,9 +301,9 @@ def log_ticks(low: float, high: float, suffix: str) -> Figure:
     return {"tickvals": ticks, "ticktext": [f"{tick:g}{suffix}" for tick in ticks]}
 
 
-def time_axis(title: str, low: float, high: float) -> Figure:
-    """A logarithmic axis of seconds from `low` to `high`, whose ticks are in the units that people use."""
-    ticks = log_ticks(low, high, "")["tickvals"]
+def build_time_axis(title: str, low: float, high: float) -> Figure:
+    """Build a logarithmic axis of seconds from `low` to `high` with ticks in µs, ms or s."""
+    ticks = build_log_ticks(low, high, "")["tickvals"]
     return {
         "title": {"text": title}, "type": "log",
         "tickvals": ticks, "ticktext": [format_round_seconds(tick) for tick in ticks],
@@ -308,23 +311,23 @@ def time_axis(title: str, low: float, high: float) -> Figure:
     }  # fmt: skip
 
 
-def family(pattern: object) -> str:
-    """The format of a pattern, by its name."""
+def find_format(pattern: object) -> str:
+    """Find the format of a pattern by its name."""
     name = str(pattern).split(":")[0]
     return VectorNM.format if name == "vectornm" else name
 
 
-def colour(pattern_format: str) -> str:
-    """The colour of a format, one for all that have none of their own."""
+def find_colour(pattern_format: str) -> str:
+    """Return the colour of a format; other formats share one."""
     return COLOURS.get(pattern_format, OTHER_COLOURS[0])
 
 
-def symbol(pattern_format: str) -> str:
-    """The symbol of a format, one for all that have none of their own."""
+def find_symbol(pattern_format: str) -> str:
+    """Return the symbol of a format; other formats share one."""
     return SYMBOLS.get(pattern_format, "star")
 
 
-def line_and_marker(look: Look, size: int) -> Figure:
+def build_line_and_marker(look: Look, size: int) -> Figure:
     """`line` and `marker` of a trace; an open marker has a line that is seen."""
     marker = {"color": look.colour, "size": size, "symbol": look.symbol}
     if "open" in look.symbol:
@@ -332,21 +335,21 @@ def line_and_marker(look: Look, size: int) -> Figure:
     return {"line": {"color": look.colour, "width": 2, "dash": look.dash}, "marker": marker}
 
 
-def thinned(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:
-    """At most `most` rows of `frame`, drawn at random and left in their order."""
+def select_sample(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:
+    """Select at most `most` random rows of `frame`, in their order."""
     return frame if len(frame) <= most else frame.sample(most, random_state=seed).sort_index()
 
 
-def short(values: Iterable[float]) -> list[float]:
+def round_values(values: Iterable[float]) -> list[float]:
     """Four significant digits: what a screen can show, at a third of the bytes."""
     return [float(f"{value:.4g}") for value in values]
 
 
-def reach(values: Iterable[float]) -> list[float]:
-    """How far error bars reach, as `short`: not at all where there is no interval."""
+def round_error_bars(values: Iterable[float]) -> list[float]:
+    """Return the lengths of error bars as `round_values` does; zero without an interval."""
     return [0.0 if math.isnan(value) else float(f"{value:.4g}") for value in values]
 
 
-def plain(name: object) -> str:
-    """A name as plotly shows it, which reads some HTML in its texts."""
+def escape_name(name: object) -> str:
+    """Escape a name for plotly, which reads some HTML in its texts."""
     return html.escape(str(name), quote=False)

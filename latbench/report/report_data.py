@@ -1,4 +1,4 @@
-"""The tidy frames of one report, computed once: the page, the figures for papers and the summary show the same."""
+"""The frames of one report, computed once for the page, the figures for papers and the summary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from latbench.errors import BadData
-from latbench.report import accuracy, predictions, ranking, roofline
-from latbench.report import frames as data
-from latbench.report.inputs import Inputs
+from latbench.report import point_frames
+from latbench.report.report_inputs import ReportInputs
+from latbench.report.sections import accuracy, predictions, ranking
+from latbench.report.sections import roofline_chart as roofline
 from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Content:
-    """What the frames hold is said by the functions that make them; None where the inputs do not tell.
+class ReportData:
+    """The frames of a report; the functions that build them describe their columns. None where inputs are missing.
 
-    places: (setting, shape) pairs, the one with the longest dense time first.
+    `places` holds (setting, shape) pairs, the longest dense time first.
     """
 
     points: pd.DataFrame
@@ -41,59 +42,67 @@ class Content:
     accuracy: pd.DataFrame | None
 
 
-def of(inputs: Inputs) -> Content:
-    """Raises BadData where the table holds no time to show, or no shape with both a dense and a sparse one."""
-    points = data.points(inputs.table)
+def build_report_data(inputs: ReportInputs) -> ReportData:
+    """Build the frames.
+
+    Raises BadData where the table holds no time, or no shape with both a dense and a sparse time.
+    """
+    points = point_frames.build_points(inputs.table)
     if points.empty:
         timed = select_timed(inputs.table)
         if timed.loc[timed["op"].ne("model") & timed["purpose"].ne("verify"), ["m", "k", "n"]].isna().any(axis=None):
             raise BadData(
-                "the table does not say the sizes of its layers, by which a report puts them side by side: import it "
-                "again with --workload, which knows them by their names"
+                "the table lacks the sizes of its layers, which a report needs to compare them: import it again with "
+                "--workload, which holds the sizes by name"
             )
-        raise BadData("the table holds no timed layer: its rows are failures or whole models; sweep layers first")
-    if (wrong := data.impossible(points)).any():
+        raise BadData("the table holds no timed layer, only failures or whole models: sweep layers first")
+    if (wrong := point_frames.find_impossible(points)).any():
         row = points[wrong].iloc[0]
         raise BadData(
-            f"{int(wrong.sum())} rows have times that are none, such as {row['pattern']} at {row['shape']}: "
-            "`latbench validate` names them"
+            f"{int(wrong.sum())} rows contain invalid times, such as {row['pattern']} at {row['shape']}: "
+            "`latbench validate` lists them"
         )
-    speedups = data.speedup(points)
+    speedups = point_frames.build_speedups(points)
     if speedups.empty:
         raise BadData(
-            "the table has no shape with both a dense and a sparse time, so no speedup can be told: "
+            "the table has no shape with both a dense and a sparse time, so there is no speedup: "
             "sweep a dense engine and a pattern at the same shapes"
         )
     model = inputs.model
     held_out = None
-    if model is not None and model.table_hash == inputs.table_hash:  # of another table it would say nothing
-        held_out = predictions.tidy(model, inputs.table)
-    return Content(
+    if (
+        model is not None and model.table_hash == inputs.table_hash
+    ):  # a model of another table has no held-out points here
+        held_out = predictions.build_frame(model, inputs.table)
+    return ReportData(
         points=points,
         speedups=speedups,
-        break_evens=data.break_even(speedups),
-        starts=data.earliest(speedups),
-        places=data.places(speedups),
-        ranked=ranking.ranked(points),
-        roofline=roofline.tidy(points),
-        noise=data.noise(inputs.table),
-        noise_curve=data.noise_curve(inputs.table),
+        break_evens=point_frames.build_break_evens(speedups),
+        starts=point_frames.build_earliest_starts(speedups),
+        places=point_frames.list_places(speedups),
+        ranked=ranking.rank_kernels(points),
+        roofline=roofline.build_frame(points),
+        noise=point_frames.build_noise(inputs.table),
+        noise_curve=point_frames.build_noise_curve(inputs.table),
         held_out=None if held_out is None or held_out.empty else held_out,
-        layers=profile_layers(inputs.profile) if inputs.profile else None,
-        times=promise_times(inputs.verdict) if inputs.verdict else None,
+        layers=build_profile_layers(inputs.profile) if inputs.profile else None,
+        times=build_promise_times(inputs.verdict) if inputs.verdict else None,
         trade_offs=inputs.trade_offs,
-        accuracy=None if inputs.results is None else accuracy.tidy(inputs.results),
+        accuracy=None if inputs.results is None else accuracy.build_frame(inputs.results),
     )
 
 
-def profile_layers(chosen: Profile) -> pd.DataFrame:
-    """One row a layer in the model's order: name, pattern, sparsity, seconds, low, high, error."""
+def build_profile_layers(chosen: Profile) -> pd.DataFrame:
+    """Build a frame with a row for each layer in order: name, pattern, sparsity, seconds, low, high, error."""
     layers = pd.DataFrame([{"name": name, **asdict(layer)} for name, layer in chosen.layers.items()])
     return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
 
 
-def promise_times(verdict: SpeedupVerdict) -> pd.DataFrame:
-    """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
+def build_promise_times(verdict: SpeedupVerdict) -> pd.DataFrame:
+    """Build a frame of whole-model times: dense engines (slowest first), prediction and measurement.
+
+    Columns: name, kind, seconds, low, high.
+    """
     from search.pipeline.verify import PRUNED
 
     dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}

@@ -1,4 +1,4 @@
-"""The figures a script or a person wants first: the summary file and the short table printed at the end."""
+"""The main figures of a report: the summary file and the short table that the command prints."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import rich.table
 from rich.markup import escape
 
 from latbench.base.number_format import format_bytes, format_ratio, format_seconds
-from latbench.report import overview
-from latbench.report.inputs import Inputs
+from latbench.report.pages import overview
+from latbench.report.report_inputs import ReportInputs
 
 KEYS = (
     "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
     "score_dense", "score_pruned",
 )  # fmt: skip
-OF_WEIGHTS = ("weight_bytes", "most_bytes", "dense_bytes")
+WEIGHT_KEYS = ("weight_bytes", "most_bytes", "dense_bytes")
 
 
-def summarise(inputs: Inputs) -> dict[str, Any]:
-    """The figures under `KEYS`, from the verification or else the profile, and under `OF_WEIGHTS`, from the profile.
+def summarise(inputs: ReportInputs) -> dict[str, Any]:
+    """Return the figures of `KEYS`, of the verification or else the profile, and `WEIGHT_KEYS` of the profile.
 
-    What they do not tell is None.
+    A missing figure is None.
     """
     known = inputs.verdict or inputs.profile
     return {key: getattr(known, key, None) for key in KEYS} | {
-        key: getattr(inputs.profile, key, None) for key in OF_WEIGHTS
+        key: getattr(inputs.profile, key, None) for key in WEIGHT_KEYS
     }
 
 
-def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
-    """The summary as rows of name and value; only what is known gets a row."""
+def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
+    """Build the summary as rows of name and value, without unknown values."""
     shown = rich.table.Table(box=None, show_header=False, pad_edge=False)
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
@@ -40,7 +40,7 @@ def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
         shown.add_row("target", format_ratio(promise.target))
     if verdict:
         name = verdict.score_name or "score"
-        dense, pruned = (overview.score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
+        dense, pruned = (overview.format_score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
         shown.add_row(escape(name), f"{dense} dense, {pruned} pruned")
     if promise:
         predicted = (promise.predicted_seconds, promise.predicted_low, promise.predicted_high)

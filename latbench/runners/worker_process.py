@@ -1,7 +1,7 @@
 """A worker process on this machine: one engine each, with thread settings of its own, isolated from crashes.
 
     with Worker(threads=2, name="torch") as worker:
-        layer = worker.prepare("latbench.backends:prepare", point)   # "module:function" returns a callable
+        layer = worker.prepare("latbench.backends.cpu.prepare_point:prepare_point", point)
         samples = worker.sample(layer, 0.05)                         # seconds a call
 
 Each engine is timed in a process of its own, because spinning threads of one slow the next. A worker that crashes,

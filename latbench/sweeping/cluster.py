@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 import latbench
 import sparse_kernels
-from latbench import backends
-from latbench.backends.gpu_installation import installed
-from latbench.backends.gpu_versions import Versions
+from latbench.backends import installed_engines
+from latbench.backends.gpu.gpu_installation import find_installed
+from latbench.backends.gpu.gpu_versions import Versions
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import find_gpu
@@ -107,9 +107,9 @@ def inspect_node(gpu: str | None) -> NodeInventory:
     """Return the inventory of this node for its CPU, or for the GPU of that name; raises as `find_gpu`."""
     if gpu is not None:
         machine = GpuMachine(find_gpu(gpu))
-        backends_here = frozenset(installed())
+        backends_here = frozenset(find_installed())
         return NodeInventory(machine.device, count_cores(), backends_here, hash_sources(), (machine.versions,))
-    there = frozenset(name for name, version in backends.available().items() if version is not None)
+    there = frozenset(name for name, version in installed_engines.list_cpu_versions().items() if version is not None)
     return NodeInventory(name_cpu(), count_cores(), there, hash_sources())
 
 

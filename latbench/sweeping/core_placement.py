@@ -17,7 +17,7 @@ import numpy as np
 
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
-HANDOVER_TASK = "latbench.backends.reference:handed_on"
+HANDOVER_TASK = "latbench.backends.cpu.cpu_reference:build_hand_over"
 CORES_APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.sweeping.gpu_machine import GPU_SETTINGS
 from latbench.workloads.points import Point, estimate_bytes
 from sparse_kernels.shapes import Shape
@@ -42,9 +42,11 @@ def estimate_gpu_seconds(wanted: Iterable[Point]) -> float:
     every = list(wanted)
     if not every:
         return 0.0
-    processes = {BACKENDS[point.backend].process for point in every}
+    processes = {GPU_ENGINES[point.backend].process for point in every}
     kernels = {
-        (point.backend, point.shape.op, point.pattern, point.dtype) for point in every if BACKENDS[point.backend].ours
+        (point.backend, point.shape.op, point.pattern, point.dtype)
+        for point in every
+        if GPU_ENGINES[point.backend].ours
     }
     by_shape: dict[Shape, list[Point]] = {}
     for point in every:
@@ -66,12 +68,12 @@ def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -
     on_gpu = {
         process: sum(
             _READY_SECONDS + check + _TUNE_SECONDS * point.kernel.endswith("_tuned")
-            for point in points if BACKENDS[point.backend].process == process
+            for point in points if GPU_ENGINES[point.backend].process == process
         )
         for process in processes
     }  # fmt: skip
     weights = {
-        process: len({(p.pattern, p.sparsity) for p in points if BACKENDS[p.backend].process == process})
+        process: len({(p.pattern, p.sparsity) for p in points if GPU_ENGINES[p.backend].process == process})
         for process in processes
     }
     drawing = shape.m * shape.k / _HOST_ELEMENTS_PER_SECOND

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.gpu_installation import installed
-from latbench.backends.gpu_probe import Probed
-from latbench.backends.gpu_versions import DRIVER, Versions
-from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
+from latbench.backends.gpu.gpu_installation import find_installed
+from latbench.backends.gpu.gpu_probe import Probed
+from latbench.backends.gpu.gpu_versions import DRIVER, Versions
+from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.base.environments import hash_environment
 from latbench.machines.cuda_libraries import find_library_versions
 from latbench.machines.devices import count_cores, read_cpu_times, read_telemetry
@@ -42,7 +43,7 @@ GPU_SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.0
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
 BUSY_SECONDS = 30.0  # that whoever needs one of these waits until it has started
-MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
+MOST_PROCESSES = 8  # at the same time: one for each name of a process in GPU_ENGINES, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
 _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
@@ -51,8 +52,8 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, an
 class GpuMachine:
     """One GPU of this machine. `close` it when nothing measures there any more."""
 
-    task = "latbench.backends.on_gpu:prepare"
-    host_task = "latbench.backends.on_gpu:draw"
+    task = "latbench.backends.gpu.prepare_gpu_point:prepare_gpu_point"
+    host_task = "latbench.backends.gpu.prepare_gpu_point:pack_gpu_point"
     timer = "cuda_event"
     disturbed_status = "throttled"
     start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
@@ -114,13 +115,15 @@ class GpuMachine:
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
         with contextlib.suppress(TaskFailed, WorkerDied):  # its first request fails again, with the reason
-            worker.call("latbench.backends.gpu_probe:load", [GpuPace.module], timeout=seconds)
+            worker.call("latbench.backends.gpu.gpu_probe:load_modules", [GpuPace.module], timeout=seconds)
 
     def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", build_probe_points(self.device, backends), timeout=seconds
+                "latbench.backends.gpu.gpu_probe:probe_engines",
+                build_probe_points(self.device, backends),
+                timeout=seconds,
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
@@ -157,7 +160,7 @@ class GpuMachine:
         facts = describe_gpu_environment(self.gpu)
         architecture = self._architecture or find_architecture(facts["compute_capability"])
         known = {**find_library_versions(), DRIVER: facts["driver"]}
-        return Versions(installed(), known, dict(self._loaded), architecture)
+        return Versions(find_installed(), known, dict(self._loaded), architecture)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See SweepMachine."""
@@ -171,7 +174,7 @@ class GpuMachine:
         """Return the process of a backend. Libraries share one, which saves loading; our own backends may crash
         alone.
         """
-        return BACKENDS[backend].process
+        return GPU_ENGINES[backend].process
 
     def worker(self, process: str) -> Worker:
         """Return a process that sees only this GPU: the one that `start` began, or a new one."""
@@ -207,7 +210,9 @@ class GpuMachine:
             with self.worker("ceilings") as worker:  # whose memory is others' again at once
                 worker.seconds_left = seconds_left
                 seconds = self.start_seconds + self.prepare_seconds
-                found: GpuCeilings = worker.call("latbench.backends.gpu_reference:find", timeout=seconds)
+                found: GpuCeilings = worker.call(
+                    "latbench.backends.gpu.gpu_reference:measure_ceilings", timeout=seconds
+                )
             return found
 
         reference = self.worker("reference")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.workloads.points import Point, select_sparsities
 from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -134,7 +134,7 @@ def build_gpu_point(
 ) -> Point:
     """Return a point in the mode that its backend allows."""
     backend, name, layout = kernel
-    launch = "graph" if BACKENDS[backend].captured else "call"
+    launch = "graph" if GPU_ENGINES[backend].captures_graphs else "call"
     return Point(
         device, backend, name, shape, pattern, sparsity, threads=1, seed=seed, epilogue="none",
         cache_mode="rotated", launch_mode=launch, dtype="float16", layout=layout,
@@ -142,7 +142,7 @@ def build_gpu_point(
 
 
 def list_wished_points(
-    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
+    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = GPU_ENGINES, seed: int = 0
 ) -> list[Point]:
     """Return the points of `wishes` for one shape on `backends`, without patterns that do not fit it."""
     found: dict[Point, None] = {}
@@ -182,17 +182,17 @@ def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Poin
     }  # fmt: skip
 
 
-def list_smoke_points(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+def list_smoke_points(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[Point]:
     """Return one point for every kernel of every engine on small layers; together they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}
     for shape in (SMOKE_LINEAR, SMOKE_CONV):
         for each in list_wished_points(device, shape, _wishes(shape), backends, seed):
-            ours = each.pattern if BACKENDS[each.backend].ours else None
+            ours = each.pattern if GPU_ENGINES[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
     return list(found.values())
 
 
-def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+def list_standard_blocks(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[list[Point]]:
     """Return the standard sweep: the first MOST_POINTS of all tiers but the last, on the standard shapes."""
     blocks: list[list[Point]] = []
     left = MOST_POINTS
@@ -204,7 +204,7 @@ def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed
 
 
 def list_staged_blocks(
-    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = GPU_ENGINES,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
 ) -> list[list[Point]]:  # fmt: skip
     """Return every point of every distinct shape in blocks of one shape each, the most informative first.

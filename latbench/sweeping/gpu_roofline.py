@@ -28,7 +28,7 @@ _METHOD = 2  # counts changes of how ceilings are found
 class GpuPace(ReferencePace[GpuCeilings]):
     """The ceilings of the GPU that a sweep measures on, and its present pace."""
 
-    module = "latbench.backends.gpu_reference"
+    module = "latbench.backends.gpu.gpu_reference"
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
         """See SweepRoofline. Writes of a kernel do not count (see `latbench.timing.gpu_ceilings`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.backends.gpu_installation import NEEDED
+from latbench.base.engine_registry import GPU_ENGINES, list_standard
 from latbench.sweeping.gpu_tests import GpuTestOutcome
 from latbench.tables.schema import TIMED
 
@@ -36,8 +36,9 @@ def judge_smoke_points(rows: pd.DataFrame | None) -> GpuTestOutcome:
     refused = latest["status"] == "unsupported"
     failed = latest[~timed & ~refused]
     asked, worked = set(latest["backend"]), set(latest["backend"][timed])
-    without = asked.intersection(NEEDED) - worked
-    needed = failed[failed["backend"].isin(NEEDED)]
+    standard = list_standard(GPU_ENGINES)
+    without = asked.intersection(standard) - worked
+    needed = failed[failed["backend"].isin(standard)]
     lines = [
         f"  {row['status']}: {' '.join(row[name] for name in _NAMED)}: {row['error']}"
         for _, row in latest[~timed].iterrows()

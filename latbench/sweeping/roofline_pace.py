@@ -28,7 +28,7 @@ READING_SECONDS = 0.008
 NEAREST_READINGS = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
-REFERENCE_KERNELS = ("product", "total")
+REFERENCE_KERNELS = ("build_product", "build_sum")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
 class CpuPace(ReferencePace[Ceilings]):
     """The pace of a CPU on which engines run `threads` threads."""
 
-    module = "latbench.backends.reference"
+    module = "latbench.backends.cpu.cpu_reference"
 
     def __init__(
         self, worker: Worker, kept: CachedCeilings[Ceilings], threads: int, clock: Clock = perf_counter

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from latbench import backends
-from latbench.backends import reference
+from latbench.backends import installed_engines
+from latbench.backends.cpu import cpu_reference, prepare_point
 from latbench.base.cgroups import read_available_bytes
 from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -24,7 +24,7 @@ from sparse_kernels.shapes import Conv2dShape
 if TYPE_CHECKING:
     import pandas as pd
 
-PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
+PREPARE = "latbench.backends.cpu.prepare_point:prepare_point"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 BURST_SECONDS = 120.0  # for one of Settings.round_seconds
@@ -145,7 +145,7 @@ class CpuMachine:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See SweepMachine."""
-        return backends.version(point.backend)
+        return installed_engines.find_version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """See SweepMachine: rows of a CPU are valid whatever their version."""
@@ -174,11 +174,13 @@ class CpuMachine:
         worker.seconds_left = seconds_left
 
         def find() -> Ceilings:
-            found: Ceilings = worker.call("latbench.backends.reference:find", self.threads, timeout=CEILINGS_SECONDS)
+            found: Ceilings = worker.call(
+                "latbench.backends.cpu.cpu_reference:measure_ceilings", self.threads, timeout=CEILINGS_SECONDS
+            )
             return found
 
         try:
-            return CpuPace(worker, CachedCeilings(self.device, self.threads, reference.WORK, find), self.threads)
+            return CpuPace(worker, CachedCeilings(self.device, self.threads, cpu_reference.WORK, find), self.threads)
         except BaseException:
             worker.close()
             raise
@@ -204,5 +206,5 @@ def estimate_cpu_bytes(point: Point) -> float:
     packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
     if isinstance(shape, Conv2dShape):
         packed += 4 * shape.batch * shape.c_in * shape.h * shape.w * point.threads
-    copies = min(backends.cold_bytes() + packed, backends.MOST_COPIES * packed)
+    copies = min(prepare_point.count_cold_bytes() + packed, prepare_point.MOST_COPIES * packed)
     return 3 * weight + 2 * copies + 2 * activations

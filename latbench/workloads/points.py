@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, list_standard
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
@@ -31,13 +32,13 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 TUNED_KERNELS: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
 # And in one with bfloat16, by kernel the types that weights and activations are multiplied in: kernels that read two
 # bytes a weight; and those that round both, dense ones beside them.
-_WEIGHTS, _BOTH = ("bfloat16", ""), ("bfloat16", "bfloat16")
+_WEIGHTS, _BOTH = (BFLOAT16, ""), (BFLOAT16, BFLOAT16)
 BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
     ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
-STANDARD_ENGINES = ("torch", "onnxruntime", "openvino", "numba")
+STANDARD_ENGINES = list_standard(CPU_ENGINES)
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
 _COMPRESSED = ("unstructured", "nm", "block")

@@ -1,4 +1,4 @@
-"""Readers: a problem from a latency table, a data frame or SPDY's timing file."""
+"""Make a problem from a latency table, a data frame or SPDY's timing file."""
 
 from search.inputs.latency_table import problem_from_table
 from search.inputs.option_frame import problem_from_frame

@@ -1,104 +1,134 @@
-"""The problem of a table that latbench measured: layers by their shapes, or by their names inside a network."""
+"""Make a problem from a table that latbench measured: layers by their shapes, or by their names inside a network."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import pandas as pd
 
+from latbench.base.engine_registry import convert_to_table_name, may_round
 from latbench.errors import BadData, UsageError
-from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
 from latbench.workloads.workload import Workload, read_workload
-from search.backends import in_table
-from search.inputs.layer_options import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
+from search.inputs.layer_builder import (
+    CostModel,
+    build_layers_inside,
+    build_measured_layers,
+    build_predicted_layers,
+    check_one_shape,
+    select_options,
+)
 from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seconds
-from search.problem.layers import CLOSE, DENSE, Interval, LayerOptions, Option, convert_to_interval, format_names
+from search.inputs.table_rows import (
+    EngineRows,
+    select_inside_network,
+    select_precision,
+    select_sweep_rows,
+)
+from search.problem.layers import DENSE, Interval, LayerOptions, convert_to_interval
 from search.problem.problem import Problem
 from sparse_kernels.shapes import Shape
 
 Layers = Mapping[str, Shape] | Workload | str
 
-_SIZES = [field.name for field in KEY_COLUMNS]
-_SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
+
+class TableSelection(TypedDict, total=False):
+    """Keywords of `problem_from_table` that select rows and options of a table.
+
+    Attributes
+    ----------
+    network
+        The network whose layers to take, from `latbench layers` or imported.
+    device, backend, threads
+        The rows to take.
+    batch
+        The batch to take; for networks only, as shapes contain their own.
+    patterns
+        Patterns to take besides dense; all by default.
+    sparsities
+        Sparsities to take; all by default. With a cost model: the sparsities to predict.
+    """
+
+    network: str | None
+    device: str | None
+    backend: str | None
+    threads: int | None
+    batch: int | None
+    patterns: Sequence[str] | None
+    sparsities: Sequence[float] | None
+
+
+class ModelSeconds(TypedDict):
+    """Seconds of the whole model that a user states; None to derive them."""
+
+    dense_seconds: Seconds | None
+    fixed_seconds: Seconds | None
 
 
 def problem_from_table(
     table: str | Path | Place | pd.DataFrame,
     layers: Layers | None = None,
     *,
-    network: str | None = None,
-    device: str | None = None,
-    backend: str | None = None,
-    threads: int | None = None,
-    batch: int | None = None,
     model: CostModel | None = None,
-    patterns: Sequence[str] | None = None,
-    sparsities: Sequence[float] | None = None,
     coverage: float = 0.9,
     dense_seconds: Seconds | None = None,
     fixed_seconds: Seconds | None = None,
+    **selection: Unpack[TableSelection],
 ) -> Problem:
-    """The problem of a table that latbench measured: a path, a URI, or its frame. Errors are NaN yet.
+    """Return the problem of a table that latbench measured. Its errors are NaN.
 
-    By shape: `layers` are shapes by name, or a workload or its name; every pattern and sparsity measured of a shape
-    is an option, or with a fitted cost model `model` what that covers (see
-    `search.inputs.layer_options.predicted_layers`). By name, without `layers` or with a `network`: the times of
-    layers inside it (imported, or from `latbench layers`), and of these shapes only, if `layers` are given. `device`,
-    `backend`, `threads` and `batch` say which rows, where there are several.
+    With `layers` and no network, layers are known by their shapes: every pattern and sparsity measured of a shape is
+    an option. Otherwise they are known by their names inside a network; `layers` then limits them to these shapes.
 
-    The dense model takes `dense_seconds`; else what it took as a whole inside the network, or the sum of the dense
-    layers on the engine where that is least, and `fixed_seconds`. Raises BadData and UsageError.
+    Parameters
+    ----------
+    table
+        A path, a URI, or the table's frame.
+    layers
+        Shapes by layer name, a workload, or its name.
+    model
+        A fitted cost model, to predict options instead of taking measured ones (`build_predicted_layers`).
+    coverage
+        Coverage of the prediction intervals.
+    dense_seconds
+        Seconds of the dense model; by default of the whole model in the table, or the least sum of dense layers.
+    fixed_seconds
+        Seconds of the converted model besides these layers.
+    **selection
+        The rows and options to take, needed where the table has several: network, device, backend, threads, batch,
+        patterns, sparsities (see `TableSelection`).
+
+    Raises
+    ------
+    BadData
+        The table is damaged, or lacks a layer or a dense time.
+    UsageError
+        The keywords do not determine the rows, or do not fit together.
+
+    Examples
+    --------
+    >>> problem_from_table("table", "bert-base", device="epyc-9r14", backend="numba", threads=2)
     """
+    if unknown := selection.keys() - TableSelection.__annotations__.keys():
+        raise TypeError(f"problem_from_table() got an unexpected keyword argument {min(unknown)!r}")
     rows = select_timed(table if isinstance(table, pd.DataFrame) else read_table(table)).reset_index(drop=True)
-    shapes = None if layers is None else shapes_of(layers)
-    if shapes is None or network is not None:
+    shapes = None if layers is None else list_shapes(layers)
+    stated: ModelSeconds = {"dense_seconds": dense_seconds, "fixed_seconds": fixed_seconds}
+    if shapes is None or selection.get("network") is not None:
         if model is not None:
             raise UsageError("a cost model predicts layers by their shapes: give a workload, and no network")
-        settings = {"network": network, "device": device, "backend": backend, "threads": threads, "batch": batch}
-        found, whole, engine = _inside(rows, shapes, settings, coverage)
-        if dense_seconds is not None:
-            engine = DENSE
-        elif whole is not None:
-            dense_seconds = whole
-            if fixed_seconds is None:
-                # Medians of layers may add up to more than the median of their sums.
-                fixed_seconds = max(0.0, whole - sum_dense_seconds(found).value)
-    else:
-        if batch is not None:
-            raise UsageError("a batch (--batch) says which rows of a network: shapes have theirs")
-        rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network")]
-        rows = narrowed(rows[rows["dtype_w"] == rows["dtype_a"]], {"device": device, "threads": threads})
-        engine = backend or _sparse_backend(rows)
-        own = rows_in_precision(rows[rows["backend"] == in_table(engine)], engine)
-        if own.empty:
-            raise BadData(f"the table holds no swept layer on {engine}")
-        if model is None:
-            found = swept_layers(own, shapes)
-        else:
-            found = predicted_layers(
-                model, own, shapes, threads=int(own["threads"].iloc[0]), backend=engine, patterns=patterns,
-                sparsities=sparsities, coverage=coverage,
-            )  # fmt: skip
-        if dense_seconds is not None:
-            engine = DENSE
-        else:
-            # What may be multiplied in bfloat16 has rivals of either kind, what may not has those in float32.
-            rivals = rows if engine == "numba-bf16" else rows_in_precision(rows, engine)
-            dense, engine = _fastest_dense(rivals, shapes)
-            fixed_seconds = convert_to_interval(fixed_seconds or 0.0)
-            dense_seconds = dense + fixed_seconds
-    if model is None:
-        found = tuple(_only(layer, patterns, sparsities) for layer in found)
-    return build_problem(found, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, dense_engine=engine)
+        return _build_from_network(rows, shapes, selection, coverage, stated)
+    if selection.get("batch") is not None:
+        raise UsageError("a batch (--batch) selects rows of a network; shapes contain their own")
+    return _build_from_shapes(rows, shapes, model, coverage, selection, stated)
 
 
-def shapes_of(layers: Layers) -> dict[str, Shape]:
-    """Shapes by name; of a workload, or of one by its name, each of a layer's `count` with a number."""
+def list_shapes(layers: Layers) -> dict[str, Shape]:
+    """Return shapes by layer name. A workload's layer with a `count` above 1 gives numbered names."""
     if isinstance(layers, Mapping):
         return dict(layers)
     workload = layers if isinstance(layers, Workload) else read_workload(layers)
@@ -109,73 +139,83 @@ def shapes_of(layers: Layers) -> dict[str, Shape]:
     }
 
 
-def narrowed(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows with these values. Raises UsageError where a value is not given and there are several."""
-    for column, value in wanted.items():
-        found = sorted(rows[column].dropna().unique())
-        if value is None and len(found) > 1:
-            every = " and ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in found)
-            raise UsageError(f"the table has {column} {every}: say which, {column}=... (--{column})")
-        if value is not None:
-            rows = rows[rows[column] == value]
-            if rows.empty:
-                raise UsageError(f"the table has no {column} {value}, but {format_names(map(str, found)) or 'none'}")
-    return rows
+def _build_from_network(
+    rows: pd.DataFrame, shapes: Mapping[str, Shape] | None, selection: TableSelection, coverage: float,
+    stated: ModelSeconds,
+) -> Problem:  # fmt: skip
+    """Return the problem of the layers inside a network; without shapes, of all its layers."""
+    wanted = {name: selection.get(name) for name in ("network", "device", "backend", "threads", "batch")}
+    inside = select_inside_network(rows, wanted)
+    if shapes is None:
+        check_one_shape(inside.rows)
+    names = inside.rows["model"].astype(str).str.partition(":")[2]
+    every: Mapping[str, Shape | None] = shapes or dict.fromkeys(names)
+    layers = tuple(
+        select_options(layer, selection.get("patterns"), selection.get("sparsities"))
+        for layer in build_layers_inside(inside.rows, inside.network, every, coverage)
+    )
+    dense, fixed = stated["dense_seconds"], stated["fixed_seconds"]
+    if dense is not None:
+        return build_problem(layers, dense_seconds=dense, fixed_seconds=fixed)
+    if inside.model_seconds is not None and fixed is None:
+        # Medians of layers may add up to more than the median of their sums.
+        fixed = max(0.0, inside.model_seconds - sum_dense_seconds(layers).value)
+    return build_problem(layers, dense_seconds=inside.model_seconds, fixed_seconds=fixed, dense_engine=inside.backend)
 
 
-def _inside(
-    rows: pd.DataFrame, shapes: Mapping[str, Shape] | None, settings: Mapping[str, Any], coverage: float
-) -> tuple[tuple[LayerOptions, ...], float | None, str]:
-    """The layers of a network, the whole dense model's seconds if they are known, and the backend of both."""
-    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify")]
-    if (rows["op"] == "model").all():
-        raise UsageError("the table has no layers inside a network: give the shapes of layers, such as a workload")
-    # A run is of one batch, and its rows of the whole model say which: the shape of a linear layer does not.
-    runs = rows[rows["op"] == "model"].dropna(subset=["run_id", "batch"]).drop_duplicates("run_id")
-    names = rows["model"].astype(str).str.partition(":")
-    marked = rows.assign(network=names[0], batch=rows["run_id"].map(runs.set_index("run_id")["batch"]))
-    of_layers = narrowed(marked[marked["op"] != "model"], settings)
-    network, backend = map(str, of_layers[["network", "backend"]].iloc[0])
-    own = rows.loc[of_layers.index]
-    wanted: Mapping[str, Shape | None] = shapes or dict.fromkeys(names[2][own.index])
-    several = own.groupby("model", sort=False)[_SIZES].nunique(dropna=False).gt(1).any(axis=1)
-    if shapes is None and several.any():
-        raise UsageError(
-            f"layer {several.idxmax()} has times of several shapes: give the shapes of the network's layers too, a "
-            "workload (--workload beside --network)"
+def _build_from_shapes(
+    rows: pd.DataFrame, shapes: Mapping[str, Shape], model: CostModel | None, coverage: float,
+    selection: TableSelection, stated: ModelSeconds,
+) -> Problem:  # fmt: skip
+    """Return the problem of layers with these shapes, as measured or as a cost model predicts."""
+    swept = select_sweep_rows(rows, device=selection.get("device"), threads=selection.get("threads"))
+    engine = _select_engine(swept, selection.get("backend"))
+    patterns, sparsities = selection.get("patterns"), selection.get("sparsities")
+    if model is None:
+        measured = build_measured_layers(engine.rows, shapes)
+        found = tuple(select_options(layer, patterns, sparsities) for layer in measured)
+    else:
+        found = build_predicted_layers(
+            model, engine.with_patterns(patterns), shapes, sparsities=sparsities, coverage=coverage
         )
-    # The whole model by the clock that timed its layers; baselines are of another.
-    whole = marked[(marked["op"] == "model") & (marked["pattern"] == DENSE) & (marked["purpose"] != "baseline")]
-    whole = whole.merge(of_layers[list(settings)].drop_duplicates())
-    seconds = None if whole.empty else float(whole["median_seconds"].iloc[-1])
-    return layers_inside(own, network, wanted, coverage), seconds, backend
+    return _build_with_fastest_dense(found, swept, engine.backend, shapes, stated)
 
 
-def _sparse_backend(rows: pd.DataFrame) -> str:
-    found = sorted(rows.loc[rows["pattern"] != DENSE, "backend"].unique())
-    if len(found) != 1:
-        every = " and ".join(found) or "no backend"
-        raise UsageError(f"sparse layers were timed on {every}: say which, backend=... (--backend)")
-    return str(found[0])
+def _select_engine(swept: pd.DataFrame, backend: str | None) -> EngineRows:
+    """Return the rows of an engine; by default of the only one that timed sparse layers."""
+    if backend is None:
+        found = sorted(swept.loc[swept["pattern"] != DENSE, "backend"].unique())
+        if len(found) != 1:
+            names = " and ".join(found) or "no backend"
+            raise UsageError(f"sparse layers were timed on {names}: choose one, backend=... (--backend)")
+        backend = str(found[0])
+    rows = select_precision(swept[swept["backend"] == convert_to_table_name(backend)], backend)
+    if rows.empty:
+        raise BadData(f"the table holds no swept layer on {backend}")
+    return EngineRows(rows, backend, int(rows["threads"].iloc[0]))
 
 
-def _fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Interval, str]:
-    """The sum of the dense layers on the engine where it is least, each with that engine's fastest kernel."""
+def _build_with_fastest_dense(
+    layers: tuple[LayerOptions, ...], swept: pd.DataFrame, backend: str, shapes: Mapping[str, Shape],
+    stated: ModelSeconds,
+) -> Problem:  # fmt: skip
+    """Return the problem whose dense model is the stated one, or runs on the fastest engine of the table."""
+    if stated["dense_seconds"] is not None:
+        return build_problem(layers, **stated)
+    # A model that may run in bfloat16 competes with dense engines of both types, others with float32 only.
+    rivals = swept if may_round(backend) else select_precision(swept, backend)
+    dense, engine = _find_fastest_dense(rivals, shapes)
+    fixed = convert_to_interval(stated["fixed_seconds"] or 0.0)
+    return build_problem(layers, dense_seconds=dense + fixed, fixed_seconds=fixed, dense_engine=engine)
+
+
+def _find_fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Interval, str]:
+    """Return the least sum of dense layers on one engine, each with its fastest kernel, and that engine."""
     sums: dict[str, Interval] = {}
     for engine, own in rows[rows["pattern"] == DENSE].groupby("backend"):
-        with contextlib.suppress(BadData):  # an engine that lacks a layer is no rival
-            sums[str(engine)] = sum_dense_seconds(swept_layers(own.assign(kernel_requested="auto"), shapes))
+        with contextlib.suppress(BadData):  # an engine that lacks a layer does not compete
+            sums[str(engine)] = sum_dense_seconds(build_measured_layers(own.assign(kernel_requested="auto"), shapes))
     if not sums:
         raise BadData("no engine's dense times of all layers are in the table: give dense_seconds (--dense-seconds)")
     engine = min(sums, key=lambda name: sums[name].value)
     return sums[engine], engine
-
-
-def _only(layer: LayerOptions, patterns: Sequence[str] | None, sparsities: Sequence[float] | None) -> LayerOptions:
-    """The layer with dense and what has these patterns and sparsities."""
-
-    def wanted(it: Option) -> bool:
-        near = sparsities is None or min(abs(it.sparsity - one) for one in sparsities) <= CLOSE
-        return it.pattern == DENSE or (near and (patterns is None or it.pattern in patterns))
-
-    return layer.take([j for j, it in enumerate(layer.options) if wanted(it)])

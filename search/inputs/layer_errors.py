@@ -1,4 +1,4 @@
-"""What each option costs its layer in error: of its outputs, of its weights, or as a user says."""
+"""The error of each option of a layer: of its outputs, of its weights, or from a user's file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KINDS = ("output", "weight")
 
 
 def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
-    """|dy|^2 / |y|^2 of each layer's outputs on the calibration data, as the database has them."""
-    return _each(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
+    """Read |dy|^2 / |y|^2 of each layer's outputs y on the calibration data from the database."""
+    return _collect(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
 
 
 def compute_weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
-    """|dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
+    """Return |dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
     from sparse_kernels.nn import weight_matrix
 
     def error(layer: str, it: Option) -> float:
@@ -36,12 +36,11 @@ def compute_weight_errors(problem: Problem, database: Database, model: nn.Module
         whole = float((dense**2).sum())
         return float(((pruned - dense) ** 2).sum()) / whole if whole else 0.0
 
-    return _each(problem, error)
+    return _collect(problem, error)
 
 
 def read_errors(path: Path) -> LayerErrors:
-    """A user's own, from a CSV or Parquet file with the columns of `convert_frame_to_errors`. Raises BadData."""
-
+    """Read errors from a CSV or Parquet file with the columns of `convert_frame_to_errors`. Raises BadData."""
     frame = read_frame(path)
     try:
         return convert_frame_to_errors(frame)
@@ -49,15 +48,15 @@ def read_errors(path: Path) -> LayerErrors:
         raise BadData(f"{path}: {error}") from error
 
 
-def _each(problem: Problem, error: Callable[[str, Option], float]) -> LayerErrors:
-    """NaN, of outputs that overflow, is infinite: that option is not to be had."""
+def _collect(problem: Problem, error: Callable[[str, Option], float]) -> LayerErrors:
+    """Return the errors of all sparse options; NaN, from outputs that overflow, becomes infinity."""
 
-    def known(layer: str, it: Option) -> float:
+    def compute(layer: str, it: Option) -> float:
         value = error(layer, it)
         return math.inf if math.isnan(value) else value
 
     return {
-        part.name: {it: known(part.name, it) for it in part.options if it.pattern != DENSE}
+        part.name: {it: compute(part.name, it) for it in part.options if it.pattern != DENSE}
         for layer in problem.layers
         for part in layer.parts
     }

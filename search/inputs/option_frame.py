@@ -1,21 +1,20 @@
-"""Problems from frames, and problems, profiles and frontiers as frames.
+"""Make a problem from a data frame with a row for each option.
 
-A frame has a row an option:
+The columns are:
 
     layer            text
     pattern          text    dense, vector:32, nm:2:4, ...
     sparsity         real    0 where the pattern is dense
     seconds          real
     low_seconds, high_seconds    real, optional: the interval of `seconds`
-    error            real, optional: inf where an option is not to be had; of dense options whatever it says
-    tied             text, optional: layers with the same text here have one option
+    error            real, optional: inf for an option that cannot be used; ignored for dense options
+    tied             text, optional: layers with equal text here share one option
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -25,12 +24,9 @@ from search.inputs.problem_builder import Seconds, build_problem
 from search.problem.layers import DENSE, LayerOptions, build_option, tie_layers
 from search.problem.problem import Problem
 
-if TYPE_CHECKING:
-    pass
-
 REQUIRED = ("layer", "pattern", "sparsity", "seconds")
 TEXTS = ("layer", "pattern", "tied")
-"""Also where they look like numbers, or like nothing: layer 0.10 is not layer 0.1, and one may be called NA."""
+"""Text columns, also where values look like numbers: layer 0.10 is not layer 0.1, and a layer may be called NA."""
 NUMBERS = ("sparsity", "seconds", "low_seconds", "high_seconds", "error")
 NO_NUMBER = ("", "nan", "NaN", "NA", "N/A", "null", "None")
 
@@ -42,20 +38,35 @@ def problem_from_frame(
     fixed_seconds: Seconds | None = None,
     dense_engine: str = DENSE,
 ) -> Problem:
-    """The problem of a frame as the module says; layers and options in the frame's order.
+    """Return the problem of a frame, with layers and options in the frame's order.
 
-    `dense_seconds` and `fixed_seconds` are as `search.inputs.problem_builder.build_problem` takes them. Raises
-    BadData, naming the layer, for what is no such frame, and as that does.
+    Parameters
+    ----------
+    frame
+        A frame with the columns that the module's docstring lists.
+    dense_seconds
+        Seconds of the dense model; by default the dense layers and `fixed_seconds` together.
+    fixed_seconds
+        Seconds of the converted model besides these layers; by default `dense_seconds` minus the dense layers.
+    dense_engine
+        The engine that runs the dense model.
+
+    Raises
+    ------
+    BadData
+        The frame lacks columns or holds impossible values. The message names the layer.
+    UsageError
+        A layer has no dense time to derive the times of the model from.
     """
     problem = build_problem(
-        _layers(frame), dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, dense_engine=dense_engine
+        _build_layers(frame), dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, dense_engine=dense_engine
     )
     known = "error" in frame.columns and frame.loc[frame["pattern"] != DENSE, "error"].notna().any()
     return problem.with_errors(frame) if known else problem
 
 
 def read_frame(path: Path) -> pd.DataFrame:
-    """The frame in a CSV or Parquet file. Raises BadData where there is none."""
+    """Read the frame in a CSV or Parquet file. Raises BadData for any other file."""
     try:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
@@ -65,7 +76,8 @@ def read_frame(path: Path) -> pd.DataFrame:
         raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
 
 
-def _layers(frame: pd.DataFrame) -> list[LayerOptions]:
+def _build_layers(frame: pd.DataFrame) -> list[LayerOptions]:
+    """Return the layers of a frame, tied as it says."""
     if missing := [name for name in REQUIRED if name not in frame.columns]:
         raise BadData(f"the frame has no column {', '.join(missing)}: a problem has {', '.join(REQUIRED)}")
     if frame.empty:
@@ -76,7 +88,7 @@ def _layers(frame: pd.DataFrame) -> list[LayerOptions]:
     groups: dict[str, list[str]] = {}
     for name, own in frame.groupby("layer", sort=False):
         try:
-            layer = layers[str(name)] = _layer(str(name), own)
+            layer = layers[str(name)] = _build_layer(str(name), own)
         except (TypeError, ValueError) as error:
             raise BadData(f"layer {name}: {error}") from error
         several = own["tied"].fillna("").astype(str).unique() if "tied" in own.columns else [""]
@@ -88,7 +100,8 @@ def _layers(frame: pd.DataFrame) -> list[LayerOptions]:
     return [tie_layers(group) if len(group) > 1 else group[0] for group in found]
 
 
-def _layer(name: str, own: pd.DataFrame) -> LayerOptions:
+def _build_layer(name: str, own: pd.DataFrame) -> LayerOptions:
+    """Return the layer whose options are in these rows."""
     options = tuple(map(build_option, own["pattern"].astype(str), own["sparsity"].astype(float)))
     if twice := {str(it) for it in options if options.count(it) > 1}:
         raise BadData(f"layer {name} has {min(twice)} twice")

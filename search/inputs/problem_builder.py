@@ -1,4 +1,4 @@
-"""A problem from its layers: what the model takes as a whole, and beside them, as far as it follows from them."""
+"""Build a problem from its layers and the times of the whole model."""
 
 from __future__ import annotations
 
@@ -19,28 +19,43 @@ def build_problem(
     fixed_seconds: Seconds | None = None,
     dense_engine: str = DENSE,
 ) -> Problem:
-    """The problem of these layers in a dense model of `dense_seconds`, which takes `fixed_seconds` beside them.
+    """Return the problem of these layers.
 
-    Where one of both is missing it follows from the other and the sum of the dense layers; where both are, nothing
-    else takes time. Raises UsageError where a layer has no dense time to follow from, BadData for times that cannot
-    be, and where `fixed_seconds` follow to be negative.
+    Parameters
+    ----------
+    layers
+        Layers with their options and seconds.
+    dense_seconds
+        Seconds of the dense model; by default the dense layers and `fixed_seconds` together.
+    fixed_seconds
+        Seconds of the converted model besides these layers. By default `dense_seconds` minus the dense layers; 0 if
+        both are missing.
+    dense_engine
+        The engine that runs the dense model.
+
+    Raises
+    ------
+    UsageError
+        A layer has no dense time to derive the other times from.
+    BadData
+        A time is impossible, or `fixed_seconds` would be negative.
     """
     fixed = None if fixed_seconds is None else convert_to_interval(fixed_seconds)
     if fixed is not None and not all(map(math.isfinite, fixed.ends)):
-        raise BadData(f"what a model takes beside its layers is a finite time, not {fixed.value:g} s")
+        raise BadData(f"the time beside the layers (fixed_seconds) must be finite, not {fixed.value:g} s")
     if dense_seconds is None:
         fixed = fixed or convert_to_interval(0.0)
         dense = sum_dense_seconds(layers) + fixed
     else:
         dense = convert_to_interval(dense_seconds)
     if not all(0 < end < math.inf for end in dense.ends):
-        raise BadData(f"a dense model takes a finite time above 0, not {dense.low:g} s")
+        raise BadData(f"the time of the dense model must be finite and above 0, not {dense.low:g} s")
     if fixed is None:
         alone = sum_dense_seconds(layers).value
         if dense.value < alone:
             raise BadData(
-                f"the dense model takes {dense.value:.4g} s, its layers on their own {alone:.4g} s: say what the "
-                "pruned model takes beside them, fixed_seconds (--fixed-seconds)"
+                f"the dense model takes {dense.value:.4g} s, its layers on their own {alone:.4g} s: give the "
+                "time of the pruned model beside them, fixed_seconds (--fixed-seconds)"
             )
         fixed = convert_to_interval(dense.value - alone)
     fastest = sum(float(layer.seconds.min()) for layer in layers)
@@ -53,7 +68,7 @@ def build_problem(
 
 
 def sum_dense_seconds(layers: Sequence[LayerOptions]) -> Interval:
-    """The sum of the dense layers. Raises UsageError where one has no dense time."""
+    """Return the sum of the dense layers. Raises UsageError where one has no dense time."""
     if missing := [layer.name for layer in layers if DENSE_OPTION not in layer.options]:
         raise UsageError(
             f"layer {missing[0]} has no dense time: give dense_seconds and fixed_seconds "

@@ -1,4 +1,4 @@
-"""A problem from whatever lies somewhere: a frame, a SPDY timing file, or a table that latbench measured."""
+"""Read a problem from a file of any known format: a frame, a SPDY timing file, or a table that latbench measured."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from latbench.errors import UsageError
-from search.inputs import problem_from_frame
-from search.inputs.latency_table import Layers, problem_from_table, shapes_of
-from search.inputs.option_frame import read_frame
+from search.inputs.latency_table import Layers, list_shapes, problem_from_table
+from search.inputs.option_frame import problem_from_frame, read_frame
 from search.inputs.spdy_timings import problem_from_spdy
 from search.problem.problem import Problem
 
 
 def is_table(source: str) -> bool:
-    """Whether `read` takes it for a table that latbench measured, not for a file of layers' times."""
+    """Return whether a source is a table that latbench measured, not a file with the times of layers."""
     path = Path(source)
     if path.suffix == ".parquet" and path.is_file():
         return "layer" not in read_frame(path).columns
@@ -28,24 +27,43 @@ def read_problem(
     layers: Layers | None = None,
     dense_seconds: float | None = None,
     fixed_seconds: float | None = None,
-    **of_table: Any,
+    **table_options: Any,
 ) -> Problem:
-    """The problem of a CSV or Parquet frame, of SPDY's timing file, or of a table of latbench.
+    """Read the problem in a CSV or Parquet frame, in SPDY's timing file, or in a table of latbench.
 
-    `pattern` is about timing files, `of_table` about tables: what else `problem_from_table` takes, None for its
-    defaults. `layers` are as that takes them; elsewhere they say the shapes of the layers that the file names. Raises
-    UsageError for arguments about tables where there is none; else as what reads it does.
+    Parameters
+    ----------
+    source
+        A path, or the URI of a table.
+    pattern
+        The pattern of the sparse options in a timing file.
+    layers
+        Shapes by layer name, a workload, or its name. For tables see `problem_from_table`; otherwise the shapes of
+        the layers that the file names.
+    dense_seconds
+        Seconds of the dense model.
+    fixed_seconds
+        Seconds of the converted model besides these layers.
+    **table_options
+        Further keywords of `problem_from_table`; None stands for their defaults.
+
+    Raises
+    ------
+    UsageError
+        Keywords for tables are given, and the source is no table.
+    BadData
+        The source has none of these formats.
     """
     path = Path(source)
     whole: dict[str, Any] = {"dense_seconds": dense_seconds, "fixed_seconds": fixed_seconds}
-    of_table = {name: value for name, value in of_table.items() if value is not None}
+    table_options = {name: value for name, value in table_options.items() if value is not None}
     if is_table(source):
-        return problem_from_table(source, layers, **whole, **of_table)
-    if of_table:
-        given = ", ".join(of_table)
-        raise UsageError(f"{path} is no table that latbench measured: it does not go with {given}")
+        return problem_from_table(source, layers, **whole, **table_options)
+    if table_options:
+        given = ", ".join(table_options)
+        raise UsageError(f"{path} is no table that latbench measured: it does not take {given}")
     if path.suffix in (".csv", ".parquet"):
         problem = problem_from_frame(read_frame(path), **whole)
     else:
         problem = problem_from_spdy(path, pattern=pattern, **whole)
-    return problem if layers is None else problem.with_shapes(shapes_of(layers))
+    return problem if layers is None else problem.with_shapes(list_shapes(layers))

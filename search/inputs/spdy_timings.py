@@ -1,4 +1,4 @@
-"""SPDY's timing files as problems, and problems as timing files; `latbench.importers.text_formats` has the format."""
+"""Make a problem from SPDY's timing file; `latbench.importers.text_formats` documents the format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,25 @@ def problem_from_spdy(
     dense_seconds: Seconds | None = None,
     fixed_seconds: Seconds | None = None,
 ) -> Problem:
-    """The problem of a SPDY timing file, whose sparse options have this pattern; its errors are SPDY's guess.
+    """Return the problem of SPDY's timing file, with SPDY's prior as errors.
 
-    By default the dense model takes the file's `base`, and `base` - `prunable` is fixed. A sparsity that is timed
-    twice has the median. Raises BadData as `read_spdy` does, and for a sparsity that the pattern cannot have.
+    A sparsity that was timed several times takes the median.
+
+    Parameters
+    ----------
+    path
+        The file.
+    pattern
+        The pattern of the sparse options, which the file does not name.
+    dense_seconds
+        Seconds of the dense model; by default the file's `base`.
+    fixed_seconds
+        Seconds of the converted model besides these layers; by default `base` - `prunable`.
+
+    Raises
+    ------
+    BadData
+        The file has another format, or a sparsity that the pattern cannot have.
     """
     timings = read_spdy(Path(path))
     layers = []

@@ -2,15 +2,15 @@
 
 A state is a pair (seconds, error) of the first layers, summed in layer order with plain float addition. Rounding is
 monotone: a <= b implies fl(a + x) <= fl(b + x). So a state that another state beats in both values stays beaten, and
-it suffices to keep the efficient ones. The answer is exact for the very sums that a caller forms from the first layer
-to the last, and so is the comparison with the budget.
+it suffices to keep the efficient ones. The answer is exact for the sums that a caller forms from the first layer to
+the last. So is the comparison with the budget.
 
 Two bounds keep the states few. The linear relaxation of the layers to come bounds every completion from below. The
 best profile so far bounds the optimum from above (the ceiling). A state whose lower bound exceeds the ceiling is
 dropped. Passes over the layers keep ever more states, and each may lower the ceiling. The first pass that need not
 drop a state for lack of room proves the optimum.
 
-Sources: Kellerer, Pferschy, Pisinger 2004, "Knapsack Problems", chapter 11 (relaxation, reduction, Pareto states);
+Sources: Kellerer, Pferschy, Pisinger 2004, "Knapsack Problems", chapter 11 (relaxation, reduction, Pareto states).
 Sinha and Zoltners 1979 (only the lower convex hull of a layer's options matters to the relaxation).
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,22 +105,37 @@ def frontier(
         for start, stop in itertools.pairwise(options.first.tolist()):
             own = options.seconds[start:stop], options.errors[start:stop]
             ends = _split_seconds(spent, own[0], cores)
-            found: list[tuple[Floats, Floats]] = []
-            points, least = 0, np.inf
-            for i in range(0, len(ends) - 1, cores):
-                some = ends[i : i + cores + 1]
-                for later, wrong in pool.map(partial(extend_between, spent, error, *own), some[:-1], some[1:]):
-                    better = wrong < least  # than all faster ones
-                    found.append((later[better], wrong[better]))
-                    points += len(found[-1][0])
-                    least = min([least, *wrong[-1:].tolist()])
-                if points > max_points:
-                    raise BadProblem(
-                        f"there are more than {max_points:,} efficient trade-offs: set a resolution to merge some, "
-                        f"such as {_suggest_resolution(options):.1g} s; or solve for the targets of interest"
-                    )
-            spent, error = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+            extend = partial(extend_between, spent, error, *own)
+            spent, error = _extend_front(extend, ends, pool, cores, max_points)
+            if len(spent) > max_points:
+                raise BadProblem(
+                    f"there are more than {max_points:,} efficient trade-offs: set a resolution to merge some, "
+                    f"such as {_suggest_resolution(options):.1g} s; or solve for the targets of interest"
+                )
     return Frontier(spent, error, (seconds, errors))
+
+
+def _extend_front(
+    extend: Callable[[float, float], tuple[Floats, Floats]],
+    ends: Sequence[float],
+    pool: ThreadPoolExecutor,
+    workers: int,
+    max_points: int,
+) -> tuple[Floats, Floats]:
+    """Return the efficient sums of all pieces between the ends; stop once there are more than `max_points`."""
+    found: list[tuple[Floats, Floats]] = []
+    points, least = 0, np.inf
+    for i in range(0, len(ends) - 1, workers):
+        some = ends[i : i + workers + 1]
+        for spent, error in pool.map(extend, some[:-1], some[1:]):
+            better = error < least  # than all faster ones
+            found.append((spent[better], error[better]))
+            points += len(found[-1][0])
+            least = min([least, *error[-1:].tolist()])
+        if points > max_points:
+            break
+    all_spent, all_error = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return all_spent, all_error
 
 
 def _round_up(seconds: Floats, step: float) -> Floats:

@@ -61,20 +61,17 @@ def solve_two(
         An array (options,) for each layer: seconds >= 0.
     errors
         Arrays of the same shapes: the error of each option, in any unit.
-    budget
-        Seconds for all layers together.
+    budget, other_budget
+        Seconds, and the amount of the other budget, for all layers together.
     other
         Arrays of the same shapes: the amount >= 0 that each option takes of the other budget, in any unit.
-    other_budget
-        The other budget, in the unit of `other`.
     max_states
         States that a layer may keep, which limits time and memory.
 
     Returns
     -------
     Solution
-        All sums are in layer order. Its `bound` equals its error where the optimum is proven, and is less where a
-        layer needed more than `max_states` states.
+        Sums in layer order. Its `bound` equals its error unless a layer needed more than `max_states` states.
 
     Raises
     ------
@@ -105,15 +102,7 @@ def solve_two(
             f"no profile within {budget:.6g} s keeps the other budget of {other_budget:.6g}: "
             f"the least that one takes is {least.error:.6g}",
         )
-    price, bound, found = problem.find_best_price(free, least)
-    best = min(problem.sums(choice) for choice in found)
-    for width in (*(first for first in FIRST_WIDTHS if first < max_states), max_states):
-        more, dropped = problem.search_states(price, best[0], width)
-        best = min([best, *(problem.sums(choice) for choice in more)])
-        bound = max(bound, dropped)
-        if bound > best[0]:
-            break
-    return Solution(best[2], best[1], best[0], min(best[0], bound))
+    return problem.solve(free, least, max_states)
 
 
 @dataclass(frozen=True)
@@ -137,6 +126,18 @@ class _TwoBudgetProblem:
     def priced(self, price: float) -> Arrays:
         """Return the errors plus the price of the other budget."""
         return [e + price * o for e, o in zip(self.errors, self.other, strict=True)]
+
+    def solve(self, over: Solution, within: Solution, max_states: int) -> Solution:
+        """Return the solution, given the optima that break (`over`) and keep (`within`) the other budget."""
+        price, bound, found = self.find_best_price(over, within)
+        best = min(self.sums(choice) for choice in found)
+        for width in (*(first for first in FIRST_WIDTHS if first < max_states), max_states):
+            more, dropped = self.search_states(price, best[0], width)
+            best = min([best, *(self.sums(choice) for choice in more)])
+            bound = max(bound, dropped)
+            if bound > best[0]:
+                break
+        return Solution(best[2], best[1], best[0], min(best[0], bound))
 
     @property
     def share(self) -> float:

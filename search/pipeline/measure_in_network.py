@@ -20,9 +20,9 @@ from uuid import uuid4
 import pandas as pd
 from numpy.typing import NDArray
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import VERSION, Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
@@ -30,7 +30,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export_onnx, find_layer_values
-from search.inputs.layer_options import in_network, network_rows
+from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.pipeline.search_setup import list_prunable_layers
 from search.progress import Progress
 from search.task import Task
@@ -164,13 +164,15 @@ class _Network:
 
     def _time_end_to_end(self) -> None:
         """Sample the dense model, and find how many calls an analysis needs."""
-        with deepsparse.load(self._path, self._arrays, threads=self._threads, environment=self._environment) as whole:
+        with deepsparse.load_model(
+            self._path, self._arrays, threads=self._threads, environment=self._environment
+        ) as whole:
             self.end_to_end += whole.burst(END_TO_END_SECONDS).samples
         needed = math.ceil(MIN_ANALYSIS_SECONDS / min(self.end_to_end))
         self.calls = max(deepsparse.ANALYSED_CALLS, needed)
 
     def _analyse(self, sparsity: float) -> list[Operation]:
-        return deepsparse.analyse(
+        return deepsparse.time_operations(
             self._path, self._arrays, threads=self._threads, environment=self._environment,
             sparsity=sparsity or None, calls=self.calls,
         )  # fmt: skip
@@ -183,8 +185,8 @@ def select_task_rows(task: Task, folder: Path, threads: int) -> pd.DataFrame:
     """
     inputs = task.example()
     shapes = list_prunable_layers(task, task.model())
-    rows = in_network(folder, threads=threads)
-    return network_rows(rows, task.name, shapes, threads=threads, batch=len(inputs[0]))
+    rows = read_network_rows(folder, threads=threads)
+    return select_network_rows(rows, task.name, shapes, threads=threads, batch=len(inputs[0]))
 
 
 def count_missing_runs(

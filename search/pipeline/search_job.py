@@ -22,7 +22,7 @@ import numpy as np
 from latbench.errors import PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from search.artifacts.profile import LayerChoice, Profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.knapsack.arrays import Choice, sum_in_order
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import SearchInputs, SearchPlan, SearchRequest
@@ -39,9 +39,9 @@ from search.problem.problem import Problem
 from search.problem.second_budget import count_model_bytes
 from search.progress import Progress
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
-from search.strategies.run_strategy import run_strategy
+from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
-from search.whole_model.end_to_end import ModelEngine, lock_cpu, time_engines
+from search.whole_model.end_to_end import EngineBuilder, lock_cpu, time_engines
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from search.whole_model.timings import Timings
 
@@ -152,11 +152,11 @@ def build_search_round(
             progress(what if number < 2 else f"{what}, round {number}", done, total)
 
         first = number == 0 and plan.strategy != "uniform"
-        found = run_strategy(
-            "once" if first else plan.strategy, problem, target, evaluator,
-            seed=plan.seed, evaluations=plan.evaluations, batches=None if first else plan.batches,
-            known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
+        settings = StrategySettings(
+            "once" if first else plan.strategy, plan.evaluations, plan.seed,
+            batches=None if first else plan.batches, deadline=deadline, clock=clock,
         )  # fmt: skip
+        found = run_strategy(settings, problem, target, evaluator, known=known, missed=missed, progress=tell)
         known.update({one.choice: one.found_by for one in found.trace})
         return found
 
@@ -214,7 +214,7 @@ def time_profiles(
     )  # fmt: skip
     for name, options in profiles.items():
         function = "search.whole_model.model_engines:build_database_pruned"
-        engines[name] = ModelEngine("pruned", function, (*arguments, options))
+        engines[name] = EngineBuilder("pruned", function, (*arguments, options))
     with lock_cpu(progress):
         required = [fastest, *profiles]
         return time_engines(engines, threads=deployment.threads, required=required, known=known, progress=progress)

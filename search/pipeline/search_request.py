@@ -12,9 +12,9 @@ from typing import Any
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table
 from search.artifacts.layer_database import hash_model
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.loss.parallel import Workers
-from search.pruning.one_shot.fill_database import DEFAULT_METHOD, describe_provenance
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, hash_pruning_inputs
 from search.task import Task
 from search.whole_model.confidence import convert_to_coverage
 
@@ -152,5 +152,5 @@ def read_inputs(
 ) -> SearchInputs:
     """Load the task's model and hash the inputs. Raises what these raise if they are missing or damaged."""
     model = task.model()
-    hashes = hash_model(model), hash_table(table), describe_provenance(task, method)
+    hashes = hash_model(model), hash_table(table), hash_pruning_inputs(task, method)
     return SearchInputs(task, model, table, cost_model, database, *hashes, method)

@@ -19,10 +19,11 @@ import cost_models
 from latbench.errors import BadData, UsageError
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.inputs import layer_errors
+from search.inputs.layer_builder import build_network_layers, build_predicted_layers
 from search.inputs.layer_errors import read_errors
-from search.inputs.layer_options import in_network, measured_layers, predicted_layers, swept_rows
+from search.inputs.table_rows import read_network_rows, read_sweep_rows, select_engine_rows
 from search.loss.cache import LossCache
 from search.loss.parallel import ParallelEvaluator
 from search.loss.pools import open_pool
@@ -34,7 +35,7 @@ from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
 from search.problem.second_budget import build_model_budget
 from search.progress import Progress
-from search.pruning.one_shot.fill_database import build_database
+from search.pruning.one_shot.fill_database import fill_database
 from search.strategies import chance_constraint as chance
 from search.task import Task
 from search.whole_model import overhead
@@ -136,7 +137,7 @@ class _Pruning:
             for layer in problem.layers
             for part in layer.parts
         }
-        build_database(
+        fill_database(
             self.inputs.task, self.inputs.model, options, self.database,
             lambda done, total: self.progress("pruning layers into the database", done, total),
             method=self.inputs.method, processes=self.processes,
@@ -194,14 +195,14 @@ def build_layers(
     """
     threads, backend = deployment.threads, deployment.backend
     if inputs.cost_model is None:
-        return measured_layers(
-            in_network(inputs.table, threads=threads), inputs.task.name, shapes,
+        return build_network_layers(
+            read_network_rows(inputs.table, threads=threads), inputs.task.name, shapes,
             threads=threads, batch=len(inputs.task.example()[0]), coverage=coverage,
         )  # fmt: skip
-    rows = swept_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
-    return predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=threads, backend=backend, patterns=candidates.patterns,
+    rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
+    engine = select_engine_rows(rows, backend=backend, threads=threads)
+    return build_predicted_layers(
+        cost_models.load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
         sparsities=candidates.sparsities, coverage=coverage,
     )  # fmt: skip
 

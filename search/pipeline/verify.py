@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench import backends
-from latbench.backends import deepsparse_environment
+from latbench.backends import installed_engines
+from latbench.backends.cpu import deepsparse_environment
+from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -26,12 +27,12 @@ from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
 from search.artifacts.profile import Profile, read_profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.loss.cache import hash_score_code
 from search.progress import Progress
 from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
-from search.whole_model.end_to_end import ModelEngine, lock_cpu, time_engines
+from search.whole_model.end_to_end import EngineBuilder, lock_cpu, time_engines
 from search.whole_model.overhead import build_dense_engines, describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
 from search.whole_model.timings import Timings
@@ -50,19 +51,6 @@ SCORE_SECONDS = 3600.0
 
 BUSY = 1.1
 """A sentence mentions that the dense engine took this many times as long as in the search, or more."""
-
-COLUMNS = {
-    "torch": ("torch", "auto"),
-    "torch-mkldnn": ("torch", "mkldnn"),
-    "onnxruntime": ("onnxruntime", "auto"),
-    "openvino": ("openvino", "auto"),
-    "numba": ("numba", "auto"),
-    "deepsparse": ("deepsparse", "auto"),
-    "torch-bf16": ("torch", "bf16"),
-    "openvino-bf16": ("openvino", "bf16"),
-    "numba-bf16": ("numba", "bf16"),
-}
-"""Dense engine -> its columns backend and kernel in a table."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ class SpeedupVerdict:
     def sentence(self) -> str:
         """Return the verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        suffix = {"deepsparse": " on deepsparse", "numba-bf16": " in bfloat16"}.get(self.backend, "")
+        suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
         found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
         sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
         if self.slowdown is not None and self.slowdown > BUSY:
@@ -180,8 +168,8 @@ def verify(
     inputs = hash_manifest(folder)
     profile = _read_own_profile(task, folder)
     deployment = Deployment(profile.threads, backend or profile.backend)
-    if deployment.backend == "deepsparse":
-        deepsparse_environment.find()
+    if is_deepsparse(deployment.backend):
+        deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
     exported = output / "pruned.onnx"
     timings, state = _time_pruned(task, profile, folder, exported, deployment, progress)
@@ -214,7 +202,7 @@ def _time_pruned(
 ) -> tuple[Timings, dict[str, Any]]:
     """Time the pruned model beside the dense engines; return the timings, and the columns of the machine's state."""
     engines = build_dense_engines(task, deployment)
-    engines[PRUNED] = ModelEngine(
+    engines[PRUNED] = EngineBuilder(
         PRUNED, "search.whole_model.model_engines:build_folder_pruned",
         (task.reference, deployment.threads, deployment.backend, str(folder.resolve()), str(exported.resolve())),
     )  # fmt: skip
@@ -325,14 +313,13 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
     """Return a table row for every engine: op "model", purpose "verify"."""
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
-        backend, kernel = COLUMNS[verdict.backend if name == PRUNED else name]
-        dtype = "bfloat16" if kernel == "bf16" else "float32"
+        engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
-            "backend": backend, "backend_version": _version(backend), "kernel_requested": kernel,
+            "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": engine.kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
-            "batch": verdict.batch, "dtype_w": dtype, "dtype_a": dtype,
-            "dtype_out": dtype if name == "torch-bf16" else "float32",
+            "batch": verdict.batch, "dtype_w": engine.precision, "dtype_a": engine.precision,
+            "dtype_out": engine.output_precision,
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
@@ -342,7 +329,7 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if backend == "deepsparse" else backends.version(backend)
+    return deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_version(backend)
 
 
 def hash_manifest(folder: Path) -> str:

@@ -11,21 +11,22 @@ from search.problem.layers import LayerOptions
 
 
 def build_layer_frame(layers: Sequence[LayerOptions]) -> pd.DataFrame:
-    """Return a row an option of each layer; tied layers have their own rows."""
+    """Return a row for each option of each layer; tied layers have rows of their own."""
     frames = [
-        _frame_of(part).assign(tied=layer.name if layer.tied else "") for layer in layers for part in layer.parts
+        _build_frame(part).assign(tied=layer.name if layer.tied else "") for layer in layers for part in layer.parts
     ]
     return pd.concat(frames, ignore_index=True)
 
 
 def build_choice_frame(layers: Sequence[LayerOptions], choice: Choice) -> pd.DataFrame:
-    """Return a row a layer: the option that was chosen for it."""
+    """Return a row for each layer: the option that was chosen for it."""
     chosen = zip(layers, choice, strict=True)
-    frames = [_frame_of(part.take([j])) for layer, j in chosen for part in layer.parts]
+    frames = [_build_frame(part.take([j])) for layer, j in chosen for part in layer.parts]
     return pd.concat(frames, ignore_index=True)
 
 
-def _frame_of(layer: LayerOptions) -> pd.DataFrame:
+def _build_frame(layer: LayerOptions) -> pd.DataFrame:
+    """Return a row for each option of a layer."""
     return pd.DataFrame({
         "layer": layer.name,
         "pattern": [it.pattern for it in layer.options],

@@ -111,7 +111,7 @@ class ModelTimes:
         if share > 0:
             sentence += f"; {_percent(share)} of the time is in layers that cannot be pruned"
         left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
-        slowest = sorted(left, key=lambda one: -one[0])[:NAMED_LAYERS]
+        slowest = sorted(left, key=lambda entry: -entry[0])[:NAMED_LAYERS]
         if rest := sum(part for part, _, _ in left):
             named = ", ".join(f"{_percent(part)} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
             others = "the others" if share > 0 else "the layers"

@@ -17,16 +17,16 @@ MOST_POINTS = 2000
 
 
 def plot_options(layers: Sequence[LayerOptions]) -> Any:
-    """Plot seconds over sparsity, a line a layer and pattern."""
+    """Plot seconds over sparsity, a line for each layer and pattern."""
     figure = _figure("sparsity", "ms")
     figure.update_xaxes(tickformat=".0%")
     for layer in layers:
         by_pattern: dict[str, list[int]] = {}
-        for j, option in sorted(enumerate(layer.options), key=lambda one: one[1].sparsity):
+        for j, option in sorted(enumerate(layer.options), key=lambda entry: entry[1].sparsity):
             by_pattern.setdefault(option.pattern, []).append(j)
-        for pattern, places in by_pattern.items():
+        for pattern, indices in by_pattern.items():
             figure.add_scatter(
-                x=[layer.options[j].sparsity for j in places], y=[1e3 * float(layer.seconds[j]) for j in places],
+                x=[layer.options[j].sparsity for j in indices], y=[1e3 * float(layer.seconds[j]) for j in indices],
                 mode="lines+markers", name=f"{layer.name} {pattern}", legendgroup=layer.name,
             )  # fmt: skip
     return figure

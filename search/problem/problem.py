@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sparse_kernels.shapes import Shape
 
 QUICK_STATES = 1000
-"""States a layer of a `Problem.solver` that is to be quick under two budgets: within a thousandth of the least."""
+"""States a layer of a quick `Problem.solver` under two budgets. It comes within a thousandth of the least error."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ class Problem(ModelTimes):
         if second is None:
             return budget
         if not math.isfinite(second.left):
-            raise BadData(f"{second.name}: a budget is a finite number, not {second.budget:g}")
+            raise BadData(f"{second.name}: the budget must be a finite number, not {second.budget:g}")
         costs = second.arrays(self.layers)
         found, at_any_speed = solve(self.safe_seconds, costs, budget), sum_in_order(it.min() for it in costs)
         if found.bound <= second.left:
@@ -244,7 +244,9 @@ class Problem(ModelTimes):
         """
         self._check_errors()
         if self.second_budget is not None:
-            raise UsageError(f"a frontier is of seconds and errors: it cannot keep {self.second_budget.name}")
+            raise UsageError(
+                f"a frontier cannot keep a second budget ({self.second_budget.name}): solve for single targets"
+            )
         return TradeOffs.from_problem(self, resolution)
 
     def selection(self, profile: Mapping[str, Option | tuple[str, float] | float] | str | Path) -> Selection:
@@ -269,13 +271,13 @@ class Problem(ModelTimes):
         if unknown := [name for name in profile if name not in known]:
             raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {format_names(known)}")
 
-        def place(layer: LayerOptions) -> int:
-            places = {find_option(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
-            if len(places) > 1:
-                raise UsageError(f"{', '.join(part.name for part in layer.parts)} are tied: they have one option")
-            return places.pop()
+        def find(layer: LayerOptions) -> int:
+            indices = {find_option(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
+            if len(indices) > 1:
+                raise UsageError(f"{', '.join(part.name for part in layer.parts)} are tied: give them one option")
+            return indices.pop()
 
-        return Selection(self, tuple(map(place, self.layers)), -math.inf)
+        return Selection(self, tuple(map(find, self.layers)), -math.inf)
 
     def uniform_profiles(self, target: float, pattern: str | None = None) -> list[Choice]:
         """Return for each pattern (or only `pattern`) the lowest sparsity that keeps the promise in all layers.
@@ -299,7 +301,7 @@ class Problem(ModelTimes):
         Raises Infeasible where no uniform profile keeps the budgets, UsageError for a pattern that no layer has.
         """
         if pattern is not None and pattern not in {it.pattern for layer in self.layers for it in layer.options}:
-            raise UsageError(f"no layer can be had as {pattern}")
+            raise UsageError(f"no layer has an option with pattern {pattern}")
         self.reachable(target)
         choices = self.uniform_profiles(target, pattern)
         if not choices:
@@ -340,14 +342,14 @@ class Problem(ModelTimes):
         >>> problem.limited(excluded=["fc"], tied_in_each=[["*.q", "*.k", "*.v"]], minimum={"*": 0.5})
         """
         given = read_limits(Path(limits)) if isinstance(limits, str | Path) else limits or Limits()
-        every = given + parse_limits(stated, "limits")
+        combined = given + parse_limits(stated, "limits")
         names = [part.name for layer in self.layers for part in layer.parts]
-        gone = set(names) - set(every.select_included(names))
+        excluded = set(names) - set(combined.select_included(names))
         for layer in self.layers:
-            if layer.tied and gone & {part.name for part in layer.parts}:
-                raise UsageError(f"layer {layer.name} is tied already, and excluded now")
-        left = self.without(gone)
-        return replace(left, layers=every.apply(left.layers, gone))
+            if layer.tied and excluded & {part.name for part in layer.parts}:
+                raise UsageError(f"layer {layer.name} is tied already: it cannot be excluded now")
+        left = self.without(excluded)
+        return replace(left, layers=combined.apply(left.layers, excluded))
 
     def without(self, names: Collection[str]) -> Problem:
         """Return the problem in which these layers stay dense; their seconds become part of `fixed`.
@@ -360,11 +362,11 @@ class Problem(ModelTimes):
         left = tuple(layer for layer in self.layers if layer.name not in names)
         if not left:
             raise UsageError("every layer is excluded: nothing is left to prune")
-        gone = tuple(layer for layer in self.layers if layer.name in names)
-        fixed = sum((layer.time(find_option(layer, DENSE_OPTION)) for layer in gone), start=self.fixed)
-        parts = [part.name for layer in gone for part in layer.parts]
+        removed = tuple(layer for layer in self.layers if layer.name in names)
+        fixed = sum((layer.time(find_option(layer, DENSE_OPTION)) for layer in removed), start=self.fixed)
+        parts = [part.name for layer in removed for part in layer.parts]
         second = self.second_budget and self.second_budget.without(parts)
-        return replace(self, layers=left, fixed=fixed, excluded=(*self.excluded, *gone), second_budget=second)
+        return replace(self, layers=left, fixed=fixed, excluded=(*self.excluded, *removed), second_budget=second)
 
     def without_dominated(self, *, by_errors: bool = False) -> Problem:
         """Leave out the options that no efficient profile needs. Dense stays.
@@ -428,7 +430,7 @@ class Problem(ModelTimes):
 
         def possible(layer: LayerOptions) -> list[bool]:
             own = [errors.get(part.name, {}) for part in layer.parts]
-            return [it.pattern == DENSE or all(of.get(it) != math.inf for of in own) for it in layer.options]
+            return [it.pattern == DENSE or all(known.get(it) != math.inf for known in own) for it in layer.options]
 
         return replace(self, layers=tuple(_take_finite(layer, possible(layer)) for layer in self.layers))
 
@@ -455,12 +457,12 @@ class Problem(ModelTimes):
 
     def _check_errors(self) -> None:
         if not self.errors_known:
-            raise UsageError("errors are not known yet: give them by `with_errors`, or take SPDY's, `with_prior`")
+            raise UsageError("errors are unknown: give them by `with_errors`, or take SPDY's by `with_prior`")
 
     # Output ---------------------------------------------------------------------------------------------------------
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row an option of the layers that are searched.
+        """Return a row for each option of the layers that are searched.
 
         `search.inputs.problem_from_frame` reads the frame back, with `dense_seconds=problem.dense` and
         `fixed_seconds=problem.fixed`. These contain the seconds of excluded layers.
@@ -477,7 +479,7 @@ class Problem(ModelTimes):
         write_spdy_timings(self.layers, self.dense.value, self.fixed.value, Path(path))
 
     def plot(self) -> Any:
-        """Return a plotly figure: seconds over sparsity, a line a layer and pattern."""
+        """Return a plotly figure: seconds over sparsity, a line for each layer and pattern."""
         return plot_options(self.layers)
 
 

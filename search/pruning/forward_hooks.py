@@ -1,4 +1,4 @@
-"""Forward hooks by layer name, removed whatever happens."""
+"""Forward hooks by layer name, which are removed in any case."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
 
 
 @contextmanager
-def forward_hooks(model: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
-    """While the context is open, call `hooks[name](module, inputs, output)` after each call of that layer.
+def register_forward_hooks(model: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
+    """Call `hooks[name](module, inputs, output)` after each call of that layer while the context is open.
 
-    Transformer layers of torch then compute as they do in training: their fast path calls no layer, or with nested
+    Torch's transformer layers then compute as in training. Their fast path skips the layers, or passes nested
     tensors.
     """
     modules = dict(model.named_modules())
 
-    def called(hook: Hook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def call_hook(hook: Hook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         hook(module, (*args, *kwargs.values()), output)
 
     handles = [
-        modules[name].register_forward_hook(partial(called, hook), with_kwargs=True) for name, hook in hooks.items()
+        modules[name].register_forward_hook(partial(call_hook, hook), with_kwargs=True)
+        for name, hook in hooks.items()
     ]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -38,7 +39,7 @@ def forward_hooks(model: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]
             handle.remove()
 
 
-def product_of(output: Any) -> Tensor:
-    """What a layer made with its weight: of a tuple, as some subclasses return, the first."""
+def get_product(output: Any) -> Tensor:
+    """Return the product with the weight from a layer's output; some subclasses return it first in a tuple."""
     product: Tensor = output[0] if isinstance(output, tuple) else output
     return product

@@ -1,1 +1,1 @@
-"""The algorithms that look for a profile of low loss, one a file."""
+"""Algorithms that search a profile of low loss, one in each file."""

@@ -1,14 +1,14 @@
-"""The profile of least error whose seconds stay within a budget with a wanted probability.
+"""Find the profile of least error whose seconds keep a budget with a given probability.
 
 An option takes `seconds`, and with that probability at most its `deviation` more. Deviations of different layers are
-their own: they add up like standard deviations, together with one that all profiles share. So a profile must keep
+independent: they add up like standard deviations, together with one that all profiles share. So a profile must keep
 
     sum of seconds + sqrt(shared^2 + sum of deviation^2) <= budget
 
-which is no sum over layers. But a root lies below its tangents: for every s > 0, sqrt(v) <= v / (2 s) + s / 2, with
-equality where s^2 = v. With the right side it is a knapsack that `solve` settles, and whatever it finds keeps the
-budget. The best s is looked for cell by cell; within a cell the tangent is hardly too high, and what that may hide
-bounds the optimum from below.
+which is not a sum over layers. But a square root lies below its tangents: for every s > 0, sqrt(v) <= v / (2 s) +
+s / 2, with equality where s^2 = v. With the right side it becomes a knapsack for `solve`, and every solution keeps
+the budget. The search for the best s goes cell by cell. Within a cell the tangent is only slightly too high, and the
+difference gives a lower bound of the optimum.
 
 Source: the tangents are those of conic chance constraints (Ben-Tal, El Ghaoui, Nemirovski 2009, "Robust
 Optimization", section 2).
@@ -20,7 +20,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,14 +31,14 @@ from search.knapsack.one_budget import solve
 from search.problem.layers import Interval, LayerOptions
 from search.problem.problem import Problem
 
-WIDTH = 1.25
+CELL_RATIO = 1.25
 """Upper by lower end of a cell: the tangent is at most 0.7% of s too high in it."""
 
-SMALL = 1e-3
-"""The least deviation that is told from none, as a share of the most."""
+LEAST_SHARE = 1e-3
+"""The least deviation that differs from none, as a share of the largest."""
 
-TINY = 1e-150
-"""Deviations whose squares are too small to be told from zero."""
+UNDERFLOW = 1e-150
+"""Deviations whose squares are too small to differ from zero."""
 
 POLISHES = 4
 ROUNDING = 1e-12
@@ -46,7 +47,7 @@ ROUNDING = 1e-12
 def compute_upper_seconds(
     seconds: Sequence[Floats], deviations: Sequence[Floats], choice: Sequence[int], shared: float = 0.0
 ) -> float:
-    """The seconds that a profile does not pass with the wanted probability."""
+    """Return the seconds that a profile does not exceed with the given probability."""
     squares = sum_in_order(d[j] * d[j] for d, j in zip(deviations, choice, strict=True))
     return sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True)) + math.sqrt(shared * shared + squares)
 
@@ -54,11 +55,106 @@ def compute_upper_seconds(
 def build_tangent(
     seconds: Sequence[Floats], deviations: Sequence[Floats], budget: float, shared: float, at: float
 ) -> tuple[list[Floats], float]:
-    """Seconds of the options, and a budget for their sum, that no profile keeps without keeping `budget` itself."""
+    """Return seconds of the options and a budget: a profile whose sum keeps this budget keeps `budget` too."""
     return (
         [t + d * d / (2 * at) for t, d in zip(seconds, deviations, strict=True)],
         budget - at / 2 - shared * shared / (2 * at),
     )
+
+
+class _Profile(NamedTuple):
+    """Sums of a profile; `deviation` combines those of its layers with the shared one."""
+
+    error: float
+    seconds: float
+    choice: Choice
+    deviation: float
+
+
+@dataclass(frozen=True)
+class _ChanceProblem:
+    """Arrays of all layers, the budget, and the deviation that all profiles share."""
+
+    seconds: list[Floats]
+    deviations: list[Floats]
+    errors: Sequence[ArrayLike]
+    budget: float
+    shared: float
+
+    def build_tangent(self, at: float) -> tuple[list[Floats], float]:
+        """Return the seconds and the budget of a tangent."""
+        return build_tangent(self.seconds, self.deviations, self.budget, self.shared, at)
+
+    def compute_upper_seconds(self, choice: Choice) -> float:
+        """Return the seconds that a profile does not exceed with the given probability."""
+        return compute_upper_seconds(self.seconds, self.deviations, choice, self.shared)
+
+    def sum_profile(self, choice: Choice) -> _Profile:
+        """Return the sums of a profile."""
+        error = sum_in_order(np.asarray(e, np.float64)[j] for e, j in zip(self.errors, choice, strict=True))
+        spent = sum_in_order(t[j] for t, j in zip(self.seconds, choice, strict=True))
+        own = (float(d[j]) for d, j in zip(self.deviations, choice, strict=True))
+        return _Profile(error, spent, choice, math.hypot(self.shared, *own))
+
+    def solve(self, seconds: Sequence[Floats], budget: float) -> Solution | None:
+        """Return the solution for other seconds and another budget, None where no profile keeps it."""
+        try:
+            return solve(seconds, self.errors, budget)
+        except Infeasible:
+            return None
+
+    def polish(self, best: _Profile) -> _Profile:
+        """Return the profile, or a better one that the tangents at its deviation lead to."""
+        for _ in range(POLISHES if best.deviation > UNDERFLOW else 0):
+            solution = self.solve(*self.build_tangent(best.deviation))
+            if solution is None:  # by a rounding: the best itself lies on the tangent
+                break
+            better = self.sum_profile(solution.choice)
+            if not better < best or self.compute_upper_seconds(better.choice) > self.budget:
+                break
+            best = better
+        return best
+
+
+class _CellSearch:
+    """Solves the tangents of cells; keeps the profiles that fit, and lower bounds of the error."""
+
+    def __init__(self, problem: _ChanceProblem, smallest: float) -> None:
+        self._problem, self._smallest = problem, smallest
+        self.fitting: list[_Profile] = []
+        self.bounds: list[float] = []
+        self.fastest_seconds = math.inf
+
+    def search(self, low: float, high: float) -> None:
+        """Search profiles with a deviation from `low` to `high`."""
+        problem = self._problem
+        s = max(self._smallest, math.sqrt(low * high))
+        seconds, budget = problem.build_tangent(s)
+        self._solve(seconds, budget)
+        # Every profile that deviates by so much, and keeps the budget, keeps this larger one on the tangent.
+        too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
+        relaxed = self._solve(seconds, budget + too_high + ROUNDING * abs(problem.budget))
+        if relaxed is not None:
+            self.bounds.append(relaxed.bound)
+        for _ in range(POLISHES):  # the fastest profile nearby: its own tangent is exact for it
+            seconds, _budget = problem.build_tangent(s)
+            if (s := self._add(tuple(int(np.argmin(layer)) for layer in seconds))) <= UNDERFLOW:
+                break
+
+    def _solve(self, seconds: Sequence[Floats], budget: float) -> Solution | None:
+        """Return the solution of a tangent; keep its profile."""
+        solution = self._problem.solve(seconds, budget)
+        if solution is not None:
+            self._add(solution.choice)
+        return solution
+
+    def _add(self, choice: Choice) -> float:
+        """Return the deviation of a profile; keep the profile if it keeps the budget."""
+        profile, needed = self._problem.sum_profile(choice), self._problem.compute_upper_seconds(choice)
+        self.fastest_seconds = min(self.fastest_seconds, needed)
+        if needed <= self._problem.budget:
+            self.fitting.append(profile)
+        return profile.deviation
 
 
 def solve_with_chance(
@@ -68,11 +164,34 @@ def solve_with_chance(
     budget: float,
     shared: float = 0.0,
 ) -> tuple[Solution, float]:
-    """The profile of least error that keeps `budget` with its deviations, and the s of the tangent that allows it.
+    """Find the profile of least error that keeps a budget with its deviations.
 
-    Arrays as `solve` takes them; deviations and `shared` >= 0, in seconds. The solution's `seconds` are without
-    deviations; no profile that keeps the budget has an error below its `bound`.
-    Raises BadProblem for what states no problem, Infeasible when nothing keeps the budget.
+    Parameters
+    ----------
+    seconds
+        An array (options,) for each layer: seconds >= 0.
+    deviations
+        Arrays of the same shapes: independent deviations >= 0, in seconds.
+    errors
+        Arrays of the same shapes.
+    budget
+        Seconds.
+    shared
+        Deviation >= 0 of every profile, in seconds.
+
+    Returns
+    -------
+    solution
+        Its `seconds` exclude deviations. No profile that keeps the budget has an error below its `bound`.
+    s
+        The deviation at which the tangent touches: the parameter s of the module's docstring.
+
+    Raises
+    ------
+    BadProblem
+        The arrays state no problem.
+    Infeasible
+        No profile keeps the budget.
     """
     t, d = ([np.asarray(layer, np.float64) for layer in arrays] for arrays in (seconds, deviations))
     if len(t) != len(d) or any(a.shape != b.shape for a, b in zip(t, d, strict=True)):
@@ -80,103 +199,64 @@ def solve_with_chance(
     if not (math.isfinite(shared) and shared >= 0 and all(np.isfinite(x).all() and (x >= 0).all() for x in d)):
         raise BadProblem("deviations must be finite and not negative")
     least, most = (math.hypot(shared, *(float(end(layer)) for layer in d)) for end in (np.min, np.max))
-    if most <= TINY:
+    if most <= UNDERFLOW:
         return solve(t, errors, budget), 0.0
-    small = max(least, most * SMALL)
-    found: list[tuple[float, float, Choice, float]] = []
-    bounds = []
-    fastest = math.inf
-
-    def keep(choice: Choice) -> float:
-        """The deviation of a profile, which is kept if it keeps the budget."""
-        nonlocal fastest
-        *_, s = one = _of(t, d, errors, choice, shared)
-        fastest = min(fastest, needed := compute_upper_seconds(t, d, choice, shared))
-        if needed <= budget:
-            found.append(one)
-        return s
-
-    def look(within: Sequence[Floats], room: float) -> Solution | None:
-        try:
-            solution = solve(within, errors, room)
-        except Infeasible:
-            return None
-        keep(solution.choice)
-        return solution
-
-    cells = [(least, small), *itertools.pairwise(_cells(small, most))]
-    for low, high in cells:
-        s = max(small, math.sqrt(low * high))
-        within, room = build_tangent(t, d, budget, shared, s)
-        look(within, room)
-        # Every profile that deviates by so much, and keeps the budget, keeps this.
-        too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
-        relaxed = look(within, room + too_high + ROUNDING * abs(budget))
-        bounds += [relaxed.bound] if relaxed is not None else []
-        for _ in range(POLISHES):  # the fastest profile near: by its own tangent it is exactly as fast as it is
-            within, _room = build_tangent(t, d, budget, shared, s)
-            if (s := keep(tuple(int(np.argmin(layer)) for layer in within))) <= TINY:
-                break
-    if not found:
-        raise Infeasible(float(budget), fastest)
-    best = min(found)
-    for _ in range(POLISHES if best[3] > TINY else 0):
-        within, room = build_tangent(t, d, budget, shared, best[3])
-        try:
-            better = _of(t, d, errors, solve(within, errors, room).choice, shared)
-        except Infeasible:  # by a rounding: the best itself is on the tangent
-            break
-        if not better < best or compute_upper_seconds(t, d, better[2], shared) > budget:
-            break
-        best = better
-    error, spent, choice, s = best
-    return Solution(choice, spent, error, min([error, *bounds])), s
+    smallest = max(least, most * LEAST_SHARE)
+    problem = _ChanceProblem(t, d, errors, budget, shared)
+    cells = _CellSearch(problem, smallest)
+    for low, high in [(least, smallest), *itertools.pairwise(_list_cell_ends(smallest, most))]:
+        cells.search(low, high)
+    if not cells.fitting:
+        raise Infeasible(float(budget), cells.fastest_seconds)
+    error, spent, choice, s = problem.polish(min(cells.fitting))
+    return Solution(choice, spent, error, min([error, *cells.bounds])), s
 
 
-def _cells(low: float, high: float) -> list[float]:
-    """Ends of cells from `low` to `high`."""
-    count = max(1, math.ceil(math.log(high / low) / math.log(WIDTH)))
+def _list_cell_ends(low: float, high: float) -> list[float]:
+    """Return the ends of cells from `low` to `high`."""
+    count = max(1, math.ceil(math.log(high / low) / math.log(CELL_RATIO)))
     return [low * (high / low) ** (i / count) for i in range(count)] + [high]
 
 
-def _of(
-    seconds: Sequence[Floats], deviations: Sequence[Floats], errors: Sequence[ArrayLike], choice: Choice,
-    shared: float,
-) -> tuple[float, float, Choice, float]:  # fmt: skip
-    """Error, seconds, choice and deviation of a profile."""
-    error = sum_in_order(np.asarray(e, np.float64)[j] for e, j in zip(errors, choice, strict=True))
-    spent = sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True))
-    return error, spent, choice, math.hypot(shared, *(float(d[j]) for d, j in zip(deviations, choice, strict=True)))
-
-
 def assume_independent_times(problem: Problem, target: float) -> Problem:
-    """The problem with the upper ends that it has for this target if layers err on their own, not all together.
+    """Return the problem with the intervals that it has for a target if the times of layers err independently.
 
-    What they share is in `fixed`, as it is once whole models were timed. Layers of one shape err alike, whatever
-    options limits leave each, and so are those of unknown shape taken to: each of n counts n times as much, which is
-    never too little (Cauchy and Schwarz). Upper ends added up are as `upper` says for the profile of least error, and
-    too high for others, but no option's above what it was: where the tangent says more, a deviation is added to the
-    root instead, which is never too little either (Minkowski). Lower ends shrink alike. The problem as it is where
-    nothing reaches the target even so, and where the profile of least error deviates by nothing.
+    The interval of `fixed` holds what all layers share, once whole models were timed. Layers of one shape err alike,
+    whatever options limits leave them; layers of unknown shape count as alike too. Each of n alike layers counts n
+    times as much, which is never too little (Cauchy and Schwarz).
+
+    The sum of the new upper ends is `compute_upper_seconds` for the profile of least error, and too high for other
+    profiles. No option's upper end rises: where the tangent is higher, its deviation is added to the root instead,
+    which is never too little either (Minkowski). Lower ends shrink by the same share.
+
+    The problem stays as it is where no profile reaches the target, and where the profile of least error has no
+    deviation.
+
+    Parameters
+    ----------
+    problem
+        The problem with its errors.
+    target
+        The speedup over the dense model.
     """
     alike = Counter(part.shape for layer in problem.layers for part in layer.parts)
 
-    def deviation(layer: LayerOptions) -> Floats:
+    def compute_deviation(layer: LayerOptions) -> Floats:
         squares = [alike[part.shape] * (part.high - part.seconds) ** 2 for part in layer.parts]
         return np.asarray(np.sqrt(np.sum(squares, axis=0)))
 
-    seconds, deviations = [layer.seconds for layer in problem.layers], list(map(deviation, problem.layers))
+    seconds, deviations = [layer.seconds for layer in problem.layers], list(map(compute_deviation, problem.layers))
     shared = problem.fixed.high - problem.fixed.value
     budget = problem.dense.low / target - problem.fixed.value
     try:
         _, s = solve_with_chance(seconds, deviations, problem.errors, budget, shared)
     except Infeasible:
         return problem
-    if s <= TINY:  # its tangent is no help to any other
+    if s <= UNDERFLOW:  # its tangent bounds no other profile
         return problem
-    around = s / 2 + shared * shared / (2 * s)
+    half_width = s / 2 + shared * shared / (2 * s)
 
-    def narrowed(layer: LayerOptions, deviation: Floats) -> LayerOptions:
+    def narrow(layer: LayerOptions, deviation: Floats) -> LayerOptions:
         own = layer.high - layer.seconds
         with np.errstate(over="ignore"):
             by_tangent = deviation**2 / (2 * s)
@@ -189,6 +269,6 @@ def assume_independent_times(problem: Problem, target: float) -> Problem:
     value = problem.fixed.value
     return replace(
         problem,
-        layers=tuple(narrowed(layer, it) for layer, it in zip(problem.layers, deviations, strict=True)),
-        fixed=Interval(value, value - around, value + around),
+        layers=tuple(narrow(layer, it) for layer, it in zip(problem.layers, deviations, strict=True)),
+        fixed=Interval(value, value - half_width, value + half_width),
     )

@@ -1,7 +1,7 @@
-"""What a search may spend, and what it found for it.
+"""The evaluations that a search may spend, and the profiles that it found with them.
 
-An evaluation is one profile judged on all the batches that a search looks at; on fewer of them it counts as their
-share. A search ends when its evaluations are used up, or its time.
+One evaluation computes the loss of one profile on all batches of a search. On fewer batches it counts as their share.
+A search ends when its evaluations or its time are used up.
 """
 
 from __future__ import annotations
@@ -16,21 +16,36 @@ from typing import Protocol
 from search.knapsack.arrays import BadProblem, Choice
 
 EVALUATED_TOGETHER = 8
-"""Profiles handed to the judge together: what it can share out, and how finely time is watched."""
+"""Profiles evaluated together: more of them run in parallel, fewer of them let a deadline end the search sooner."""
 
 
 class ProfileEvaluator(Protocol):
-    """Who judges profiles: `batches` are the calibration data."""
+    """Computes losses of profiles on `batches` of calibration data."""
 
     batches: int
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
-        """The mean loss of each profile over the first `batches`, infinite instead of NaN; the same at every call."""
+        """Return the mean loss of each profile over the first `batches`; infinity instead of NaN.
+
+        Repeated calls return the same losses.
+        """
 
 
 @dataclass(frozen=True)
 class EvaluatedProfile:
-    """One profile that was judged in full: its loss, how it was found, and what had been spent by then."""
+    """A profile with its loss on all batches of the search.
+
+    Attributes
+    ----------
+    choice
+        For each layer the index of its option.
+    loss
+        Mean calibration loss.
+    found_by
+        The name of the method that proposed it.
+    spent
+        Evaluations spent before it.
+    """
 
     choice: Choice
     loss: float
@@ -40,9 +55,18 @@ class EvaluatedProfile:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best profile, how it was found, and every full evaluation in the order made.
+    """The best profile of a search.
 
-    `spent` counts evaluations, partial ones by their share; `out_of_time` says whether there was more to try.
+    Attributes
+    ----------
+    choice, loss, found_by
+        The profile, its mean calibration loss, and the name of the method that proposed it.
+    trace
+        Every profile that was evaluated in full, in order.
+    spent
+        Evaluations; partial ones count as their share.
+    out_of_time
+        Whether the deadline ended the search.
     """
 
     choice: Choice
@@ -54,51 +78,64 @@ class SearchResult:
 
 
 class BudgetExhausted(Exception):
-    """The evaluations that were allowed are used up, or the time is."""
+    """The evaluations or the time of a search are used up."""
 
 
 class EvaluationBudget:
-    """Asks the judge for a search, each profile once, and keeps the account.
+    """Evaluates each profile of a search once, and counts the evaluations.
 
-    At most `allowed` evaluations on the first `batches` (all, if None); once there is a result, none begins when
-    `clock` has reached `deadline`. `tell` hears of what is spent and of the
-    least loss so far. Profiles that the judge knows, `known` with how they were found, are results for nothing.
+    Parameters
+    ----------
+    evaluator
+        Computes the losses.
+    allowed
+        Number of evaluations at most.
+    batches
+        The first batches of the calibration data that an evaluation uses; all by default.
+    known
+        Profiles whose losses the evaluator has already, and how they were found. They cost nothing.
+    deadline
+        Reading of `clock` after which no evaluation begins, once there is a result.
+    clock
+        Returns seconds.
+    report
+        Receives the evaluations spent and the least loss so far.
     """
 
     def __init__(
         self,
-        judge: ProfileEvaluator,
+        evaluator: ProfileEvaluator,
         allowed: int,
         *,
         batches: int | None = None,
         known: Mapping[Choice, str] | None = None,
         deadline: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[float, float], None] = lambda spent, best: None,
+        report: Callable[[float, float], None] = lambda spent, best: None,
     ) -> None:
         if allowed < 1:
             raise BadProblem("a search needs at least one evaluation")
-        self.batches = min(batches or judge.batches, judge.batches)
+        self.batches = min(batches or evaluator.batches, evaluator.batches)
         self.known: dict[Choice, int] = {}
-        """On how many batches each profile was judged."""
-        self._judge, self._tell = judge, tell
+        """Profile -> number of batches that it was evaluated on."""
+        self._evaluator, self._report = evaluator, report
         self._deadline, self._clock = deadline, clock
         self._allowed = self._left = allowed * self.batches
         self._trace: dict[Choice, EvaluatedProfile] = {}
         self._out_of_time = False
         known = known or {}
-        for (choice, found_by), loss in zip(known.items(), judge.losses(list(known), self.batches), strict=True):
+        for (choice, found_by), loss in zip(known.items(), evaluator.losses(list(known), self.batches), strict=True):
             self.known[choice] = self.batches
             self._trace[choice] = EvaluatedProfile(choice, loss, found_by, 0.0)
 
     @property
     def best(self) -> EvaluatedProfile:
-        """The least loss so far, the first of equal ones."""
-        return min(self._trace.values(), key=lambda one: one.loss)
+        """The profile of least loss so far; of equal ones the first."""
+        return min(self._trace.values(), key=lambda profile: profile.loss)
 
     @property
-    def found(self) -> SearchResult:
-        """What came of it so far."""
+    def result(self) -> SearchResult:
+        """The result so far."""
         best = self.best
         trace = tuple(self._trace.values())
         return SearchResult(best.choice, best.loss, best.found_by, trace, self._spent, self._out_of_time)
@@ -106,39 +143,52 @@ class EvaluationBudget:
     def losses(
         self, choices: Sequence[Choice], batches: int | None = None, found_by: str | None = None
     ) -> list[float]:
-        """The mean loss of each profile over the first `batches` (all, if None).
+        """Return the mean loss of each profile over the first `batches` (default all).
 
-        Those judged on all may be the search's result where `found_by` says how they were found; without, they were
-        asked for to learn from. Raises BudgetExhausted when not all may be asked for; those that may are judged
-        before.
+        Parameters
+        ----------
+        choices
+            Profiles.
+        batches
+            Number of batches.
+        found_by
+            The name of the method that proposed them. Only named profiles on all batches can become the result;
+            others serve to learn from.
+
+        Raises
+        ------
+        BudgetExhausted
+            The budget does not suffice for all of them. It was spent on the first ones.
         """
         count = batches or self.batches
-        enters = count == self.batches and found_by is not None
+        is_candidate = count == self.batches and found_by is not None
         new = [
             choice
             for choice in dict.fromkeys(choices)
-            if self.known.get(choice, 0) < count or (enters and choice not in self._trace)
+            if self.known.get(choice, 0) < count or (is_candidate and choice not in self._trace)
         ]
         for start in range(0, len(new), EVALUATED_TOGETHER):
-            self._ask(new[start : start + EVALUATED_TOGETHER], count, found_by if enters else None)
-        return self._judge.losses(choices, count)
+            self._evaluate(new[start : start + EVALUATED_TOGETHER], count, found_by if is_candidate else None)
+        return self._evaluator.losses(choices, count)
 
-    def _ask(self, choices: Sequence[Choice], batches: int, found_by: str | None) -> None:
+    def _evaluate(self, choices: Sequence[Choice], batches: int, found_by: str | None) -> None:
+        """Evaluate the first profiles that the budget allows. Raises BudgetExhausted if these are not all."""
         if self._trace and self._clock() >= self._deadline:
             self._out_of_time = True
             raise BudgetExhausted
         costs = [max(0, batches - self.known.get(choice, 0)) for choice in choices]
         within = choices[: sum(cost <= self._left for cost in itertools.accumulate(costs))]
-        for choice, cost, loss in zip(within, costs, self._judge.losses(within, batches), strict=False):
+        for choice, cost, loss in zip(within, costs, self._evaluator.losses(within, batches), strict=False):
             self._left -= cost
             self.known[choice] = max(batches, self.known.get(choice, 0))
             if found_by is not None:
                 self._trace[choice] = EvaluatedProfile(choice, loss, found_by, self._spent)
         if self._trace:
-            self._tell(self._spent, self.best.loss)
+            self._report(self._spent, self.best.loss)
         if len(within) < len(choices):
             raise BudgetExhausted
 
     @property
     def _spent(self) -> float:
+        """Evaluations spent so far."""
         return (self._allowed - self._left) / self.batches

@@ -1,9 +1,9 @@
-"""How the profile of least loss within the budget is looked for.
+"""Find the profile of least loss within the budget, by one of four strategies.
 
-staged    every layer an option of its own: learnt from the losses of profiles what each layer adds, in stages
-spdy      every layer an option of its own: SPDY's coefficient search as published, to compare with
-once      the profile of least summed error, solved for once: no loss is looked at
-uniform   one pattern and sparsity everywhere, to compare with
+- staged: an option for each layer. It learns from the losses of profiles what each layer adds.
+- spdy: an option for each layer. SPDY's coefficient search as published, a baseline.
+- once: the profile of least total error, solved for once without any loss.
+- uniform: one pattern and sparsity in all layers, a baseline.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from search.knapsack.arrays import Choice, Floats
+from search.knapsack.arrays import Choice, Floats, Solver
 from search.problem.layers import list_options
 from search.problem.priors import build_quadratic_prior
 from search.problem.problem import Problem
@@ -29,81 +29,133 @@ from search.strategies.staged import run_staged_search
 STRATEGIES = ("staged", "spdy", "once", "uniform")
 
 NOT_DRAWN = ("solve once", "uniform")
-"""What says of an evaluation that its profile was not chosen for its loss."""
+"""Values of `found_by` of profiles that were not selected for their loss."""
 
 FINALISTS = 8
+"""Profiles that are evaluated on all batches at the end."""
 
 STARTS = 2
-"""Uniform profiles that the staged search begins with."""
+"""Uniform profiles that the staged search starts with."""
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """How to search.
+
+    Attributes
+    ----------
+    strategy
+        One of STRATEGIES.
+    evaluations
+        Evaluations at most.
+    seed
+        Random seed.
+    batches
+        The first batches of the calibration data that an evaluation uses. If these are not all, the best profiles are
+        evaluated on all batches at the end.
+    deadline
+        Reading of `clock` (seconds) after which no evaluation begins.
+    clock
+        Returns seconds.
+    """
+
+    strategy: str
+    evaluations: int
+    seed: int = 0
+    batches: int | None = None
+    deadline: float = math.inf
+    clock: Callable[[], float] = time.monotonic
 
 
 def run_strategy(
-    strategy: str,
+    settings: StrategySettings,
     problem: Problem,
     target: float,
-    judge: ProfileEvaluator,
+    evaluator: ProfileEvaluator,
     *,
-    seed: int,
-    evaluations: int,
-    batches: int | None = None,
     known: Mapping[Choice, str] | None = None,
     missed: Collection[Choice] = (),
-    deadline: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
     progress: Progress = lambda what, done, total: None,
 ) -> SearchResult:
-    """The profile of least loss that `strategy` finds for a speedup of `target`.
+    """Find the profile of least loss that reaches a target. It also keeps the problem's second budget.
 
-    It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
-    are judged by all in the end), and begins none when `clock` has passed `deadline`. `known` profiles, which were
-    judged before, are among what it found, with how they were found then, as far as they fit. Those that `missed`
-    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible.
+    Parameters
+    ----------
+    settings
+        The strategy, its seed, and its limits.
+    problem
+        The problem with its errors.
+    target
+        The speedup over the dense model.
+    evaluator
+        Computes the losses of profiles.
+    known
+        Profiles that were evaluated before, and how they were found. Those that keep the budgets can be the result.
+    missed
+        Profiles that were measured to miss the target. One of them is the result only if there is no other.
+    progress
+        Receives what is done.
+
+    Raises
+    ------
+    Infeasible
+        No profile reaches the target.
     """
 
-    def tell(spent: float, best: float) -> None:
-        progress(f"searching: calibration loss {best:.4f}", int(spent), evaluations)
+    def report(spent: float, best: float) -> None:
+        progress(f"searching: calibration loss {best:.4f}", int(spent), settings.evaluations)
 
-    solver, rng = problem.solver(target, quick=True), np.random.default_rng(seed)
-
-    def fits(choice: Choice) -> bool:
-        return problem.keeps(choice, target)
-
-    def counts(found_by: str) -> bool:
-        """Whether what was found so may be this strategy's find: the published search has no start but its own."""
-        return found_by == "spdy" if strategy == "spdy" else strategy != "once"
-
-    account = EvaluationBudget(
-        judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
-        known={choice: found_by for choice, found_by in (known or {}).items() if counts(found_by) and fits(choice)},
+    solver = problem.solver(target, quick=True)
+    reusable = {
+        choice: found_by
+        for choice, found_by in (known or {}).items()
+        if _is_result(settings.strategy, found_by) and problem.keeps(choice, target)
+    }
+    budget = EvaluationBudget(
+        evaluator, settings.evaluations, batches=settings.batches, known=reusable, deadline=settings.deadline,
+        clock=settings.clock, report=report,
     )  # fmt: skip
     with contextlib.suppress(BudgetExhausted):
-        if strategy == "uniform":
-            account.losses(problem.uniform_profiles(target) or [problem.best_uniform(target)], found_by="uniform")
-        elif strategy == "once":
-            account.losses([problem.solve(target).choice], found_by="solve once")
-        elif strategy == "spdy":
-            run_spdy_search(account, solver, build_quadratic_priors(problem), rng)
-        else:
-            starts = problem.uniform_profiles(target)[:STARTS]
-            sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
-            priors = build_layer_priors(problem.errors, sparsities)
-            run_staged_search(account, solver, priors, rng, starts=starts)
-    found = account.found
-    # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
-    ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
-    if account.batches == judge.batches:
-        return replace(found, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
-    finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]
-    progress(f"judging the best {len(finalists)} by all calibration data", None, None)
-    losses = judge.losses([one.choice for one in finalists], judge.batches)
-    best, loss = min(zip(finalists, losses, strict=True), key=lambda one: (one[0].choice in missed, one[1]))
-    return replace(found, choice=best.choice, loss=loss, found_by=best.found_by)
+        _search(settings, problem, target, solver, budget)
+    result = budget.result
+    # The least of many losses on few images is too favourable, but not for profiles selected without their loss.
+    ranked = sorted(result.trace, key=lambda profile: (profile.choice in missed, profile.loss))
+    if budget.batches == evaluator.batches:
+        return replace(result, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
+    finalists = [*ranked[:FINALISTS], *(it for it in ranked[FINALISTS:] if it.found_by in NOT_DRAWN)]
+    progress(f"evaluating the best {len(finalists)} profiles on all calibration data", None, None)
+    losses = evaluator.losses([profile.choice for profile in finalists], evaluator.batches)
+    best, loss = min(zip(finalists, losses, strict=True), key=lambda pair: (pair[0].choice in missed, pair[1]))
+    return replace(result, choice=best.choice, loss=loss, found_by=best.found_by)
+
+
+def _is_result(strategy: str, found_by: str) -> bool:
+    """Return whether a strategy accepts a known profile: the published search starts only from its own."""
+    return found_by == "spdy" if strategy == "spdy" else strategy != "once"
+
+
+def _search(
+    settings: StrategySettings, problem: Problem, target: float, solver: Solver, budget: EvaluationBudget
+) -> None:
+    """Evaluate the profiles of a strategy. Raises BudgetExhausted when the budget is used up."""
+    rng = np.random.default_rng(settings.seed)
+    if settings.strategy == "uniform":
+        budget.losses(problem.uniform_profiles(target) or [problem.best_uniform(target)], found_by="uniform")
+    elif settings.strategy == "once":
+        budget.losses([problem.solve(target).choice], found_by="solve once")
+    elif settings.strategy == "spdy":
+        run_spdy_search(budget, solver, build_quadratic_priors(problem), rng)
+    else:
+        starts = problem.uniform_profiles(target)[:STARTS]
+        sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
+        priors = build_layer_priors(problem.errors, sparsities)
+        run_staged_search(budget, solver, priors, rng, starts=starts)
 
 
 def build_quadratic_priors(problem: Problem) -> list[Floats]:
-    """The published priors, an array a layer: by the place of each sparsity among all that any layer has.
+    """Return SPDY's priors, an array (options,) for each layer: by the rank of a sparsity among those of all layers.
 
-    That is a grid of those that are left where options were left out that cannot pay.
+    Options that were left out of the problem do not count.
     """
     grid = [option.sparsity for option in list_options(problem.layers)]
     return [build_quadratic_prior([option.sparsity for option in layer.options], grid) for layer in problem.layers]

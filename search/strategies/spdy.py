@@ -1,15 +1,15 @@
 """The coefficient search of SPDY as published (Frantar and Alistarh 2022, section 3.2, and its released code).
 
-A profile is judged by the loss of the model it gives, which is costly. So the search is not over profiles but over
-one coefficient a layer, how sensitive it is: coefficient x prior are the errors of a knapsack, whose optimum within
-the budget is the profile that those coefficients stand for.
+The loss of a profile is expensive to compute. So the search varies one coefficient for each layer, its sensitivity.
+Coefficient x prior gives the errors of a knapsack problem. Its optimum within the budget is the profile of these
+coefficients.
 
-1. `DRAWS` coefficient vectors from U(0, 1)^layers; keep the best.
-2. For m from a tenth of the layers down to 1: redraw m of its coefficients; the first improvement is kept and the
-   trials begin anew; after `TRIALS` without one, m falls by one.
+1. Draw `DRAWS` coefficient vectors from U(0, 1)^layers and keep the best.
+2. For m from a tenth of the layers down to 1: redraw m of its coefficients. Keep the first improvement and restart
+   the trials. After `TRIALS` trials without one, decrease m by one.
 
-Ours differs in two things: the knapsack is solved exactly, not on seconds rounded to buckets, so the budget holds;
-and a profile that several coefficients stand for is judged once, so it is paid for once.
+Two things differ from the published search. The knapsack is solved exactly, not on seconds rounded to buckets, so the
+budget holds. A profile that results from several coefficient vectors is evaluated once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,27 @@ def run_spdy_search(
     draws: int = DRAWS,
     trials: int = TRIALS,
 ) -> None:
-    """Search profiles of `solver` until nothing is left to try; `evaluations` keeps what was found.
+    """Search until nothing is left to try; `evaluations` keeps the profiles.
 
-    `solver` knows the budget; `prior` (errors >= 0) holds an array a layer. The same `rng` state gives the same
-    search. Raises BudgetExhausted when `evaluations` are used up before, and what `solver` raises.
+    Parameters
+    ----------
+    evaluations
+        Evaluates profiles.
+    solver
+        Finds the profile of least error within the budget.
+    prior
+        Errors >= 0: an array (options,) for each layer.
+    rng
+        Source of randomness. Equal states give equal searches.
+    draws
+        Coefficient vectors to start with.
+    trials
+        Trials without an improvement after which m falls.
+
+    Raises
+    ------
+    BudgetExhausted
+        The evaluations or the time are used up.
     """
     layers = len(prior)
 
@@ -46,8 +63,8 @@ def run_spdy_search(
         return solver([c * e for c, e in zip(coefficients, prior, strict=True)]).choice
 
     drawn = [rng.random(layers) for _ in range(draws)]
-    losses = evaluations.losses([profile(one) for one in drawn], found_by="spdy")
-    best, best_loss = min(zip(drawn, losses, strict=True), key=lambda one: one[1])
+    losses = evaluations.losses([profile(coefficients) for coefficients in drawn], found_by="spdy")
+    best, best_loss = min(zip(drawn, losses, strict=True), key=lambda pair: pair[1])
     for redrawn in range(max(1, round(NEIGHBOURHOOD * layers)), 0, -1):
         failures = 0
         while failures < trials:

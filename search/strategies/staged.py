@@ -1,9 +1,10 @@
-"""The search by learning what each layer adds to the loss (`search.strategies.additive_loss`), in stages.
+"""The staged search: learn the loss that each layer adds (`search.strategies.additive_loss`), and race candidates.
 
-Round by round: the model of the loss is fitted to all that was judged so far; its likeliest optimum and some drawn
-from it are solved for within the budget; they are judged on few batches, the better half on more, the best
-quarter on all (successive halving: Jamieson and Talwalkar 2016, "Non-stochastic best arm identification"). Losses on
-few batches are compared with the best profile's on the same ones, so what makes batches easy or hard cancels.
+Each round fits the model of the loss to all evaluated profiles. The exact solver finds its likeliest optimum, and the
+optima of some draws from the model. All of them are evaluated on a quarter of the batches, the better half on half of
+them, the best quarter on all. This is successive halving (Jamieson and Talwalkar 2016, "Non-stochastic best arm
+identification"). Losses on fewer batches are compared with the best profile's loss on the same batches. So it does
+not matter whether these batches are easy or hard.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from search.knapsack.arrays import Choice, Solver
 from search.strategies.additive_loss import AdditiveLoss, Prior
 from search.strategies.evaluation_budget import EvaluationBudget
 
-WIDTH = 8
-"""Profiles a round."""
+CANDIDATES = 8
+"""Profiles in each round."""
 
 STAGES = (4, 2, 1)
-"""A fourth of the batches judges all profiles of a round, a half of them half of those, and all a fourth."""
+"""Divisors of the batches in each stage: all candidates on a quarter, half of them on a half, a quarter on all."""
 
-LEARNT_FROM = 200
-"""Profiles, the best ones: those far away say little of the optimum."""
+MOST_FITTED = 200
+"""Number of best profiles to fit the model to: those far from the optimum say little about it."""
 
-HOTTER = 1.15
-TRIES = 60
-"""A draw that leads to a known profile is followed by one from a wider posterior, so often in a round."""
+HEATING = 1.15
+"""Factor of the temperature after a draw that gave a known profile."""
+
+MOST_DRAWS = 60
+"""Draws in a round."""
 
 
 def run_staged_search(
@@ -39,31 +42,46 @@ def run_staged_search(
     *,
     starts: Sequence[Choice] = (),
 ) -> None:
-    """Search profiles of `solver` until no new one comes up; `evaluations` keeps what was found.
+    """Search until no new profile comes up; `evaluations` keeps the profiles.
 
-    `solver` knows the budget; `priors` are what options may add to the loss, the measured errors first. What it makes
-    of each prior alone, and the `starts`, which keep the budget, are judged in full: the result is no worse than any
-    of them. The same `rng` state gives the same search. Raises BudgetExhausted when `evaluations` are used up before,
-    and what `solver` raises.
+    The optimum of each prior alone and the `starts` are evaluated in full: the result is no worse than any of them.
+
+    Parameters
+    ----------
+    evaluations
+        Evaluates profiles.
+    solver
+        Finds the profile of least error within the budget.
+    priors
+        Losses that options may add (`build_layer_priors`), the measured errors first.
+    rng
+        Source of randomness. Equal states give equal searches.
+    starts
+        Further profiles within the budget.
+
+    Raises
+    ------
+    BudgetExhausted
+        The evaluations or the time are used up.
     """
     least = tuple(int(np.argmin(e)) for e in priors[0])
     for prior in priors:
         evaluations.losses([solver(prior).choice], found_by="solve once")
     evaluations.losses(starts, found_by="uniform")
-    few = max(1, evaluations.batches // STAGES[0])
-    evaluations.losses([least], few)
+    fewest = max(1, evaluations.batches // STAGES[0])
+    evaluations.losses([least], fewest)
     while evaluations.best.choice != least:
-        model = _learnt(evaluations, priors, least, few)
+        model = _fit_model(evaluations, priors, least, fewest)
         candidates: list[Choice] = []
         temperature = 0.0
-        for _ in range(TRIES):
+        for _ in range(MOST_DRAWS):
             choice = solver(model.draw(rng, temperature)).choice
             if choice not in evaluations.known and choice not in candidates:
                 candidates.append(choice)
                 temperature = max(temperature, 1.0)
             else:
-                temperature = max(1.0, temperature * HOTTER)
-            if len(candidates) == WIDTH:
+                temperature = max(1.0, temperature * HEATING)
+            if len(candidates) == CANDIDATES:
                 break
         if not candidates:
             return
@@ -71,27 +89,27 @@ def run_staged_search(
 
 
 def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
-    """Judge all on few batches, and ever fewer on ever more."""
+    """Evaluate all candidates on few batches, and ever fewer of them on ever more batches."""
     pool = list(candidates)
-    for part in STAGES:
-        keep = max(1, -(-len(candidates) * part // STAGES[0]))
+    for divisor in STAGES:
+        keep = max(1, -(-len(candidates) * divisor // STAGES[0]))
         pool = pool[:keep]
-        batches = max(1, evaluations.batches // part)
+        batches = max(1, evaluations.batches // divisor)
         losses = evaluations.losses(pool, batches, found_by="staged")
-        pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda one: one[0])]
+        pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda pair: pair[0])]
 
 
-def _learnt(evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, few: int) -> AdditiveLoss:
-    """The model of what profiles add to the loss of `base`, by what was judged so far."""
+def _fit_model(evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, fewest: int) -> AdditiveLoss:
+    """Return the model of the loss above that of `base`, fitted to the profiles evaluated so far."""
     best = evaluations.best.choice
-    (of_base,), (of_best,) = evaluations.losses([base], few), evaluations.losses([best], few)
+    (base_loss,), (best_loss,) = evaluations.losses([base], fewest), evaluations.losses([best], fewest)
     added: dict[Choice, float] = {}
     for batches in sorted(set(evaluations.known.values())):
         choices = [choice for choice, count in evaluations.known.items() if count == batches and choice != base]
-        *losses, of_the_same = evaluations.losses([*choices, best], batches)
+        *losses, best_here = evaluations.losses([*choices, best], batches)
         for choice, loss in zip(choices, losses, strict=True):
-            added[choice] = loss - of_the_same + of_best - of_base
-    worst = max((one for one in added.values() if math.isfinite(one)), default=1.0)
-    added = {choice: one if math.isfinite(one) else worst for choice, one in added.items()}
-    nearest = sorted(added, key=added.__getitem__)[:LEARNT_FROM]
+            added[choice] = loss - best_here + best_loss - base_loss
+    worst = max((loss for loss in added.values() if math.isfinite(loss)), default=1.0)
+    added = {choice: loss if math.isfinite(loss) else worst for choice, loss in added.items()}
+    nearest = sorted(added, key=added.__getitem__)[:MOST_FITTED]
     return AdditiveLoss(priors, nearest, [added[choice] for choice in nearest])

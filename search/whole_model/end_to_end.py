@@ -59,7 +59,7 @@ BURST_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class ModelEngine:
+class EngineBuilder:
     """How a worker builds one model.
 
     Attributes
@@ -117,7 +117,7 @@ def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
 
 
 def time_engines(
-    engines: Mapping[str, ModelEngine],
+    engines: Mapping[str, EngineBuilder],
     *,
     threads: int,
     required: Sequence[str],
@@ -182,8 +182,8 @@ class _EngineTiming:
     """One timing while it runs: the engines that still run, the rounds taken, and the build of each round."""
 
     def __init__(
-        self, engines: Mapping[str, ModelEngine], workers: _Workers, required: Sequence[str], schedule: RoundSchedule,
-        known: Mapping[str, float], order: np.random.Generator, progress: Progress,
+        self, engines: Mapping[str, EngineBuilder], workers: _Workers, required: Sequence[str],
+        schedule: RoundSchedule, known: Mapping[str, float], order: np.random.Generator, progress: Progress,
     ) -> None:  # fmt: skip
         self._engines, self._workers, self._required, self._schedule = dict(engines), workers, required, schedule
         self._known, self._order, self._progress = known, order, progress
@@ -276,7 +276,7 @@ class _EngineTiming:
 
 
 def _build_engines(
-    engines: Mapping[str, ModelEngine], workers: _Workers
+    engines: Mapping[str, EngineBuilder], workers: _Workers
 ) -> tuple[dict[str, PreparedTask], dict[str, Exception]]:
     """Build all engines in new processes, different workers at the same time; return the built and the failed."""
     prepared: dict[str, PreparedTask] = {}

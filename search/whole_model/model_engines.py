@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.prepare_point import build_synthetic_mask
+from latbench.base.engine_registry import is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
-from search.backends import OWN
-from search.pruning.storage.model_folder import in_precision, load_pruned
+from search.pruning.storage.model_folder import load_pruned, set_precision
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels.convert import LayerPattern, convert
@@ -54,16 +55,10 @@ DENSE_ENGINES = {
     "openvino-bf16": "search.whole_model.model_engines:build_dense_openvino_bf16",
     "numba-bf16": "search.whole_model.model_engines:build_dense_numba_bf16",
 }
-"""Dense engine -> its builder."""
+"""Engine of `latbench.base.engine_registry.MODEL_ENGINES` -> its builder.
 
-BFLOAT16_ENGINES = ("torch-bf16", "openvino-bf16", "numba-bf16")
-"""Dense engines that compute in bfloat16."""
-
-ENGINES_SHARING_EXPORT = ("onnxruntime", "openvino", "openvino-bf16")
-"""Dense engines that run one exported file. Their builders take the folder that has it, or will have it."""
-
-BACKENDS = (*OWN, "deepsparse")
-"""Backends that run a pruned model: latbench's own kernels, in float32 or bfloat16, or DeepSparse."""
+Builders of engines that share an exported file also take the folder that has it, or will have it.
+"""
 
 
 def build_dense_torch(reference: str, threads: int) -> Run:
@@ -92,7 +87,7 @@ def build_dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     """Build the model on ONNX Runtime's CPU provider, by ONNX. Its threads spin between calls, as by default."""
     import onnxruntime
 
-    from latbench.backends.onnxruntime import SPINNING_SECONDS
+    from latbench.backends.cpu.onnxruntime import SPINNING_SECONDS
 
     task = load_task(reference)
     inputs = task.example()
@@ -138,14 +133,14 @@ def build_dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
 
 
 def _build_openvino(reference: str, threads: int, shared: str, precision: str, tolerance: float) -> Run:
-    from latbench.backends.openvino import on_cpu
+    from latbench.backends.cpu.openvino import compile_on_cpu
 
     task = load_task(reference)
     import openvino  # after latbench's module, which keeps it from reporting to a web service
 
     model, inputs = task.model(), task.example()
     path = export_once(model, inputs, Path(shared))
-    compiled = on_cpu(openvino.Core().read_model(path), threads, precision)
+    compiled = compile_on_cpu(openvino.Core().read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:
@@ -182,7 +177,7 @@ def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load_task(reference)
     model, inputs = task.model(), task.example()
     traced, _ = trace_model(model, inputs)
-    choices = in_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
+    choices = set_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
     return _run_in_inference_mode(convert(model, choices, inputs), inputs, threads)
 
 
@@ -210,7 +205,7 @@ def build_layers_free(reference: str, threads: int, backend: str, choices: Optio
     Each sparse layer computes an output once, and returns it from then on.
     """
     model, swapped, inputs = _mask_at_random(reference, choices)
-    converted = convert(model, in_precision(swapped, backend), inputs)
+    converted = convert(model, set_precision(swapped, backend), inputs)
     for layer in converted.modules():
         if isinstance(layer, SparseLinear | SparseConv2d):
             layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
@@ -246,7 +241,7 @@ def _mask_at_random(reference: str, choices: OptionsByLayer) -> tuple[nn.Module,
         pattern = parse(spec)
         mask = None
         if not isinstance(pattern, Dense):
-            mask = synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+            mask = build_synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
             set_weight_matrix(module, matrix * torch.from_numpy(mask))
         swapped[name] = LayerPattern(pattern, mask)
     return model, swapped, task.example()
@@ -290,8 +285,8 @@ def score_models(reference: str, threads: int, backend: str, folder: str) -> tup
     task = load_task(reference)
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
-    if backend != "deepsparse":
-        pruned = convert(model, in_precision(choices, backend), task.example())
+    if not is_deepsparse(backend):
+        pruned = convert(model, set_precision(choices, backend), task.example())
     with torch.inference_mode():
         return task.score(task.model()), task.score(pruned)
 
@@ -305,9 +300,9 @@ def _build_on(
     exported: Path | None = None,
 ) -> ModelRun:
     """Build the pruned model as `backend` runs it: with its layers converted to `choices`, or as it is."""
-    if backend == "deepsparse":
+    if is_deepsparse(backend):
         return _build_on_deepsparse(model, inputs, threads, exported)
-    return _run_in_inference_mode(convert(model, in_precision(choices, backend), inputs), inputs, threads)
+    return _run_in_inference_mode(convert(model, set_precision(choices, backend), inputs), inputs, threads)
 
 
 def _build_on_deepsparse(
@@ -318,7 +313,9 @@ def _build_on_deepsparse(
         path = exported or Path(folder) / "model.onnx"
         export_onnx(model, inputs, path)
         arrays = [x.numpy() for x in inputs]
-        compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
+        compiled = deepsparse.load_model(
+            path, arrays, threads=threads, environment=deepsparse_environment.find_environment()
+        )
     with torch.inference_mode():
         check_outputs(compiled.outputs(), list_tensors(model(*inputs)), "DeepSparse")
     return compiled

@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from latbench import backends
+from latbench.backends import installed_engines
+from latbench.base.engine_registry import CPU_ENGINES, MODEL_ENGINES, list_rivals, list_standard, runs_our_kernels
 from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
-from search.backends import OWN, Deployment
+from search.deployment import Deployment
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.problem.layers import (
     DENSE,
@@ -39,8 +40,8 @@ from search.problem.layers import (
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
-from search.whole_model.end_to_end import ModelEngine, time_engines
-from search.whole_model.model_engines import BFLOAT16_ENGINES, DENSE_ENGINES, ENGINES_SHARING_EXPORT
+from search.whole_model.end_to_end import EngineBuilder, time_engines
+from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from sparse_kernels.cpu.runtime import kernel_cache
 
@@ -120,11 +121,11 @@ def time_probe_profiles(
     engines = build_dense_engines(task, deployment)
     arguments = (task.reference, deployment.threads, deployment.backend)
     for name, chosen in profiles.items():
-        engines[name] = ModelEngine(
+        engines[name] = EngineBuilder(
             "pruned", "search.whole_model.model_engines:build_random_pruned", (*arguments, chosen)
         )
-    if deployment.backend in OWN:
-        engines[FREE] = ModelEngine(
+    if runs_our_kernels(deployment.backend):
+        engines[FREE] = EngineBuilder(
             "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments, options[-1])
         )
     required = ["torch", *profiles, *({FREE} & engines.keys())]
@@ -132,24 +133,21 @@ def time_probe_profiles(
     return Session(profiles, timings)
 
 
-def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, ModelEngine]:
+def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
     """Return the dense engines that a pruned model is compared with.
 
     DeepSparse and the engines in bfloat16 are among them only where the pruned model runs on or in these.
     """
-    special = {"deepsparse": ("deepsparse",), "numba-bf16": BFLOAT16_ENGINES}
-    left_out = {name for backend, names in special.items() if backend != deployment.backend for name in names}
     arguments = (task.reference, deployment.threads)
     return {
-        name: ModelEngine(name, function, arguments, shares=name in ENGINES_SHARING_EXPORT)
-        for name, function in DENSE_ENGINES.items()
-        if name not in left_out
+        name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
+        for name in list_rivals(deployment.backend)
     }
 
 
 def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
-    versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    versions = {name: installed_engines.find_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": deployment.threads, "backend": deployment.backend,

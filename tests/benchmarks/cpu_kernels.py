@@ -41,7 +41,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from latbench.backends import copies_for, deepsparse_environment, synthetic_layer
+from latbench.backends.cpu import deepsparse_environment
+from latbench.backends.cpu.prepare_point import build_synthetic_layer, count_copies
 from latbench.errors import LatbenchError
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
@@ -194,18 +195,18 @@ def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
 
 def deepsparse_worker(pipe: Connection, sparsity: float, threads: int) -> None:
     """As `dense_worker`, by DeepSparse, of a layer with this share of zeros; one copy whatever is asked."""
-    from latbench.backends import deepsparse
-    from latbench.backends.onnxruntime import one_node_model
+    from latbench.backends.cpu import deepsparse
+    from latbench.backends.cpu.onnxruntime import build_one_node_model
 
-    environment = deepsparse_environment.find()
+    environment = deepsparse_environment.find_environment()
     pattern = Unstructured() if sparsity else Dense()
     while (asked := pipe.recv()) is not None:
         shape, _ = asked
-        layer = synthetic_layer(Point("cpu", "deepsparse", "auto", shape, pattern, sparsity, threads))
+        layer = build_synthetic_layer(Point("cpu", "deepsparse", "auto", shape, pattern, sparsity, threads))
         with TemporaryDirectory() as folder:
             path = Path(folder) / "layer.onnx"
-            path.write_bytes(one_node_model(shape, layer))
-            with deepsparse.load(path, [layer.x], threads=threads, environment=environment) as model:
+            path.write_bytes(build_one_node_model(shape, layer))
+            with deepsparse.load_model(path, [layer.x], threads=threads, environment=environment) as model:
                 while seconds := pipe.recv():
                     pipe.send(min(model.burst(seconds).samples))
 
@@ -230,7 +231,7 @@ def engines(threads: int, bf16: bool = False) -> Iterator[Peers]:
         name: (dense_worker, name) for name in ENGINES if bf16 or name != BFLOAT16
     }
     with suppress(LatbenchError):  # not set up: the table does not name it
-        deepsparse_environment.find()
+        deepsparse_environment.find_environment()
         workers |= {name: (deepsparse_worker, sparsity) for name, sparsity in DEEPSPARSE.items()}
     pipes = {}
     for name, (worker, argument) in workers.items():
@@ -312,7 +313,7 @@ def numba_cases(
                 y = at_cache_line(plans[spec](x))
                 run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))
             for name, plan in plans.items():
-                turns = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
+                turns = [plan, *(plan.copy() for _ in range((count_copies(plan.nbytes) if cold else 1) - 1))]
                 cases[name, sparsity] = (plan, [partial(run[name], each) for each in turns], packed.nnz)
     return cases
 
@@ -360,7 +361,7 @@ def measure(shape: Shape, running: Peers, specs: Sequence[str], how: argparse.Na
     if how.cold:  # its copies would need processes of their own
         pipes = {engine: pipe for engine, pipe in pipes.items() if engine not in DEEPSPARSE}
     for pipe in pipes.values():
-        pipe.send((shape, copies_for(4 * shape.m * shape.k) if how.cold else 1))
+        pipe.send((shape, count_copies(4 * shape.m * shape.k) if how.cold else 1))
     peers: dict[str, list[float]] = {engine: [] for engine in pipes}
     ours: dict[Key, list[float]] = {key: [] for key in cases}
     sums = {key: reading(read_bytes(plan, shape), len(calls)) for key, (plan, calls, _) in cases.items() if how.cold}

@@ -27,7 +27,7 @@ from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.pipeline import search_job as job
 from search.pipeline import verify
 from search.pipeline.search_history import SearchHistory

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from latbench.backends import gpu_layers as layers
-from latbench.backends import on_gpu, torch_gpu
-from latbench.backends.gpu_layers import GpuLayer
+from latbench.backends.gpu import gpu_layers, prepare_gpu_point, torch_gpu
+from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.cli.commands.layers import layers
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.timing.gpu_drivers import open_cupy_driver
@@ -79,7 +79,7 @@ def calls_of(
         x, out = cupy.asarray(layer.x.astype(np.float16)), cupy.empty((shape.m, shape.n), np.float16)
         return lambda: own(x, out=out)
 
-    return [call() for _ in range(on_gpu.copies(point, layer, program.nbytes, driver))]
+    return [call() for _ in range(prepare_gpu_point.count_gpu_copies(point, layer, program.nbytes, driver))]
 
 
 class Chosen:
@@ -112,7 +112,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
                 driver.spoil(result)
             timer.run()
             for result in results:
-                layers.check(result.astype(cupy.float64), weight, x, terms=layer.terms, dtype="float16")
+                gpu_layers.check_product(result.astype(cupy.float64), weight, x, terms=layer.terms, dtype="float16")
             rate = 2 * layer.nnz * shape.n / seconds / 1e12
             say(
                 f"{pattern!s:13} {sparsity:4.0%}  {name:32} {seconds * 1e6:8.2f} us {dense / seconds:5.2f}x dense "

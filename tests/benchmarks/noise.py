@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench import backends
+from latbench.backends.cpu.prepare_point import prepare_point
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.runners.worker_process import Worker
 from latbench.sweeping import sweep_machine
@@ -70,7 +70,7 @@ def plain(point: Point, seconds: float) -> float:
     """The median seconds of a call, as torch.utils.benchmark finds it in about `seconds`."""
     from torch.utils.benchmark import Timer
 
-    run = backends.prepare(point)
+    run = prepare_point.prepare_point(point)
     time.sleep(0.05)  # threads that checked the result may still spin
     run()
     timer = Timer("run()", globals={"run": run}, num_threads=point.threads)
@@ -83,9 +83,9 @@ MOST_OF_TORCHS = 0.5  # spread between runs: what is promised
 SLOWED = 1  # the seed of a point whose calls take 5% longer
 
 
-def prepare(point: Point) -> backends.Rotation:
-    """As latbench.backends does; with the seed SLOWED every call is followed by a busy wait of 5% of its time."""
-    ready = backends.prepare(replace(point, seed=0))
+def prepare(point: Point) -> prepare_point.Rotation:
+    """Prepare as latbench does; with the seed SLOWED a busy wait of 5% of its time follows every call."""
+    ready = prepare_point.prepare_point(replace(point, seed=0))
     if point.seed != SLOWED:
         return ready
     extra = 0.05 * float(np.median([timed(ready) for _ in range(100)]))
@@ -96,7 +96,7 @@ def prepare(point: Point) -> backends.Rotation:
         while time.perf_counter() < end:
             pass
 
-    return backends.Rotation([slower], ready.facts)
+    return prepare_point.Rotation([slower], ready.facts)
 
 
 def timed(run: Callable[[], object]) -> float:

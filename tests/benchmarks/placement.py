@@ -15,7 +15,7 @@ import time
 import numba
 import numpy as np
 
-from latbench.backends import synthetic_layer
+from latbench.backends.cpu.prepare_point import build_synthetic_layer
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     numba.set_num_threads(given.threads)
-    layer = synthetic_layer(Point("cpu", "numba", "auto", SHAPE, parse("shflbw:16"), 0.95, given.threads))
+    layer = build_synthetic_layer(Point("cpu", "numba", "auto", SHAPE, parse("shflbw:16"), 0.95, given.threads))
     plan = prepare_conv2d(layer.packed, SHAPE, "numba")
     seconds: dict[bool, list[float]] = {False: [], True: []}
     changes, before = 0, False

@@ -26,8 +26,8 @@ from scipy.optimize import minimize
 
 import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
-from cost_models.features import Physics
-from cost_models.rows import count_shapes
+from cost_models.features.layer_work import LayerWork
+from cost_models.rows.shape_groups import count_shapes
 from latbench.importers.kernel_timings import read_kernel_timings
 from latbench.importers.text_formats import read_spdy
 
@@ -79,8 +79,8 @@ def fitted_maximum(X: pd.DataFrame, y: np.ndarray) -> Callable[[pd.DataFrame], n
 
 
 def _work(X: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    physics = Physics.of(X)
-    return physics.flop_dense, physics.weight_bytes + physics.input_bytes + physics.output_bytes
+    work = LayerWork.from_rows(X)
+    return work.flop_dense, work.weight_bytes + work.input_bytes + work.output_bytes
 
 
 def neusight(chosen: list[str]) -> None:
@@ -90,7 +90,7 @@ def neusight(chosen: list[str]) -> None:
     rows = []
     for gpu in chosen or gpus():
         X, y = neusight_table(gpu)
-        for name, masks in cost_models.hold_outs(X).items():
+        for name, masks in cost_models.build_hold_outs(X).items():
             if name == "layer families":
                 continue
             errors: dict[str, list[np.ndarray]] = {"sheet": [], "max": [], "sum": [], "boosted": []}
@@ -175,7 +175,7 @@ def spdy() -> None:
     ]
     frame = pd.DataFrame(rows).assign(op="linear", pattern="unstructured", m=np.nan)
     X, y = frame.drop(columns="seconds"), frame["seconds"].to_numpy()
-    figures = cost_models.validate(AnchoredLookup().fit(X, y), X, y)
+    figures = cost_models.evaluate(AnchoredLookup().fit(X, y), X, y)
     curves = frame["model"].nunique()
     print(f"{curves} curves, {figures['held_out']} held-out points: median {figures['median']:.1%}, "
           f"p90 {figures['p90']:.1%}, within 10% {figures['within_10']:.1%}, 90% intervals cover "
@@ -187,12 +187,12 @@ def own(tables: list[str], backend: str) -> None:
     parts = [cost_models.read_training_rows(table, {"backend": backend}) for table in tables]
     X = pd.concat([X for X, _ in parts], ignore_index=True)
     y = np.concatenate([y for _, y in parts])
-    found = {"look-up, other sparsities": cost_models.validate(AnchoredLookup().fit(X, y), X, y)}
+    found = {"look-up, other sparsities": cost_models.evaluate(AnchoredLookup().fit(X, y), X, y)}
     for model in (Roofline(), Boosted()):
         name = type(model).__name__
-        found[f"{name}, shapes"] = cost_models.validate(model.fit(X, y), X, y)
-        ways = {way: masks for way, masks in cost_models.hold_outs(X).items() if way != "shapes"}
-        for way, figures in cost_models.validate_held_out(model, X, y, ways, n_jobs=-1).items():
+        found[f"{name}, shapes"] = cost_models.evaluate(model.fit(X, y), X, y)
+        ways = {way: masks for way, masks in cost_models.build_hold_outs(X).items() if way != "shapes"}
+        for way, figures in cost_models.evaluate_held_out(model, X, y, ways, n_jobs=-1).items():
             found[f"{name}, {way}"] = figures
     print(f"{len(X)} points of {count_shapes(X)} shapes")
     for name, figures in found.items():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 SCALE = Path(__file__).with_name("scale.py")
 RUNS = 3
-LIBRARIES = "import latbench.report.html, latbench.report.inputs, plotly.offline"
+LIBRARIES = "import latbench.report.pages.html_page, latbench.report.report_inputs, plotly.offline"
 
 
 def timed(command: list[str]) -> tuple[float, float, float]:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 import cost_models
-from latbench.report import inputs
+from latbench.report import report_inputs
 from latbench.tables.compare import read_compared_rows
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.merge import PART_ROWS, merge_tables
@@ -35,7 +35,7 @@ from latbench.tables.table import hash_table
 from latbench.tables.time_summary import summarise_sample_rows
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_rows
-from search.inputs.layer_options import swept_rows
+from search.inputs.table_rows import read_sweep_rows
 from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20
@@ -121,7 +121,7 @@ def fit_input(folder: Path, rows: int, points: int) -> str:
 
 def report_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench report` reads."""
-    read = inputs.read(folder / "table")
+    read = report_inputs.read_inputs(folder / "table")
     assert len(read.table) == points
     return f"{read.table.memory_usage(deep=True).sum() / 2**20:.0f} MiB of them the frame"
 
@@ -134,7 +134,7 @@ def compare_input(folder: Path, rows: int, points: int) -> str:
 def search_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench search` reads, for fifty layers."""
     shapes = {LinearShape(32 * (1 + number), 32, 1) for number in range(50)}
-    return f"{len(swept_rows(folder / 'table', shapes, threads=2, backend='numba'))} rows"
+    return f"{len(read_sweep_rows(folder / 'table', shapes, threads=2, backend='numba'))} rows"
 
 
 STEPS = (merge, validate, table_hash, fit_input, report_input, compare_input, search_input)

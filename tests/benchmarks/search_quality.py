@@ -25,7 +25,7 @@ from typing import Any
 from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.knapsack.arrays import Infeasible
 from search.knapsack.one_budget import solve
 from search.loss.cache import LossCache
@@ -37,7 +37,7 @@ from search.problem.calibration import ignore_intervals
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
-from search.strategies.run_strategy import build_quadratic_priors, run_strategy
+from search.strategies.run_strategy import StrategySettings, build_quadratic_priors, run_strategy
 from search.task import load_task
 
 TASKS = Path(__file__).parents[1] / "tasks"
@@ -88,14 +88,14 @@ def compare(
     `every` is the problem with every option, and its evaluator, for uniform profiles; the others leave out what is
     hopeless.
     """
-    uniform = run_strategy("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    uniform = run_strategy(StrategySettings("uniform", allowed, 0), every[0], target, every[1]).loss
     quadratic = solve(problem.safe_seconds, build_quadratic_priors(problem), problem.budget(target)).choice
     (solved_quadratic,) = evaluator.losses([quadratic], evaluator.batches)
-    solved = run_strategy("once", problem, target, evaluator, seed=0, evaluations=1).loss
+    solved = run_strategy(StrategySettings("once", 1, 0), problem, target, evaluator).loss
     found = []
     for seed in range(seeds):
         published, ours = (
-            run_strategy(strategy, problem, target, evaluator, seed=seed, evaluations=allowed)
+            run_strategy(StrategySettings(strategy, allowed, seed), problem, target, evaluator)
             for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss), reached(published, published.loss)

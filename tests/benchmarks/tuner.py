@@ -24,7 +24,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends import copies_for, synthetic_mask
+from latbench.backends.cpu.prepare_point import build_synthetic_mask, count_copies
 from sparse_kernels.cpu.plans import autotune as tuner
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import Packed, pack
@@ -48,7 +48,7 @@ def packed_layer(shape: LinearShape, spec: str, sparsity: float) -> Packed:
     """Random weights under a random mask."""
     rng, pattern = np.random.default_rng(0), parse(spec)
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else sparsity
-    mask = synthetic_mask(rng, pattern, (shape.m, shape.k), sparsity)
+    mask = build_synthetic_mask(rng, pattern, (shape.m, shape.k), sparsity)
     return pack(rng.standard_normal((shape.m, shape.k), np.float32) * mask, mask, pattern)
 
 
@@ -59,7 +59,7 @@ def call(plan: Plan, shape: LinearShape) -> Call:
     x = x if plan.layout == "token_major" else np.ascontiguousarray(x.T)
     bias = np.zeros(shape.m, np.float32)
     y = np.empty_like(plan(x, bias))
-    plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))]
+    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes) - 1))]
     for each in plans:
         each(x, bias, None, y)  # what it works out once is no part of a call
     turn = itertools.cycle(plans)

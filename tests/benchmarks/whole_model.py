@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from latbench.base.engine_registry import PRUNED_ENGINES, runs_our_kernels
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
-from search.backends import OWN, Deployment
+from search.deployment import Deployment
 from search.pipeline.search_setup import list_prunable_layers
 from search.task import Task, load_task
-from search.whole_model.end_to_end import MAX_BURST_TRIES, ModelEngine, RoundSchedule, time_engines
+from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, RoundSchedule, time_engines
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
 from sparse_kernels import nn as sparse
@@ -117,7 +118,12 @@ def main() -> None:
     parser.add_argument("--pattern", default="shflbw:32")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=1, help="how often the task's inputs are repeated")
-    parser.add_argument("--backend", choices=[*OWN], default="numba", help="what runs the pruned model")
+    parser.add_argument(
+        "--backend",
+        choices=[name for name in PRUNED_ENGINES if runs_our_kernels(name)],
+        default="numba",
+        help="what runs the pruned model",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--processes", type=int, default=3, help="how often each engine is built anew")
@@ -139,15 +145,15 @@ def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None
     engines = build_dense_engines(task, Deployment(threads, "deepsparse")) | build_dense_engines(
         task, Deployment(threads, backend)
     )
-    engines[PRUNED] = ModelEngine(
+    engines[PRUNED] = EngineBuilder(
         PRUNED, "search.whole_model.model_engines:build_random_pruned", (reference, threads, backend, choices)
     )
-    engines["deepsparse, pruned"] = ModelEngine(
+    engines["deepsparse, pruned"] = EngineBuilder(
         "deepsparse, pruned",
         "search.whole_model.model_engines:build_random_pruned",
         (reference, threads, "deepsparse", zeros),
     )
-    engines[FREE] = ModelEngine(
+    engines[FREE] = EngineBuilder(
         FREE, "search.whole_model.model_engines:build_layers_free", (reference, threads, backend, choices)
     )
     timings = time_engines(

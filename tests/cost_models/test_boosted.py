@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import norm
 from sklearn.base import clone
 
-from cost_models import Boosted, MixedModes, Unanchored, Uncalibrated, hold_outs, validate, validate_held_out
+from cost_models import Boosted, MixedModes, Unanchored, Uncalibrated, build_hold_outs, evaluate, evaluate_held_out
 from latbench.importers.kernel_timings import read_kernel_timings
 
 Table = Callable[..., pd.DataFrame]
@@ -193,7 +193,7 @@ def test_few_shapes_give_predictions_but_no_interval(noisy: Noisy) -> None:
     with pytest.raises(Uncalibrated, match="at least 9 held-out shapes and this table gives 3"):
         model.predict_interval(X[few], 0.9)
     one = few & (X["n"] == 1)
-    assert validate(Boosted(max_iter=5).fit(X[one], y[one]), X[one], y[one])["median"] is None
+    assert evaluate(Boosted(max_iter=5).fit(X[one], y[one]), X[one], y[one])["median"] is None
 
 
 def test_a_table_of_convolutions_and_linear_layers_is_one_model(noisy: Noisy) -> None:
@@ -228,13 +228,13 @@ def test_published_gpu_timings_of_unseen_shapes_are_met(data: Path) -> None:
     rows, _ = read_kernel_timings("neusight", file, only={"Device": "NVIDIA A100-PCIE-40GB"})
     X = pd.DataFrame(rows).drop(columns="samples_seconds")
     y = np.array([np.median(row["samples_seconds"]) for row in rows])
-    figures = validate(Boosted().fit(X, y), X, y, 0.9)
+    figures = evaluate(Boosted().fit(X, y), X, y, 0.9)
     assert figures["held_out"] == len(X) > 6000
     assert figures["median"] < 0.04
     assert figures["within_10"] > 0.84
     assert 0.88 <= figures["coverage"] <= 0.92
-    edge = {"largest fifth": hold_outs(X)["largest fifth"]}
-    beyond = validate_held_out(Boosted(), X, y, edge, 0.9)["largest fifth"]
+    edge = {"largest fifth": build_hold_outs(X)["largest fifth"]}
+    beyond = evaluate_held_out(Boosted(), X, y, edge, 0.9)["largest fifth"]
     assert beyond["median"] < 0.06
     assert beyond["coverage"] >= 0.88 and beyond["width"] > figures["width"]
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import cost_models
-from cost_models.rows import count_shapes, shape_groups
+from cost_models.rows.shape_groups import count_shapes, group_by_shape
 from latbench.cli import main as cli
 from latbench.runners.worker import load_function
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
@@ -74,7 +74,7 @@ def test_fit_says_what_it_gets_wrong_and_the_second_time_that_nothing_changed(
 ) -> None:
     code, out, _ = latbench("fit", swept, "-o", tmp_path / "m.json")
     assert code == 0
-    for said in ("held-out sparsities", "≤10%", "share inside the 90% interval", "Noise floor", "× noise"):
+    for said in ("held-out sparsities", "≤10%", "share inside the 90% interval", "noise floor", "× noise"):
         assert said in " ".join(out.split())
     assert out.endswith("AnchoredLookup, 96 points of 12 shapes\n")
     before = (tmp_path / "m.json").read_bytes()
@@ -125,7 +125,7 @@ def _conv_seconds(point: Point) -> float:
 
 def test_fit_counts_shapes_as_its_hold_outs_do(latbench: Run, convolved: Path, tmp_path: Path) -> None:
     X, _ = cost_models.read_training_rows(convolved)
-    assert X[["op", "m", "k", "n"]].drop_duplicates().shape[0] < count_shapes(X) == 33 == len(set(shape_groups(X)))
+    assert X[["op", "m", "k", "n"]].drop_duplicates().shape[0] < count_shapes(X) == 33 == len(set(group_by_shape(X)))
     assert latbench("fit", convolved, "-o", tmp_path / "m.json")[1].endswith("99 points of 33 shapes\n")
 
 
@@ -152,8 +152,8 @@ def test_predict_asks_for_a_convolution(latbench: Run, convolved: Path, tmp_path
         ("--kind conv2d needs --input", ["--kind", "conv2d", "--shape", "8x8x3x3", "--pattern", "vector:8"]),
         ("--shape is c_out x c_in x kh x kw", _conv(shape="64x64x9")),
         ("--input is batch x h x w", _conv("28x28")),
-        ("--stride is one whole number, or two joined by x, not 'fast'", _conv(stride="fast")),
-        ("--stride is one whole number, or two joined by x, not '1x2x3'", _conv(stride="1x2x3")),
+        ("--stride takes one whole number, or two joined by x, not 'fast'", _conv(stride="fast")),
+        ("--stride takes one whole number, or two joined by x, not '1x2x3'", _conv(stride="1x2x3")),
         ("stride must be two numbers of at least 1", _conv(stride=0)),
         ("does not fit", _conv("1x1x1", padding=0)),
         ("are for --kind conv2d", ["--shape", "8x8x8", "--pattern", "vector:8", "--stride", 2]),
@@ -191,7 +191,7 @@ def test_predict_flags_a_sparsity_that_a_lookup_extrapolates_to(latbench: Run, s
     assert "extrapolated: this sparsity lies outside" in err
     # What the look-up spans there was never calibrated: no share of measurements is promised.
     assert re.fullmatch(
-        r"linear 256x320x37 vector:32 at 97\.5%: [\d.]+ µs \([\d.]+ to [\d.]+ without a promise\)\n", out
+        r"linear 256x320x37 vector:32 at 97\.5%: [\d.]+ µs \([\d.]+ to [\d.]+ with unknown coverage\)\n", out
     )
 
 
@@ -236,7 +236,7 @@ def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Pa
     assert "m is 2.0 octaves outside" in _refused(latbench(*asked), 5)
     # The six outermost of twelve shapes tell what 80% of those beyond may be wrong by.
     code, out, err = latbench(*asked, "--allow-extrapolation", "--coverage", 0.8)
-    assert code == 0 and "without a promise" in out
+    assert code == 0 and "with unknown coverage" in out
     assert err == "latbench: extrapolated: m is 2.0 octaves outside the measured range; measure it\n"
     assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
 
@@ -275,7 +275,7 @@ def test_fit_says_when_nothing_could_be_held_out(latbench: Run, swept: Path, tmp
     one = ("--where", "m=64", "--where", "k=48", "--where", "n=37", "--backend", "numba")
     code, out, err = latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", *one)
     assert code == 0 and "look-up" in out
-    assert "nothing could be held out, so nobody knows how wrong the model is" in err
+    assert "no point could be held out, so the model's error is unknown" in err
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_transfer_predicts_a_device_from_few_of_its_rows(
     both, model = tmp_path / "both", tmp_path / "m.json"
     assert latbench("merge", swept, tmp_path / "new", "-o", both, "--allow-mixed")[0] == 0
     transfer = ("fit", both, "-o", model, "--estimator", "transfer", "--backend", "numba")
-    assert "needs a --device" in _refused(latbench(*transfer), 2)
+    assert "needs the --device" in _refused(latbench(*transfer), 2)
     assert "fewer than 5 shapes were measured on c-cpu" in _refused(latbench(*transfer, "--device", "c-cpu"), 5)
     assert "Transfer, 126 points" in latbench(*transfer, "--device", "b-cpu")[1]
     beyond = ("predict", model, "--table", both, *_query("256x320x128"))
@@ -345,7 +345,7 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     assert "--shape is m x k x n" in refused(*_query("256x320"), code=2)
     assert "nm:2:4 has a sparsity of 0.5 and no other" in refused(*_query(pattern="nm:2:4"), code=2)
     for share in (-0.2, 1, 1.5, "nan"):
-        assert "--sparsity is a share from 0 up to but not 1" in refused(*_query(sparsity=share), code=2)
+        assert "--sparsity is a share from 0 up to, but not including, 1" in refused(*_query(sparsity=share), code=2)
     assert "vector:32 needs a --sparsity" in refused("--shape", "1x2x3", "--pattern", "vector:32", code=2)
     allowed = latbench(
         "predict", tmp_path / "m.json", "--table", swept, *_query(sparsity=0.99), "--allow-extrapolation"
@@ -388,11 +388,13 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
     looked_up = [latbench(*predict, "--where", f"dtype_w={dtype}")[1] for dtype in ("bfloat16", "float32")]
     times = [float(out.split(": ")[1].split()[0]) for out in (half, *looked_up)]
     assert times[0] == pytest.approx(times[1], rel=0.1) == pytest.approx(times[2] / 2, rel=0.1)
-    assert "--where k=7: nothing measured is so, only 320, 48" in _refused(latbench(*predict, "--where", "k=7"), 2)
-    assert "points are not told apart by it" in _refused(latbench(*predict, "--where", "colour=red"), 2)
+    assert "--where k=7: no measured row has it; known are 320, 48" in _refused(
+        latbench(*predict, "--where", "k=7"), 2
+    )
+    assert "this column is not part of a point's key" in _refused(latbench(*predict, "--where", "colour=red"), 2)
     assert "no valid time of a layer with dtype_w int8" in _refused(latbench(*fit, "--where", "dtype_w=int8"), 5)
-    assert "not told apart by colour, only by" in _refused(latbench(*fit, "--where", "colour=red"), 2)
-    assert "--where is COLUMN=VALUE, not 'numba'" in _refused(latbench(*fit, "--where", "numba"), 2)
+    assert "colour does not identify rows; filter by one of" in _refused(latbench(*fit, "--where", "colour=red"), 2)
+    assert "--where takes COLUMN=VALUE, not 'numba'" in _refused(latbench(*fit, "--where", "numba"), 2)
     twice = ("--where", "k=48", "--where", "k=320")
     assert "--where k is given twice: 48 and 320" in _refused(latbench(*fit, *twice), 2)
 
@@ -410,7 +412,7 @@ def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Pa
     code, _, err = latbench(*fit)
     assert code == 0
     assert [line.partition(";")[0] for line in err.splitlines()] == [
-        f"latbench: times of {backend} 1 and 2 on a-cpu are learned from as one" for backend in ("numba", "torch")
+        f"latbench: times of {backend} 1 and 2 on a-cpu are used together" for backend in ("numba", "torch")
     ]
     code, out, err = latbench(*fit, "--where", "backend_version=2")
     assert (code, err) == (0, "") and "96 points" in out
@@ -536,13 +538,13 @@ def test_import_takes_one_device_of_a_table_of_kernels(latbench: Run, tmp_path: 
     assert "up to date" in latbench(*one)[1]
     other = (*arguments, "--only", "Device=Tesla P4")
     assert "is a table of nvidia-tesla-t4, not nvidia-tesla-p4" in _refused(latbench(*other), 2)
-    assert "--only is COLUMN=VALUE" in _refused(latbench(*arguments, "--only", "T4"), 2)
-    assert "--dtype: for deepbench alone" in _refused(latbench(*one, "--dtype", "float16"), 2)
+    assert "--only takes COLUMN=VALUE" in _refused(latbench(*arguments, "--only", "T4"), 2)
+    assert "--dtype: only for deepbench" in _refused(latbench(*one, "--dtype", "float16"), 2)
     (tmp_path / "k.csv").write_text(NEUSIGHT + "bmm,0.1,Tesla T4,8,64,128,256,sgemm\n")
     assert latbench(*one[:4], tmp_path / "more", *one[5:])[2] == (
         f"latbench: {tmp_path / 'k.csv'}: 1 lines left out, their OPName bmm is no linear layer or convolution\n"
     )
-    assert "--pattern: for spdy alone" in _refused(latbench(*one, "--pattern", "dense"), 2)
+    assert "--pattern: only for spdy" in _refused(latbench(*one, "--pattern", "dense"), 2)
     spdy = ("import", "spdy", tmp_path / "k.csv", "-o", tmp_path / "other", "--only", "a=b")
     assert "--only and --dtype are for kernel timings" in _refused(latbench(*spdy), 2)
 
@@ -580,9 +582,9 @@ def test_trace_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     assert "running the model raised RuntimeError" in refused(f"{file}:net", "--input-shape", "1x3")
     assert "has no attribute 'nett'" in refused(f"{file}:nett", "--input-shape", "1x3x8x8")
     assert "returned a int, not a torch.nn.Module" in refused(f"{file}:not_a_model", "--input-shape", "1x3x8x8")
-    assert "numbers joined by x" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
-    assert "say what makes the model" in refused("net", "--input-shape", "1x3x8x8")
+    assert "whole numbers joined by x" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
+    assert "TARGET is the function that makes the model" in refused("net", "--input-shape", "1x3x8x8")
     assert "No module named" in refused("no_such_module:net", "--input-shape", "1x3x8x8")
     assert "no layer can be timed" in refused("torch.nn:Identity", "--input-shape", "1x3")
-    assert "a task fixes its own batch" in refused("digits", "--batch", 4)
+    assert "because a task fixes its own batch" in refused("digits", "--batch", 4)
     assert not (tmp_path / "w.yaml").exists()

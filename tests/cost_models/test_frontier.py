@@ -7,10 +7,16 @@ import pandas as pd
 import pytest
 from scipy.stats import norm
 
-from cost_models import Uncalibrated, hold_outs
-from cost_models.frontier import edges, fifths, furthest, octaves, ranges
-from cost_models.hold_outs import families
-from cost_models.rows import shape_groups
+from cost_models import Uncalibrated, build_hold_outs
+from cost_models.evaluation.hold_outs import group_by_family
+from cost_models.features.measured_ranges import (
+    count_octaves_outside,
+    find_furthest,
+    find_ranges,
+    select_outer_fifths,
+)
+from cost_models.rows.shape_groups import group_by_shape
+from cost_models.uncertainty.edge_calibration import calibrate_edges
 
 Table = Callable[..., pd.DataFrame]
 
@@ -18,8 +24,8 @@ Table = Callable[..., pd.DataFrame]
 def test_a_fifth_of_the_shapes_lies_at_each_edge_with_all_of_their_rows(table: Table) -> None:
     X = table().sample(frac=1, random_state=0).reset_index(drop=True)
     work = (X["m"] * X["k"] * X["n"]).to_numpy()
-    shapes = shape_groups(X)
-    for side, edge in fifths(X).items():
+    shapes = group_by_shape(X)
+    for side, edge in select_outer_fifths(X).items():
         assert len(set(shapes[edge])) == 27 // 5
         assert not set(shapes[edge]) & set(shapes[~edge])
         ours, others = work[edge], work[~edge]
@@ -28,14 +34,14 @@ def test_a_fifth_of_the_shapes_lies_at_each_edge_with_all_of_their_rows(table: T
 
 def test_fewer_than_five_shapes_have_no_edge(table: Table) -> None:
     X = table(shapes=[(8, 8, n) for n in (1, 2, 3, 4)])
-    assert not any(edge.any() for edge in fifths(X).values())
-    assert set(hold_outs(X)) == {"shapes"}
+    assert not any(edge.any() for edge in select_outer_fifths(X).values())
+    assert set(build_hold_outs(X)) == {"shapes"}
 
 
 def test_octaves_count_the_size_that_is_furthest_out_and_the_work(table: Table) -> None:
-    measured = ranges(table(shapes=[(64, 64, 64), (256, 256, 256)]), ["m", "k", "n"])
+    measured = find_ranges(table(shapes=[(64, 64, 64), (256, 256, 256)]), ["m", "k", "n"])
     asked = table(shapes=[(128, 128, 128), (64, 64, 16), (512, 1024, 256)], patterns=["dense"], sparsities=(0.0,))
-    away = octaves(asked, measured)
+    away = count_octaves_outside(asked, measured)
     np.testing.assert_allclose(away["smallest"], [0, 2, 0])
     # 512 x 1024 x 256 is one octave out in m and two in k, so three in work.
     np.testing.assert_allclose(away["largest"], [0, 0, 3])
@@ -47,12 +53,12 @@ def test_families_are_of_convolutions_by_kernel_and_stride_and_of_linear_layers_
         op="conv2d", kh=[3, 3, 1], kw=[3, 3, 1], stride_h=[1, 2, 1], stride_w=[1, 2, 1]
     )
     X = pd.concat([linear, convolutions], ignore_index=True)
-    np.testing.assert_array_equal(families(X), [0, 0, 1, 2, 3, 4, 5])
-    np.testing.assert_array_equal(families(linear), [0, 0, 1, 2])
+    np.testing.assert_array_equal(group_by_family(X), [0, 0, 1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(group_by_family(linear), [0, 0, 1, 2])
 
 
 def test_every_row_is_held_out_once_in_shapes_and_in_families(table: Table) -> None:
-    found = hold_outs(table())
+    found = build_hold_outs(table())
     assert list(found) == ["shapes", "layer families", "smallest fifth", "largest fifth"]
     for name in ("shapes", "layer families"):
         np.testing.assert_array_equal(np.sum(found[name], axis=0), np.ones(len(table())))
@@ -83,19 +89,19 @@ def test_what_is_unlike_in_more_than_size_is_outside_too(
         table(shapes=[(64, 64, 64)], patterns=["vector:16"], sparsities=(0.5,)).assign(
             op="conv2d", kh=[3], kw=[3], stride_h=[2], stride_w=[2], dilation_h=[1], dilation_w=[1]),
     ], ignore_index=True)  # fmt: skip
-    measured = ranges(X, ["m", "k", "n"])
-    assert not any(values.any() for values in octaves(X, measured).values())
+    measured = find_ranges(X, ["m", "k", "n"])
+    assert not any(values.any() for values in count_octaves_outside(X, measured).values())
     row = X.iloc[-1:] if set(change) & {"kh", "stride_h", "dilation_w"} else X.iloc[:1]
     asked = row.assign(**change)
-    assert furthest(asked, measured) == [(name, pytest.approx(away))]
-    assert max(side[0] for side in octaves(asked, measured).values()) == pytest.approx(away)
+    assert find_furthest(asked, measured) == [(name, pytest.approx(away))]
+    assert max(side[0] for side in count_octaves_outside(asked, measured).values()) == pytest.approx(away)
     # A linear layer has no stride: what it says there does not matter.
-    assert furthest(X.iloc[:1].assign(kh=np.nan, stride_h=99), measured)[0][1] == 0
+    assert find_furthest(X.iloc[:1].assign(kh=np.nan, stride_h=99), measured)[0][1] == 0
 
 
 def test_pruning_everything_is_not_infinitely_far(table: Table) -> None:
     X = table()
-    [(_, away)] = furthest(X.iloc[:1].assign(sparsity_target=1.0), ranges(X, ["m"]))
+    [(_, away)] = find_furthest(X.iloc[:1].assign(sparsity_target=1.0), find_ranges(X, ["m"]))
     assert 0 < away < 11
 
 
@@ -105,10 +111,10 @@ def test_intervals_beyond_an_edge_come_from_its_own_rings_and_hold(rng: np.rando
 
     def errors(held_out: np.ndarray) -> np.ndarray:
         """A model that errs by 2%, and by 10% more an octave where layers get larger."""
-        away = octaves(X[held_out], ranges(X[~held_out], ["m", "k", "n"]))
+        away = count_octaves_outside(X[held_out], find_ranges(X[~held_out], ["m", "k", "n"]))
         return own[held_out] * (0.02 + 0.1 * away["largest"])
 
-    found = edges(X, errors)
+    found = calibrate_edges(X, errors)
     away = np.array([0.1, 1.0, 3.0])
     small, large = (found[side].half_width(away, 0.9) for side in ("smallest", "largest"))
     # Laplace's 90% lies at log(10); the rings' quantile is of 80 to 240 shapes, and the largest of three is taken.
@@ -122,11 +128,11 @@ def test_intervals_beyond_an_edge_come_from_its_own_rings_and_hold(rng: np.rando
 
 def test_an_edge_of_few_shapes_promises_nothing(rng: np.random.Generator) -> None:
     X = _dense((2 ** rng.uniform(5, 10, (12, 3))).astype(int))
-    found = edges(X, lambda held_out: np.full(held_out.sum(), 0.1))
+    found = calibrate_edges(X, lambda held_out: np.full(held_out.sum(), 0.1))
     with pytest.raises(
         Uncalibrated, match="beyond the measured range an interval of 90% needs more than the 6 shapes"
     ):
         found["largest"].half_width(np.ones(1), 0.9)
     assert found["largest"].half_width(np.ones(1), 0.8)[0] >= 0.1
     with pytest.raises(Uncalibrated, match="the 0 shapes"):
-        edges(X.iloc[:4], lambda held_out: np.zeros(held_out.sum()))["smallest"].half_width(np.ones(1), 0.5)
+        calibrate_edges(X.iloc[:4], lambda held_out: np.zeros(held_out.sum()))["smallest"].half_width(np.ones(1), 0.5)

@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import binom, norm
 from sklearn.base import clone
 
-from cost_models import AnchoredLookup, Unanchored, Uncalibrated, read_training_rows, validate
-from cost_models.lookup import LeftOut
+from cost_models import AnchoredLookup, Unanchored, Uncalibrated, evaluate, read_training_rows
+from cost_models.estimators.anchored_lookup import LeaveOneOutErrors
 from latbench.base.bundled_data import find_bundled_table
 from latbench.importers.text_formats import read_spdy
 
@@ -129,7 +129,7 @@ def test_a_wild_anchor_does_not_announce_the_errors_beside_it(
     X = table(shapes=[(m, k, 64) for m in range(64, 1064, 100) for k in (64, 256, 1024)], sparsities=levels)
     wild = np.where(rng.random(len(X)) < 0.15, 0.15, 0.01)
     y = seconds(X) * np.exp(rng.normal(0, wild))
-    figures = validate(AnchoredLookup().fit(X, y), X, y, coverage)
+    figures = evaluate(AnchoredLookup().fit(X, y), X, y, coverage)
     # 60 curves; were each curve's four points all in or all out, the standard error would be that of 60.
     assert abs(figures["coverage"] - coverage) < norm.ppf(1 - 1e-3) * (coverage * (1 - coverage) / 60) ** 0.5
 
@@ -151,7 +151,7 @@ def test_further_from_what_was_measured_it_is_less_certain(
 
 def test_the_bundled_tables_held_out_sparsities_lie_in_their_intervals_as_often_as_said() -> None:
     X, y = read_training_rows(find_bundled_table("amd-epyc-zen4-1-thread"))
-    figures = validate(AnchoredLookup().fit(X, y), X, y, 0.9)
+    figures = evaluate(AnchoredLookup().fit(X, y), X, y, 0.9)
     # 464 points of 116 curves.
     assert 0.88 <= figures["coverage"] <= 0.94
     assert figures["width"] < 0.12
@@ -163,11 +163,11 @@ def test_leaving_an_anchor_out_of_a_curve_is_as_if_it_had_not_been_measured(
     X = table(shapes=[(8, 8, 8)], patterns=["vector:32"], sparsities=tuple(np.linspace(0.3, 0.97, 12)))
     y = rng.lognormal(size=len(X))
     sparsity, values = X["sparsity_target"].to_numpy(), np.log(np.stack([y, y[::-1]], axis=1))
-    found = LeftOut.of(sparsity, values)
+    found = LeaveOneOutErrors.from_curves(sparsity, values)
     for i in range(1, len(X) - 1):
         model = AnchoredLookup().fit(X.drop(index=i), np.delete(y, i))
         assert found.errors[i - 1, 0] == pytest.approx(abs(np.log(model.predict(X.iloc[[i]])[0] / y[i])))
-        expected = LeftOut.of(np.delete(sparsity, i), np.delete(values, i, axis=0))
+        expected = LeaveOneOutErrors.from_curves(np.delete(sparsity, i), np.delete(values, i, axis=0))
         np.testing.assert_allclose(found.without[i - 1][0], expected.errors, rtol=1e-9)
         np.testing.assert_allclose(found.without[i - 1][1], expected.distances)
 

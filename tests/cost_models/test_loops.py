@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models import Boosted, Roofline, loops
-from cost_models.work import amounts, fitted_rates
+from cost_models import Boosted, Roofline
+from cost_models.features import cpu_kernel_work
+from cost_models.features.work_terms import count_work, fit_rates
 from sparse_kernels import pack, patterns
 from sparse_kernels.cpu.codegen.cpu_target import Target
 from sparse_kernels.cpu.kernels import image_layout as images
@@ -37,7 +38,7 @@ def _row(shape: Conv2dShape, pattern: str = "vector:32", sparsity: float = 0.5) 
 
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
 def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(shape: Conv2dShape) -> None:
-    counted = loops.Images.of(_row(shape))
+    counted = cpu_kernel_work.ConvolutionLayout.from_rows(_row(shape))
     assert counted.vectors[0] == conv2d.positions(shape, AVX512, halves=False).x_starts.size
     x = Places(shape.batch, shape.c_in, shape.h, shape.w)
     in_place = conv2d.in_place(shape, AVX512, x, Places(shape.batch, shape.c_out, shape.out_h, shape.out_w))
@@ -65,7 +66,7 @@ def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     X = pd.DataFrame([{"op": "linear", "m": 64, "k": k, "n": n, "pattern": pattern, "sparsity_target": 0.5,
                        "layout": "token_major", "threads": threads}])  # fmt: skip
     expected = linear.default(packed, "token_major", n).kernel == "tokens"
-    assert loops.along_outputs(X)[0] == expected
+    assert cpu_kernel_work.vectorizes_outputs(X)[0] == expected
 
 
 @pytest.mark.parametrize("k", [64, 500, 2048, 5000])
@@ -82,14 +83,16 @@ def test_single_rows_have_the_stages_of_their_kernel(
     assert isinstance(rows, single.SingleRows)
     together = (4 if n <= 4 else 8 if n <= 8 else 16) / 16 if n <= 16 else rows.stride / 16
     density = packed.nnz / (32 * k)
-    assert loops.stages(np.array([k]), np.array([together]), np.array([density]))[0] == len(rows.table)
+    assert cpu_kernel_work.count_column_stages(np.array([k]), np.array([together]), np.array([density]))[0] == len(
+        rows.table
+    )
 
 
 def test_few_tokens_are_multiplied_by_short_vectors_and_places_of_single_rows_take_two_bytes() -> None:
     def of(n: int) -> np.ndarray:
         X = pd.DataFrame([{"op": "linear", "m": 64, "k": 100, "n": n, "pattern": "unstructured",
                            "sparsity_target": 0.5, "layout": "token_major", "threads": 1}])  # fmt: skip
-        found: np.ndarray = loops.amounts(X, ["unstructured"])[0]
+        found: np.ndarray = cpu_kernel_work.count_kernel_work(X, ["unstructured"])[0]
         return found
 
     kept = 64 * 50
@@ -98,8 +101,8 @@ def test_few_tokens_are_multiplied_by_short_vectors_and_places_of_single_rows_ta
 
 
 def test_threads_share_all_but_the_call() -> None:
-    one = loops.amounts(_row(CONVOLUTIONS[1]), ["vector"])
-    two = loops.amounts(_row(CONVOLUTIONS[1]).assign(threads=2), ["vector"])
+    one = cpu_kernel_work.count_kernel_work(_row(CONVOLUTIONS[1]), ["vector"])
+    two = cpu_kernel_work.count_kernel_work(_row(CONVOLUTIONS[1]).assign(threads=2), ["vector"])
     np.testing.assert_allclose(two[:, 1:], one[:, 1:] / 2)
     assert two[0, 0] == one[0, 0] == 1
 
@@ -127,16 +130,16 @@ def test_our_kernels_have_the_form_of_their_own(
 ) -> None:
     X = table()
     chosen = {
-        backend: Boosted(max_iter=1).learn(X.assign(backend=backend), seconds(X)).base.form
+        backend: Boosted(max_iter=1).learn(X.assign(backend=backend), seconds(X)).rates.form
         for backend in ("numba", "torch")
     }
     assert chosen == {"numba": "kernels", "torch": "plain"}
-    assert Boosted(max_iter=1, form="cached").learn(X, seconds(X)).base.form == "cached"
+    assert Boosted(max_iter=1, form="cached").learn(X, seconds(X)).rates.form == "cached"
 
 
 def test_no_amount_is_negative_or_missing(table: Callable[..., pd.DataFrame]) -> None:
     X = table(patterns=["dense", "vector:4", "unstructured", "nm:2:4", "block:8x8", "shflbw:64"])
     formats = ("block", "dense", "nm", "shflbw", "unstructured", "vector")
-    work = amounts(X, "kernels", formats)
+    work = count_work(X, "kernels", formats)
     assert np.isfinite(work).all() and (work >= 0).all()
-    assert (fitted_rates(work, np.full(len(X), 1e-5)) >= 0).all()
+    assert (fit_rates(work, np.full(len(X), 1e-5)) >= 0).all()

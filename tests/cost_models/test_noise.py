@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models import noise
+from cost_models.uncertainty.timing_noise import estimate_noise, estimate_noise_floor
 from latbench.tables.time_summary import summarise_samples
 
 Table = Callable[..., pd.DataFrame]
@@ -39,7 +39,7 @@ def test_the_floor_is_the_median_error_of_who_knows_the_truth(
     X = table()
     truth = seconds(X)
     X, y = _measured(X, truth, rng, within=within, halves=halves, between=between)
-    floor = noise.floor(X)
+    floor = estimate_noise_floor(X)
     assert floor is not None
     # 324 rows: their median error has a standard error of 0.8 / sqrt(324) = 5%. An interval by order statistics has
     # 95% and more, and of a median and of halves only the typical size is known: a quarter in all.
@@ -51,23 +51,23 @@ def test_rows_of_unlike_noise_are_a_mixture(table: Table, rng: np.random.Generat
     deviation = np.where(np.arange(len(X)) % 3 == 0, 0.3, 0.01)
     X = X.assign(low_seconds=np.exp(-1.959964 * deviation), high_seconds=np.exp(1.959964 * deviation))
     errors = np.abs(np.expm1(rng.normal(0, deviation)))
-    np.testing.assert_allclose(noise.deviations(X), deviation, rtol=1e-6)
+    np.testing.assert_allclose(estimate_noise(X), deviation, rtol=1e-6)
     # The median of 3000 draws, whose density there is about 25: a standard error of 0.5 / sqrt(3000) / 25 = 0.0004.
-    assert noise.floor(X) == pytest.approx(np.median(errors), abs=4 * 0.0004)
+    assert estimate_noise_floor(X) == pytest.approx(np.median(errors), abs=4 * 0.0004)
 
 
 def test_a_reference_that_differs_between_curves_is_no_noise(table: Table) -> None:
     X = table()
     bound = X.groupby(["m", "k", "n", "pattern"]).ngroup()
     X = X.assign(low_seconds=1 / 1.01, high_seconds=1.01, reference_ratio=1 + 0.1 * (bound % 5))
-    assert noise.floor(X) == noise.floor(X.drop(columns="reference_ratio"))
+    assert estimate_noise_floor(X) == estimate_noise_floor(X.drop(columns="reference_ratio"))
 
 
 def test_what_has_no_interval_has_no_floor(table: Table) -> None:
     X = table()
-    assert noise.floor(X) is None and np.isnan(noise.deviations(X)).all()
+    assert estimate_noise_floor(X) is None and np.isnan(estimate_noise(X)).all()
     none = X.assign(low_seconds=np.nan, high_seconds=np.nan, drift_ratio=np.nan, reference_ratio=np.nan)
-    assert noise.floor(none) is None
+    assert estimate_noise_floor(none) is None
 
 
 def test_some_rows_are_as_noisy_as_all_rows_tell(table: Table, seconds: Seconds, rng: np.random.Generator) -> None:
@@ -75,6 +75,6 @@ def test_some_rows_are_as_noisy_as_all_rows_tell(table: Table, seconds: Seconds,
     X = table()
     X, _ = _measured(X, seconds(X), rng, within=0.001, halves=0.0, between=0.03)
     one = X["sparsity_target"].eq(X["sparsity_target"].iloc[0]).to_numpy()
-    every, some, alone = noise.floor(X), noise.floor(X, one), noise.floor(X[one])
+    every, some, alone = estimate_noise_floor(X), estimate_noise_floor(X, one), estimate_noise_floor(X[one])
     assert every is not None and some == pytest.approx(every, rel=0.02)
     assert alone is not None and alone < every / 5

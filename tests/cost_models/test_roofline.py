@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from cost_models import Roofline, Unanchored
-from cost_models.work import FORMS, amounts, fitted_rates
+from cost_models.features.work_terms import FORMS, count_work, fit_rates
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]
@@ -31,12 +31,12 @@ def test_few_wild_times_do_not_bend_the_rates(table: Table, seconds: Seconds) ->
 
 def test_a_call_costs_about_a_third_of_the_shortest_where_nothing_tells(table: Table) -> None:
     X = table(shapes=[(1024, 1024, 1024), (2048, 1024, 1024)], patterns=["dense"], sparsities=(0.0,))
-    work = amounts(X, "plain", ("dense",))[:, :1]
-    rates = fitted_rates(work, np.array([3e-3, 3e-3]))
+    work = count_work(X, "plain", ("dense",))[:, :1]
+    rates = fit_rates(work, np.array([3e-3, 3e-3]))
     # Two rows that are nothing but a call overrule what 0.3% of two rows say, all but for log(0.3) of that weight.
     assert rates[0] * 1.01 >= 3e-3 * 0.3 ** (0.003 / 1.003)
     assert rates[0] <= 3e-3 * 1.01
-    no_call = fitted_rates(np.array([[1.0, 1e9], [1.0, 2e9], [1.0, 4e9]]), np.array([1e-3, 2e-3, 4e-3]))
+    no_call = fit_rates(np.array([[1.0, 1e9], [1.0, 2e9], [1.0, 4e9]]), np.array([1e-3, 2e-3, 4e-3]))
     assert 0 <= no_call[0] < 0.3e-3
 
 

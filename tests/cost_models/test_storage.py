@@ -48,7 +48,7 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_a_saved_model_comes_back_equal(model: CostModel, stored: Stored, tmp_path: Path) -> None:
     folder, X = stored
-    model.fit(*cost_models.training_rows(read_table(folder)))
+    model.fit(*cost_models.select_training_rows(read_table(folder)))
     validation = {"a way": {"median": 0.01, "coverage": None}}
     cost_models.save(tmp_path / "m.json", model, hash_table(folder), validation=validation)
     again = cost_models.load(tmp_path / "m.json", folder)
@@ -64,7 +64,7 @@ def test_a_transfer_comes_back_from_a_table_of_several_devices(
     folder, X = stored
     new = X[X["n"] == 37].assign(device="b-cpu")
     _write(folder, new, 3 * seconds(new), rng)
-    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.training_rows(read_table(folder)))
+    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.select_training_rows(read_table(folder)))
     cost_models.save(tmp_path / "m.json", model, hash_table(folder))
     again = cost_models.load(tmp_path / "m.json", folder)
     np.testing.assert_array_equal(again.predict(new), model.predict(new))
@@ -73,7 +73,7 @@ def test_a_transfer_comes_back_from_a_table_of_several_devices(
 
 def test_another_table_is_refused(stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator) -> None:
     folder, X = stored
-    model = AnchoredLookup().fit(*cost_models.training_rows(read_table(folder)))
+    model = AnchoredLookup().fit(*cost_models.select_training_rows(read_table(folder)))
     cost_models.save(tmp_path / "m.json", model, hash_table(folder))
     _write(folder, X.iloc[:1], seconds(X.iloc[:1]), rng)
     with pytest.raises(BadModel, match=r"was fitted to a table with the hash .* has .* latbench fit"):
@@ -164,6 +164,6 @@ def test_whole_models_verifications_and_failures_are_not_learned_from(stored: St
         row | {"threads": 7, "status": "error", "error": "it broke"},
         row | {"threads": 8, "status": "throttled", "samples_seconds": [1.0]},
     ])  # fmt: skip
-    learned, y = cost_models.training_rows(read_table(folder))
+    learned, y = cost_models.select_training_rows(read_table(folder))
     assert len(learned) == len(X) == len(y)
     assert y.max() < 1

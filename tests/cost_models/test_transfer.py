@@ -6,7 +6,7 @@ import pytest
 from sklearn.base import clone
 
 from cost_models import Boosted, MixedModes, Roofline, Transfer, Unanchored
-from cost_models.errors import BadRows
+from cost_models.refusals import BadRows
 
 
 def _sweep(rng: np.random.Generator, device: str, count: int) -> pd.DataFrame:
@@ -43,8 +43,8 @@ def test_a_like_device_teaches_what_few_shapes_cannot(
     errors = {m: np.median(np.abs(m.predict(asked) / (2 * _seconds(asked)) - 1)) for m in (model, alone)}
     assert errors[model] < 0.06 < 0.15 < errors[alone]
     weights = dict(zip(model.predictor_.candidates, model.predictor_.weights, strict=True))
-    assert weights["one"] + weights["one, lent"] > 0.8
-    assert weights["unlike"] + weights["unlike, lent"] < 0.1
+    assert weights["one"] + weights["one, corrected"] > 0.8
+    assert weights["unlike"] + weights["unlike, corrected"] < 0.1
     assert sum(weights.values()) == pytest.approx(1)
 
 
@@ -59,7 +59,7 @@ def test_where_no_device_is_like_it_the_anchors_count_by_themselves(rng: np.rand
     moved, boosted, plain = (np.median(np.abs(model.predict(asked) / _seconds(asked) - 1)) for model in models)
     assert moved < 1.3 * boosted < plain / 2
     weights = dict(zip(models[0].predictor_.candidates, models[0].predictor_.weights, strict=True))
-    assert weights["boosted"] > 0.5 > 0.1 > weights["unlike"] + weights["unlike, lent"]
+    assert weights["boosted"] > 0.5 > 0.1 > weights["unlike"] + weights["unlike, corrected"]
 
 
 def test_calls_and_bytes_of_the_new_device_are_not_the_others(rng: np.random.Generator) -> None:
@@ -72,9 +72,9 @@ def test_calls_and_bytes_of_the_new_device_are_not_the_others(rng: np.random.Gen
     asked = _sweep(rng, "new", 300)
     moved = 4.0 * (asked["m"] * asked["k"] + asked["k"] * asked["n"] + asked["m"] * asked["n"])
     truth = _seconds(asked) + 1e-4 + moved / 2e10
-    seen = model.predictor_.eye(asked)
-    lent, tilted = (np.exp(model.predictor_.candidates[name](seen)) for name in ("one, lent", "one"))
-    errors = [np.median(np.abs(told / truth - 1)) for told in (lent, model.predict(asked), tilted)]
+    inputs = model.predictor_.build_inputs(asked)
+    corrected, shifted = (np.exp(model.predictor_.candidates[name](inputs)) for name in ("one, corrected", "one"))
+    errors = [np.median(np.abs(times / truth - 1)) for times in (corrected, model.predict(asked), shifted)]
     assert errors[0] < errors[2] / 2
     assert errors[1] < errors[2]
 

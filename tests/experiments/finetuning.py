@@ -46,16 +46,16 @@ from latbench.machines.devices import count_cores, name_cpu
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.loss.parallel import Workers
 from search.pipeline import search_job as job
 from search.pipeline import search_request
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.pipeline.search_setup import build_layers, list_prunable_layers
 from search.pruning.one_shot.batchnorm import tune_batchnorm
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database
-from search.pruning.one_shot.global_adaprune import global_adaprune
-from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database
+from search.pruning.one_shot.global_adaprune import run_global_adaprune
+from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import train
 from search.task import Task, load_task
@@ -114,7 +114,7 @@ def build(inputs: SearchInputs, threads: int) -> None:
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} options", end="", flush=True)
 
-    build_database(inputs.task, inputs.model, options, database, progress, method=inputs.method)
+    fill_database(inputs.task, inputs.model, options, database, progress, method=inputs.method)
     print()
 
 
@@ -210,7 +210,7 @@ def one_shot(task: Task, chosen: Profile, method: str) -> nn.Module:
     modules = dict(model.named_modules())
     sparse = {name: choice for name, choice in chosen.layers.items() if not isinstance(parse(choice.pattern), Dense)}
     pruned = {}
-    for name, hessian in input_hessians(task, model, list(sparse), task.calibration()):
+    for name, hessian in compute_input_hessians(task, model, list(sparse), task.calibration()):
         problem = ONE_SHOT_METHODS["obs" if method == JOINT else method](
             weight_matrix(modules[name]).contiguous(), hessian
         )
@@ -219,7 +219,7 @@ def one_shot(task: Task, chosen: Profile, method: str) -> nn.Module:
         set_weight_matrix(modules[name], layer.weight)
     if method == JOINT:
         masks = {name: layer.mask for name, layer in pruned.items()}
-        global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
+        run_global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
     tune_batchnorm(task, model, task.calibration())
     return model
 
@@ -236,7 +236,7 @@ def train_all(results: Path, hours: float, steps: int) -> None:
         else:
             # The order in which convolutions sum, alone: steps of 0.42 s for 0.56 s on one core.
             model = task.model().to(memory_format=torch.channels_last)
-            facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).facts()
+            facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).to_dict()
         low, high = chosen.speedup[1:]
         row = {
             **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": low,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from latbench.cli.commands.prune import prune
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, describe_provenance
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database, hash_pruning_inputs
 from search.task import Task, load_task
 
 WIDTH, LAYERS = 4096, 16
@@ -59,9 +59,9 @@ def build(task: Task, folder: Path, method: str, pattern: str, sparsity: float) 
     net = task.model()
     digest = hash_model(net)
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    database = Database(folder / "database", digest, describe_provenance(task, method))
+    database = Database(folder / "database", digest, hash_pruning_inputs(task, method))
     tell = lambda done, total: print(f"{done} of {total} layers pruned", flush=True)  # noqa: E731
-    build_database(task, net, {name: [(pattern, sparsity)] for name in names}, database, tell, method=method)
+    fill_database(task, net, {name: [(pattern, sparsity)] for name in names}, database, tell, method=method)
     profile = Profile(
         task=task.name, layers=dict.fromkeys(names, LayerChoice(pattern, sparsity, 1.0, 1.0, 1.0, 0.1)),
         backend="numba", threads=2, batch=64, device="", target=1.0, risk=0.9, dense_engine="torch",

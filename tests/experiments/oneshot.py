@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from search.artifacts.layer_database import hash_model
-from search.pipeline.search_setup import list_prunable_layers
+from search.pipeline.search_job import prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.base import OneShot, Pruned
 from search.pruning.one_shot.batchnorm import tune_batchnorm
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, describe_provenance
-from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning_inputs
+from search.pruning.one_shot.hessian import compute_input_hessians
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load_task
 from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
@@ -43,11 +43,14 @@ OPTIONS = (
 class RefittedSparseGPT(SparseGPT):
     """SparseGPT's mask with the least squares of all its weights."""
 
-    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
+    def prune(self, pattern: Pattern, sparsity: float) -> PrunedWeight:
         return AdaPrune(self.weight, self.hessian, iterations=math.inf).fit(super().prune(pattern, sparsity).mask)
 
 
-ALL: dict[str, Callable[[Tensor, Tensor], OneShot]] = {**ONE_SHOT_METHODS, "sparsegpt, refitted": RefittedSparseGPT}
+ALL: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
+    **ONE_SHOT_METHODS,
+    "sparsegpt, refitted": RefittedSparseGPT,
+}
 
 
 def run(task: Task, path: Path) -> list[dict[str, Any]]:
@@ -59,7 +62,7 @@ def run(task: Task, path: Path) -> list[dict[str, Any]]:
         return done
     model, batches = task.model(), task.calibration()
     modules = dict(model.named_modules())
-    shapes = list_prunable_layers(task, model)
+    shapes = prunable_layers(task, model)
     hessians, hessian_seconds = seen(task, model, list(shapes), path.with_name("hessians.pt"))
     dense_score = task.score(model)
     weights = {name: weight_matrix(modules[name]).contiguous() for name in hessians}
@@ -99,11 +102,11 @@ def run(task: Task, path: Path) -> list[dict[str, Any]]:
 
 def seen(task: Task, model: torch.nn.Module, layers: list[str], path: Path) -> tuple[dict[str, Tensor], float]:
     """Each layer's H and the seconds they took, kept for the next time."""
-    of = [hash_model(model), describe_provenance(task)]
+    of = [hash_model(model), hash_pruning_inputs(task)]
     if path.exists() and (known := torch.load(path))["of"] == of:
         return known["hessians"], known["seconds"]
     started = time.perf_counter()
-    hessians = dict(input_hessians(task, model, layers, task.calibration()))
+    hessians = dict(compute_input_hessians(task, model, layers, task.calibration()))
     seconds = time.perf_counter() - started
     torch.save({"of": of, "hessians": hessians, "seconds": seconds}, path)
     return hessians, seconds

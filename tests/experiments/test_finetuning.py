@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from latbench.errors import PromiseMissed
-from latbench.report import accuracy
+from latbench.report.sections import accuracy
 from search.artifacts.profile import LayerChoice, Profile
 
 
@@ -113,7 +113,7 @@ def test_results_are_trained_once_and_shown_in_pairs(
     assert "AC/DC: searched over uniform at equal time +2.0% +- 0.0% (6 paired)" in shown
     assert "searched_2x: out of reach" in shown
     assert "mask decay: 25% to 25% of dense training's FLOP" in shown
-    points = accuracy.tidy(accuracy.read(tmp_path / "accuracy.csv"))
+    points = accuracy.build_frame(accuracy.read_results(tmp_path / "accuracy.csv"))
     assert set(points["pattern"]) == {"dense", "searched", "uniform", *experiment.ALONE}
 
 

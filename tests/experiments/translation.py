@@ -44,11 +44,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from latbench.machines.devices import name_cpu
-from search.pruning.masks.layer_targets import Target, targets_of
-from search.pruning.training.flops import count_forward, layer_cost, training_flop
+from search.pruning.masks.layer_targets import LayerTarget, resolve_targets
+from search.pruning.training.flops import compute_layer_cost, compute_training_flop, count_forward_flop
 from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
-from search.pruning.training.train import learning_rate
+from search.pruning.training.train import compute_learning_rate_factor
 from sparse_kernels.patterns import NM, Unstructured, parse
 
 RESULTS = Path(__file__).parent / "results" / "translation.jsonl"
@@ -312,22 +312,22 @@ def translations(model: Translator, data: Data) -> list[str]:
     return [" ".join(data.target_words[word] for word in sentence) for sentence in sentences]
 
 
-def target_of(method: str, pattern: str) -> Target:
+def target_of(method: str, pattern: str) -> LayerTarget:
     nm = parse(pattern)
     sparsity: float = nm.sparsity  # type: ignore[union-attr]
-    return Target(Unstructured(), sparsity) if method == "unstructured" else Target(nm, sparsity)
+    return LayerTarget(Unstructured(), sparsity) if method == "unstructured" else LayerTarget(nm, sparsity)
 
 
-def counted_as(target: Target) -> Target:
+def counted_as(target: LayerTarget) -> LayerTarget:
     """The target whose FLOPs count."""
     return replace(target, along="both") if isinstance(target.pattern, NM) else target
 
 
-def steps_of(pruner: Pruner | None, target: Target, mode: str) -> int:
+def steps_of(pruner: Pruner | None, target: LayerTarget, mode: str) -> int:
     """How many steps a mode allows: STEPS, or as many as the FFN FLOPs of DENSE_STEPS dense ones pay for."""
     if mode == "steps":
         return STEPS
-    cost = 1.0 if pruner is None else layer_cost(pruner, counted_as(target), STEPS).total / 3
+    cost = 1.0 if pruner is None else compute_layer_cost(pruner, counted_as(target), STEPS).total / 3
     return round(DENSE_STEPS / cost)
 
 
@@ -338,7 +338,7 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
         method=name or "gmp", settings={**fixed, **settings}, learning_rate=rate, steps=STEPS, warmup=60,
         clip_norm=1.0, seed=key["seed"],
     )  # fmt: skip
-    pruner = None if name is None else recipe.pruner()
+    pruner = None if name is None else recipe.build_pruner()
     target = target_of(key["method"], key["pattern"])
     steps = steps_of(pruner, target, key["mode"])
     recipe = replace(recipe, steps=steps)
@@ -346,9 +346,9 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
     torch.manual_seed(key["seed"])
     model = Translator(data.source_words, len(data.target_words))
     ffns = [n for n, m in model.named_modules() if n.endswith(("fc1", "fc2"))]
-    targets = targets_of(dict.fromkeys(ffns, target), model)
+    targets = resolve_targets(dict.fromkeys(ffns, target), model)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(recipe, step))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compute_learning_rate_factor(recipe, step))
     stream = batches(data, np.random.default_rng(key["seed"]))
     if pruner is not None:
         pruner.prepare(model, targets, total_steps=steps)
@@ -363,10 +363,10 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
             pruner.step()
     if pruner is not None:
         pruner.finish()
-    counted = count_forward(model, lambda: model(source, words[:, :-1]))
+    counted = count_forward_flop(model, lambda: model(source, words[:, :-1]))
     ffn = {layer: counted[layer] for layer in ffns}
     spent, dense = (
-        training_flop(p, dict.fromkeys(targets, counted_as(target)), ffn, steps).total for p in (pruner, None)
+        compute_training_flop(p, dict.fromkeys(targets, counted_as(target)), ffn, steps).total for p in (pruner, None)
     )
     kept = [float((model.get_submodule(layer).weight != 0).double().mean()) for layer in ffns]
     return {

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from latbench.backends import deepsparse
-from latbench.backends import deepsparse_environment as environment
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu import deepsparse_environment as environment
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.base.engine_registry import MODEL_ENGINES, may_round
 from latbench.errors import EnvironmentUnusable
 from latbench.importers.text_formats import convert_rows_to_spdy
 from latbench.runners.worker import load_function
@@ -21,7 +22,7 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
 from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.artifacts.profile import LayerChoice, Profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.pipeline import search_job as job
 from search.pipeline import verify as verification
 from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
@@ -31,8 +32,8 @@ from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from search.whole_model import overhead
-from search.whole_model.end_to_end import ModelEngine
-from search.whole_model.model_engines import BFLOAT16_ENGINES, DENSE_ENGINES
+from search.whole_model.end_to_end import EngineBuilder
+from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.timings import Timings
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
@@ -58,7 +59,7 @@ def score(model): return float(model(*example()).mean())
 @pytest.fixture(scope="module")
 def installed() -> Environment:
     try:
-        return environment.find()
+        return environment.find_environment()
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
 
@@ -75,11 +76,11 @@ def test_it_is_set_up_anew_in_an_empty_cache(
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     if not environment.PYTHONS[0] <= sys.version_info[:2] <= environment.PYTHONS[1]:
         pytest.skip("this Python is too new for DeepSparse")
-    assert environment.install(deepsparse.check)
-    assert not environment.install(deepsparse.check)
-    assert environment.find().python.is_relative_to(tmp_path)
-    assert environment.remove()
-    assert environment.version() is None
+    assert environment.install_environment(deepsparse.check_environment)
+    assert not environment.install_environment(deepsparse.check_environment)
+    assert environment.find_environment().python.is_relative_to(tmp_path)
+    assert environment.remove_environment()
+    assert environment.find_version() is None
 
 
 def test_convolutions_sparse_and_dense_are_what_torch_computes(
@@ -98,7 +99,7 @@ def test_convolutions_sparse_and_dense_are_what_torch_computes(
             set_weight_matrix(module, torch.where(torch.from_numpy(mask), matrix, 0.0))
         export_onnx(model, inputs, tmp_path / "model.onnx")
         arrays = [inputs[0].numpy()]
-        with deepsparse.load(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
+        with deepsparse.load_model(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
             [y] = loaded.outputs()
         with torch.no_grad():
             expected = model.double()(inputs[0].double()).numpy()
@@ -116,7 +117,7 @@ def test_the_analysis_tells_each_layers_time_and_sparsity(
     values = find_layer_values(model, inputs, path)
     assert list(values.values()) == ["fc1", "fc2"]
     for sparsity in (None, 0.9):
-        operations = deepsparse.analyse(
+        operations = deepsparse.time_operations(
             path, [inputs[0].numpy()], threads=2, environment=installed, sparsity=sparsity
         )
         found = {values[value]: it for it in operations for value in it.outputs if value in values}
@@ -145,7 +146,7 @@ def test_every_layer_of_the_networks_of_spdy_has_a_time(installed: Environment, 
     assert 0 < timings.prunable < timings.base
 
 
-def by_formula(engines: Mapping[str, ModelEngine], **_: Any) -> Timings:
+def by_formula(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
     """What runs on DeepSparse is built and run; but what it takes does not hang on how busy this machine is."""
     blocks = {}
     for name, engine in engines.items():
@@ -211,7 +212,7 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
     assert verdict.backend == "deepsparse" and verdict.met
-    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - set(BFLOAT16_ENGINES)
+    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - {name for name in MODEL_ENGINES if may_round(name)}
     assert verdict.score_pruned == pytest.approx(little.score(model))
     table = read_table(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]

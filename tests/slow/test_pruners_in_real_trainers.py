@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from latbench.errors import UsageError
 from search.pruning.saliency.fisher import MFAC
-from search.pruning.training.callbacks import lightning_callback, transformers_callback
+from search.pruning.training.callbacks import build_lightning_callback, build_transformers_callback
 from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.mask_decay import MaskDecay
 from search.pruning.training.methods.rigl import RigL
@@ -85,7 +85,7 @@ def train_bert(
     } | more  # fmt: skip
     trainer = transformers.Trainer(
         model=model, args=transformers.TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:8],
-        callbacks=[transformers_callback(pruner, BERT_TARGETS)], compute_metrics=judge,
+        callbacks=[build_transformers_callback(pruner, BERT_TARGETS)], compute_metrics=judge,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -162,7 +162,7 @@ def train_lightning(
     trainer = lightning.Trainer(
         max_steps=STEPS, accumulate_grad_batches=2, precision="bf16-mixed", accelerator="cpu", logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[lightning_callback(pruner, LIGHTNING_TARGETS), saved],
+        callbacks=[build_lightning_callback(pruner, LIGHTNING_TARGETS), saved],
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(range(24)), ckpt_path=resume)
     return module

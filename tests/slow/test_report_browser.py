@@ -17,8 +17,11 @@ import pytest
 import report_example as example
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from latbench.report import comparison, html, inputs
-from latbench.tables.writer import write_part
+from latbench.report import report_inputs
+from latbench.report.pages import comparison
+from latbench.report.pages import html_page as html
+from latbench.report.report_inputs import ReportFiles
+from latbench.tables import table as tables
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +40,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.profile.write_text(json.dumps(profile))
     path = folder / "report.html"
     path.write_text(
-        html.render(inputs.read(files.table, **files.files, accuracy=files.accuracy), command=["latbench", HOSTILE]),
+        html.render(
+            report_inputs.read_inputs(files.table, ReportFiles(**files.files, accuracy=files.accuracy)),
+            command=["latbench", HOSTILE],
+        ),
         "utf-8",
     )
     return path
@@ -49,7 +55,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     files = example.write(folder, np.random.default_rng(7))
     path = folder / "report.html"
-    path.write_text(html.render(inputs.read(files.table, **files.every), command=["latbench", "report"]), "utf-8")
+    path.write_text(
+        html.render(
+            report_inputs.read_inputs(files.table, ReportFiles(**files.every)), command=["latbench", "report"]
+        ),
+        "utf-8",
+    )
     return path
 
 
@@ -57,7 +68,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a table that comes with latbench: eighteen patterns, so wide tables."""
     path = tmp_path_factory.mktemp("bundled") / "report.html"
-    path.write_text(html.render(inputs.read("bundled://amd-epyc-zen4-2-threads"), command=["latbench"]), "utf-8")
+    path.write_text(
+        html.render(report_inputs.read_inputs("bundled://amd-epyc-zen4-2-threads"), command=["latbench"]), "utf-8"
+    )
     return path
 
 
@@ -69,10 +82,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
         for row in rows:
             row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
-        write_part(folder / name, rows)
-    first, second = comparison.sides(inputs.read(folder / "one"), inputs.read(folder / "two"))
+        tables.write_part(folder / name, rows)
+    first, second = comparison.build_sides(
+        report_inputs.read_inputs(folder / "one"), report_inputs.read_inputs(folder / "two")
+    )
     path = folder / "report.html"
-    path.write_text(html.page_text(comparison.build(first, second, None, ["latbench", "report"])), "utf-8")
+    path.write_text(html.build_html(comparison.build_page(first, second, None, ["latbench", "report"])), "utf-8")
     return path
 
 

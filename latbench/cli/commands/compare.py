@@ -1,12 +1,24 @@
-"""`latbench compare`: what became slower, faster or got lost between two tables; for people and for CI."""
+"""`latbench compare`: points that became slower or faster, or are missing, between two tables."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import typer
+
+from latbench.cli.options import (
+    AcrossDevices,
+    AcrossModes,
+    AfterTable,
+    BeforeTable,
+    CorrectDrift,
+    FailOn,
+    Json,
+    Rows,
+    Threshold,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,48 +27,29 @@ if TYPE_CHECKING:
 
 
 def compare(
-    before: Annotated[str, typer.Argument(help="The table to compare with: a folder of parts, a file or a URI.")],
-    after: Annotated[str, typer.Argument(help="The table that is judged.")],
-    fail_on: Annotated[
-        str, typer.Option(help="Exit 1 if a point is so: any of slower,missing,unclear,faster,same,new.")
-    ] = "",
-    threshold: Annotated[float, typer.Option(help="A smaller change is none: a share, 0.02 is 2%.")] = 0.02,
-    correct_drift: Annotated[
-        bool, typer.Option("--correct-drift", help="Divide times by how much slower than usual a reference was then.")
-    ] = False,
-    across_devices: Annotated[
-        bool, typer.Option("--across-devices", help="Compare points of unlike devices all the same.")
-    ] = False,
-    across_modes: Annotated[
-        bool, typer.Option("--across-modes", help="Compare unlike cache and launch modes, threads, timers too.")
-    ] = False,
-    rows: Annotated[int, typer.Option(min=0, help="How many points to list at most; 0 lists all.")] = 40,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, of every point, instead of a table.")] = False,
+    before: BeforeTable,
+    after: AfterTable,
+    fail_on: FailOn = "",
+    threshold: Threshold = 0.02,
+    correct_drift: CorrectDrift = False,
+    across_devices: AcrossDevices = False,
+    across_modes: AcrossModes = False,
+    rows: Rows = 40,
+    as_json: Json = False,
 ) -> None:
-    """Judge every point of two tables SAME, FASTER, SLOWER or UNCLEAR; exit 1 on what --fail-on names."""
+    """Judge every point of two tables SAME, FASTER, SLOWER or UNCLEAR. Exit 1 on what --fail-on names."""
     import json
-    import math
 
-    from latbench.errors import PromiseMissed, UsageError
-    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+    from latbench.cli.options import check_positive
+    from latbench.errors import PromiseMissed
     from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
     from latbench.tables.storage import hide_secrets
     from latbench.tables.table import hash_table
 
-    wanted = _kinds(fail_on)
-    if not 0 < threshold < math.inf:
-        raise UsageError(f"--threshold is a positive share such as 0.02, not {threshold:g}")
+    wanted = _parse_kinds(fail_on)
+    check_positive("--threshold", threshold)
     frames = {path: read_compared_rows(path) for path in (before, after)}
-    values = {path: _values(frame) for path, frame in frames.items()}
-    across: list[str] = []
-    if across_devices:
-        across.append("device")
-    elif (unlike := describe_device_difference(values)) is not None:
-        raise UsageError(f"{unlike}; --across-devices compares them all the same")
-    if across_modes:
-        across += MODES
-    elif (unlike := describe_mode_difference(values)) is not None:
-        raise UsageError(f"{unlike}; --across-modes compares them all the same")
+    across = _columns_to_ignore(frames, across_devices, across_modes)
     changes = compare_tables(
         frames[before], frames[after], threshold=threshold, across=across, corrected=correct_drift
     )
@@ -72,30 +65,49 @@ def compare(
         }
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
-        _show(changes, counts, rows)
+        _print_changes(changes, counts, rows)
     if found := [f"{counts[kind]} {kind}" for kind in KINDS if kind in wanted and counts[kind]]:
-        raise PromiseMissed(f"of {len(changes)} points {', '.join(found)}: {hide_secrets(after)} fails on {fail_on}")
+        raise PromiseMissed(
+            f"{', '.join(found)} of {len(changes)} points: {hide_secrets(after)} fails --fail-on {fail_on}"
+        )
 
 
-def _kinds(text: str) -> set[str]:
-    """What --fail-on names."""
+def _columns_to_ignore(frames: Mapping[str, pd.DataFrame], devices: bool, modes: bool) -> list[str]:
+    """Return the columns in which compared points may differ.
+
+    Raises UsageError where the tables differ in one of these columns without the option that allows it.
+    """
+    from latbench.errors import UsageError
+    from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
+
+    values = {
+        path: {name: set(frame[name].dropna()) for name in ("device", *MODES)} for path, frame in frames.items()
+    }
+    across: list[str] = []
+    if devices:
+        across.append("device")
+    elif (unlike := describe_device_difference(values)) is not None:
+        raise UsageError(f"{unlike}; --across-devices compares them nevertheless")
+    if modes:
+        across += MODES
+    elif (unlike := describe_mode_difference(values)) is not None:
+        raise UsageError(f"{unlike}; --across-modes compares them nevertheless")
+    return across
+
+
+def _parse_kinds(text: str) -> set[str]:
+    """Return the kinds of changes that --fail-on names."""
     from latbench.errors import UsageError
     from latbench.tables.compare import KINDS
 
     named = {word.strip().upper() for word in text.split(",") if word.strip()}
     if unknown := named - set(KINDS):
         known = ", ".join(kind.lower() for kind in KINDS)
-        raise UsageError(f"--fail-on knows {known}, not {', '.join(sorted(unknown)).lower()}")
+        raise UsageError(f"--fail-on takes {known}, not {', '.join(sorted(unknown)).lower()}")
     return named
 
 
-def _values(frame: pd.DataFrame) -> dict[str, set[Any]]:
-    from latbench.tables.comparability import MODES
-
-    return {name: set(frame[name].dropna()) for name in ("device", *MODES)}
-
-
-def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
+def _print_changes(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -107,36 +119,36 @@ def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
     for heading, justify in (("verdict", "left"), ("point", "left"), ("before", "right"), ("after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     table.add_column("after / before", justify="right")
-    words = _words(changes)
+    describe = _point_describer(changes)
     for change in listed:
         ratio = format_ratio(change.ratio, change.low, change.high)
         table.add_row(
-            change.kind, words(change), format_seconds(change.before), format_seconds(change.after),
+            change.kind, describe(change), format_seconds(change.before), format_seconds(change.after),
             ratio if change.ratio is not None else change.reason,
         )  # fmt: skip
     console = Console()
     if listed:
         console.print(table)
     left = len(changes) - len(listed)
-    said = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-    console.print(f"{said}{f'; {left} points are not listed' if left else ''}", highlight=False, soft_wrap=True)
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+    console.print(f"{summary}{f'; {left} points are not listed' if left else ''}", highlight=False, soft_wrap=True)
 
 
-def _words(changes: Sequence[Change]) -> Callable[[Change], str]:
-    """A function that tells a point from the others: its shape, pattern and engine, and what else differs."""
+def _point_describer(changes: Sequence[Change]) -> Callable[[Change], str]:
+    """Return a function that describes a point by shape, pattern, engine and every column that differs."""
     from latbench.base.number_format import format_percent
-    from latbench.report import frames as data
+    from latbench.report import point_frames
 
-    plain = {*data.SHAPE, "model", "backend", "kernel_requested", "pattern", "sparsity_target"}
+    plain = {*point_frames.SHAPE, "model", "backend", "kernel_requested", "pattern", "sparsity_target"}
     keys = [change.key for change in changes]
     others = [name for name in keys[0] if name not in plain and len({key[name] for key in keys}) > 1]
 
-    def words(change: Change) -> str:
+    def describe(change: Change) -> str:
         key = change.key
-        what = key["model"] or "" if key["op"] == "model" or key["m"] is None else data.shape_label(key)
+        layer = key["model"] or "" if key["op"] == "model" or key["m"] is None else point_frames.format_shape(key)
         sparsity = format_percent(key["sparsity_target"]) if key["sparsity_target"] else ""
-        engine = data.engine_name(key["backend"], key["kernel_requested"] or "")
-        also = [f"{key[name]} threads" if name == "threads" else str(key[name]) for name in others]
-        return ", ".join(text for text in (what, f"{key['pattern']} {sparsity}".strip(), engine, *also) if text)
+        engine = point_frames.format_engine(key["backend"], key["kernel_requested"] or "")
+        settings = [f"{key[name]} threads" if name == "threads" else str(key[name]) for name in others]
+        return ", ".join(text for text in (layer, f"{key['pattern']} {sparsity}".strip(), engine, *settings) if text)
 
-    return words
+    return describe

@@ -1,24 +1,24 @@
-"""`latbench doctor`: what this machine can measure, and what would disturb it."""
+"""`latbench doctor`: the devices and engines of this machine, and what would disturb measurements."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from latbench.cli.options import Json
 
 if TYPE_CHECKING:
     from latbench.machines.gpu_names import Gpu
 
-STEAL_SECONDS = 1.0  # stolen time is a rate: it is looked at twice, so long apart
+STEAL_SECONDS = 1.0  # between two readings of stolen time, which is a rate
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Show the CPU, GPUs, the engines that can be timed, and what to change for quieter numbers."""
+def doctor(as_json: Json = False) -> None:
+    """Show the CPU, the GPUs, the engines that can be timed, and what to change for less noise."""
     import json
 
-    facts = _facts()
+    facts = _find_facts()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -33,18 +33,19 @@ def doctor(
     console = Console()
     console.print(table)
     if not facts["advice"]:
-        console.print("nothing found that would disturb a measurement")
+        console.print("nothing was found that would disturb a measurement")
     for advice in facts["advice"]:
         console.print(f"! {advice}", highlight=False, soft_wrap=True)
 
 
-def _facts() -> dict[str, Any]:
-    """Everything found out, in plain values."""
+def _find_facts() -> dict[str, Any]:
+    """Return everything that is known of this machine, in plain values."""
     import time
     from dataclasses import asdict
 
-    from latbench import backends
-    from latbench.backends import deepsparse_environment
+    from latbench.backends import installed_engines
+    from latbench.backends.cpu import deepsparse_environment
+    from latbench.base.engine_registry import CPU_ENGINES
     from latbench.machines.devices import count_cores, describe_cpu_environment, read_cpu_times, read_telemetry
     from latbench.machines.gpu_discovery import list_gpus
     from latbench.machines.gpu_names import format_option
@@ -56,8 +57,11 @@ def _facts() -> dict[str, Any]:
     time.sleep(STEAL_SECONDS)
     host = read_host(read_telemetry(before)["steal_fraction"])
     engines = {
-        name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
-        for name, version in backends.available().items()
+        name: {
+            "version": version,
+            "missing": [group[0] for group in installed_engines.list_missing_groups(CPU_ENGINES[name])],
+        }
+        for name, version in installed_engines.list_cpu_versions().items()
     }
     gpus, no_gpu = list_gpus()
     facts = {
@@ -66,13 +70,16 @@ def _facts() -> dict[str, Any]:
         "ceilings": _ceilings(environment),
         "host": asdict(host),
         "backends": engines,
-        "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
+        "deepsparse": {
+            "version": deepsparse_environment.find_version(),
+            "refusal": deepsparse_environment.explain_refusal(),
+        },
         "gpus": [
             {"index": index, "option": format_option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
         ],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
-        "lock_folder": str(find_lock_folder()),
+        "find_lock_folder": str(find_lock_folder()),
     }
     disturbed = [*list_advice(host), *_lock_advice(host.container)]
     unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
@@ -80,55 +87,52 @@ def _facts() -> dict[str, Any]:
 
 
 def _lock_advice(container: bool) -> list[str]:
-    """Two containers that measure on one machine see each other only by a lock in a folder that both have."""
+    """Advise containers of one machine to share the folder of the lock, which is how they see each other."""
     import os
 
     from latbench.runners.device_lock import FOLDER_VARIABLE, find_lock_folder
+    from sparse_kernels.numba_cuda.fingerprint import FOLDER
 
     if not container or os.environ.get(FOLDER_VARIABLE):
         return []
     return [
-        f"this is a container: sweeps in others on this machine do not see its lock in {find_lock_folder()}, and "
-        "would be "
-        f"timed at the same time; mount one folder into all of them and name it in {FOLDER_VARIABLE}"
+        f"this is a container: sweeps in other containers do not see its lock in {find_lock_folder()}, and would "
+        "measure "
+        f"at the same time; mount one folder into all of them and name it in {FOLDER}"
     ]
 
 
-def _missing(packages: tuple[str, ...]) -> list[str]:
-    from latbench.machines.devices import find_version
-
-    return [package for package in packages if find_version(package) is None]
-
-
 def _gpu_backends() -> dict[str, dict[str, Any]]:
-    """The engines that run on GPUs: version, and the packages of which one has to be installed where none is."""
-    from latbench.backends.on_gpu import BACKENDS
+    """Return for each GPU engine its version, and the packages of which one has to be installed."""
+    from latbench.backends import installed_engines
+    from latbench.base.engine_registry import GPU_ENGINES
 
+    missing = {name: installed_engines.list_missing_groups(engine) for name, engine in GPU_ENGINES.items()}
     return {
-        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.missing)}
-        for name, backend in BACKENDS.items()
+        name: {"version": version, "missing": list(missing[name][0]) if missing[name] else []}
+        for name, version in installed_engines.list_gpu_versions().items()
     }
 
 
 def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
-    """The roofline of this CPU with all its cores; None where no sweep has measured it."""
+    """Return the roofline of this CPU with all its cores; None where no sweep has measured it."""
     from dataclasses import asdict
 
-    from latbench.backends import reference
+    from latbench.backends.cpu import cpu_reference
     from latbench.machines.ceilings import CachedCeilings, Ceilings
 
     known = CachedCeilings[Ceilings](
-        environment["device"], environment["threads"], reference.WORK, _unmeasured
+        environment["device"], environment["threads"], cpu_reference.WORK, _unmeasured
     ).known()
     return None if known is None else asdict(known)
 
 
 def _unmeasured() -> Any:
-    raise AssertionError("doctor shows what is kept, and measures nothing")
+    raise AssertionError("doctor shows stored ceilings and measures nothing")
 
 
 def _gpu(gpu: Gpu) -> dict[str, Any]:
-    """A GPU as it is now, and its roofline where a sweep has measured it."""
+    """Return the state of a GPU, and its roofline where a sweep has measured it."""
     from dataclasses import asdict
 
     from latbench.machines.nvml import describe_gpu_environment
@@ -140,7 +144,7 @@ def _gpu(gpu: Gpu) -> dict[str, Any]:
 
 
 def _gpu_state(uuid: str) -> dict[str, Any]:
-    """Driver, limits, clocks, power and temperature of a GPU; a slice of one hides some of them."""
+    """Return driver, limits, clocks, power and temperature of a GPU; a MIG slice hides some of them."""
     from latbench.machines.nvml import open_observer
 
     with open_observer(uuid) as observer:
@@ -156,28 +160,32 @@ def _gpu_state(uuid: str) -> dict[str, Any]:
 
 
 def _unknown_vectors(environment: dict[str, Any]) -> list[str]:
+    """Say that vector instructions are unknown, or multiply-adds missing."""
     flags = environment["cpu_flags"].split()
     if environment["vector_bits"] is None:
         return ["the processor's vector instructions are unknown here: kernels for the narrowest are used"]
     if not {"fma", "asimd"} & set(flags):
-        return ["there is no fused multiply-add: times on this processor say little about others, use a newer one"]
+        return ["this processor has no fused multiply-add, so its times do not represent others: use a newer one"]
     return []
 
 
 def _hidden_name(device: str, virtual: bool | None) -> list[str]:
-    """A device that is called by family and model alone is called what the hypervisor likes."""
+    """Warn that different processors may share a name where the hypervisor hides the real one."""
     if not virtual or "-model-" not in device:
         return []
-    return [f"the hypervisor hides the processor's name: other chips may be called {device}, keep their tables apart"]
+    return [
+        f"the hypervisor hides the processor's name, so others may have the name {device}: keep their tables apart"
+    ]
 
 
 def _gpu_advice(facts: dict[str, Any]) -> list[str]:
+    """Say what slows the GPUs down or disturbs them, and what to do."""
     from latbench.machines.nvml import THROTTLING
 
     one = len(facts["gpus"]) == 1
     named = [(gpu["name"] if one else f"GPU {gpu['index']}, {gpu['name']}", gpu) for gpu in facts["gpus"]]
     advice = [
-        f"{name} is slowed down now ({', '.join(sorted(reasons))}): let it cool, or end what else runs on it"
+        f"{name} is slowed down now ({', '.join(sorted(reasons))}): let it cool, or end other programs on it"
         for name, gpu in named if (reasons := THROTTLING.intersection(gpu["event_reasons"]))
     ]  # fmt: skip
     for name, gpu in named:
@@ -188,28 +196,32 @@ def _gpu_advice(facts: dict[str, Any]) -> list[str]:
 
 
 def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
-    """What to change on a GPU, half a sentence each."""
+    """Say what to change on a GPU, half a sentence each."""
     found = []
     if gpu["processes"]:
-        found.append(f"{gpu['processes']} processes compute on it now: end them, or its times are shared with them")
+        found.append(f"{gpu['processes']} processes compute on it now: end them, because they disturb measurements")
     if gpu["persistence"] is False:
-        found.append("its driver state is dropped whenever nobody uses it: sudo nvidia-smi -pm 1 keeps it")
+        found.append("the driver unloads its state when no program uses it: sudo nvidia-smi -pm 1 keeps it")
     limit, usual = gpu["gpu_power_limit_milliwatts"], gpu["usual_power_limit_milliwatts"]
     if limit and usual and limit < usual:
         found.append(
-            f"it may take {limit / 1e3:.0f} W where {usual / 1e3:.0f} W are usual, and slows down earlier: "
+            f"its power limit is {limit / 1e3:.0f} W instead of {usual / 1e3:.0f} W, so it slows down earlier: "
             f"sudo nvidia-smi -pl {usual / 1e3:.0f}"
         )
     if clock := gpu["gpu_application_clock_hertz"] or gpu["gpu_max_clock_hertz"]:
         found.append(
-            f"its clock follows heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f} holds it, or a lower one that "
-            "its power lasts for; -rgc undoes that"
+            f"its clock varies with heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f}, or a lower clock that "
+            "the power limit sustains, fixes it; -rgc undoes that"
         )
     return found
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from latbench.backends import gpu_installation as installation
+    """Return every fact as a heading and a text."""
+    return [*_machine_lines(facts), *_cpu_engine_lines(facts), *_gpu_lines(facts)]
+
+
+def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     from latbench.base.number_format import format_bytes
 
     environment, host = facts["environment"], facts["host"]
@@ -222,13 +234,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
     most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
     nominal = " nominal, the real one is hidden" if host["virtual"] and not environment["governor"] else ""
-    lines = [
-        (
-            "device",
-            facts["device"]
-            + (", a virtual machine" if host["virtual"] else "")
-            + (", in a container" if host["container"] else ""),
-        ),
+    kind = (", a virtual machine" if host["virtual"] else "") + (", in a container" if host["container"] else "")
+    return [
+        ("device", facts["device"] + kind),
         ("processor", environment["cpu_model"] or "hidden"),
         ("cores, hardware threads", f"{host['cores']}, {host['processors']}{quota}"),
         ("threads used", str(environment["cores"])),
@@ -239,15 +247,26 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
-        ("device lock", f"in {facts['lock_folder']}"),
+        ("device lock", f"in {facts['find_lock_folder']}"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
+
+
+def _cpu_engine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
     for name, engine in facts["backends"].items():
         missing = f"missing: pip install {' '.join(engine['missing'])}" if engine["missing"] else ""
         lines.append((f"backend {name}", missing or engine["version"]))
     deepsparse = facts["deepsparse"]
     ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
     lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
+    return lines
+
+
+def _gpu_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    from latbench.backends.gpu import gpu_installation
+
+    lines = []
     for gpu in facts["gpus"]:
         lines += [
             (f"GPU {gpu['index']}, {gpu['name']}", _gpu_line(gpu)),
@@ -255,7 +274,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ("  its roofline", _roofline(gpu["ceilings"])),
         ]
     first = facts["gpus"][0] if facts["gpus"] else {"cuda_driver": None, "compute_capability": None}
-    extra = f"latbench[{installation.extra(first['cuda_driver'], first['compute_capability'])}]"
+    extra = f"latbench[{gpu_installation.find_extra(first['cuda_driver'], first['compute_capability'])}]"
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():
@@ -266,20 +285,17 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cold_weights() -> str:
-    """From where a sweep's weights come, as far as copies of them help."""
-    from latbench.backends import MOST_COPIES, cold_bytes
+    """Return how many bytes of weight copies a sweep rotates, and whether they pass the caches."""
+    from latbench.backends.cpu.prepare_point import MOST_COPIES, count_cold_bytes
     from latbench.base.number_format import format_bytes
     from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 
-    most = cold_bytes()
+    most = count_cold_bytes()
     if most < rotated_bytes():
-        return (
-            f"{format_bytes(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
-        )
+        return f"{format_bytes(most)} of copies in rotation, limited by memory: caches may hold them (flag in_cache)"
     return (
-        f"{format_bytes(most)} of copies take turns, so that they come from memory; of less than "
-        f"{format_bytes(most // MOST_COPIES)} "
-        "they fit into caches, and rows say in_cache"
+        f"{format_bytes(most)} of copies in rotation, which come from memory; copies of a weight below "
+        f"{format_bytes(most // MOST_COPIES)} fit into caches (flag in_cache)"
     )
 
 
@@ -299,11 +315,11 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 
 def _roofline(ceilings: dict[str, Any] | None) -> str:
-    """Operations and bytes a second, of the smallest and of the largest working set."""
+    """Return operations per second, and bytes per second of the smallest and the largest working set."""
     from latbench.base.number_format import format_bytes
 
     if ceilings is None:
-        return "not measured yet: the first sweep does"
+        return "not measured yet: the first sweep measures it"
     rates = {
         **{f"{dtype} on tensor cores": rate for dtype, rate in ceilings.get("tensor_flop_per_second", {}).items()},
         "float32": ceilings.get("flop_per_second") or ceilings["ordinary_flop_per_second"],

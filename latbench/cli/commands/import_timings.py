@@ -1,79 +1,73 @@
-"""`latbench import`: other projects' timings as a table."""
+"""`latbench import`: timings of other projects as a table."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
+
+from latbench.cli.options import (
+    ImportDevice,
+    ImportDtype,
+    ImportFile,
+    ImportFormat,
+    ImportNetwork,
+    ImportOnly,
+    ImportOutput,
+    ImportPattern,
+    ImportThreads,
+    ImportWorkload,
+    parse_column_values,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+class _SpdyOptions(NamedTuple):
+    """What only a file of SPDY needs to be told; None where nothing was given."""
+
+    pattern: str | None
+    network: str | None
+    threads: int | None
+    workload: str | None
+
+
 def import_timings(
-    format: Annotated[
-        str,
-        typer.Argument(
-            help="spdy: per-layer timings as published with SPDY; kernel timings: neusight and deepbench (csv), "
-            "aiconfigurator (Parquet)."
-        ),
-    ],
-    path: Annotated[Path, typer.Argument(help="The file to read.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="Folder or URI of the table to add to.")],
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="COLUMN=VALUE: kernel timings of these lines alone, such as 'Device=Tesla T4'; repeatable."
-        ),
-    ] = None,
-    pattern: Annotated[
-        str | None, typer.Option(help="spdy: what the sparse rows hold, such as block:1x4. Default: unstructured.")
-    ] = None,
-    network: Annotated[str | None, typer.Option(help="spdy: the network's name; by default the file's.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="deepbench: of sheets that do not name one, such as float16; else they are left out."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="The machine that was timed, such as amd-epyc-7742; by default as the file says."),
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="spdy: threads that were used, if known.")] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(help="spdy: gives the layers their shapes, by name: a bundled workload or a YAML file."),
-    ] = None,
+    format: ImportFormat,
+    path: ImportFile,
+    output: ImportOutput,
+    only: ImportOnly = None,
+    pattern: ImportPattern = None,
+    network: ImportNetwork = None,
+    dtype: ImportDtype = None,
+    device: ImportDevice = None,
+    threads: ImportThreads = None,
+    workload: ImportWorkload = None,
 ) -> None:
-    """Read timings of another project into a table; what is in it already is not added twice."""
+    """Add timings of another project to a table. Rows that the table holds are not added twice."""
     import hashlib
 
-    from latbench.cli.commands.options import values_by_column
     from latbench.errors import UsageError
-    from latbench.importers.kernel_timings import FORMATS, read_kernel_timings
+    from latbench.importers import kernel_timings
+    from latbench.importers.kernel_timings import FORMATS
     from latbench.tables.table import has_table, read_table
     from latbench.tables.writer import write_part
 
+    spdy = _SpdyOptions(pattern, network, threads, workload)
     if format == "spdy":
         if only or dtype:
             raise UsageError("--only and --dtype are for kernel timings; a file of spdy has no columns")
-        rows = _spdy_rows(path, pattern or "unstructured", network, device or "unknown", threads, workload)
-    elif format in FORMATS:
-        given = {"--pattern": pattern, "--network": network, "--threads": threads, "--workload": workload}
-        if foreign := [name for name, value in given.items() if value is not None]:
-            raise UsageError(f"{', '.join(foreign)}: for spdy alone, {format} says it itself")
-        if dtype is not None and format != "deepbench":
-            raise UsageError(f"--dtype: for deepbench alone, {format} says it itself")
-        chosen = values_by_column("--only", only)
-        rows, left_out = read_kernel_timings(format, path, only=chosen, device=device, dtype=dtype)
-        for reason, lines in left_out.items():
-            typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
+        rows = _read_spdy(path, spdy, device or "unknown")
+    elif format in kernel_timings.FORMATS:
+        rows = _read_kernel_timings(format, path, spdy, parse_column_values("--only", only), device, dtype)
     else:
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if has_table(output):
-        rows = _new(rows, read_table(output), output)
+        rows = _new_rows(rows, read_table(output), output)
         if not rows:
             typer.echo(f"{output}: up to date, {path} is in it")
             return
@@ -83,12 +77,30 @@ def import_timings(
     typer.echo(f"{output}: {len(rows)} rows from {path}{without}")
 
 
-def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:
-    """The rows that the table lacks. Raises UsageError for rows that do not belong beside what it holds: of another
-    device, of another version or with other shapes for the same layers, which a key does not tell apart, or with
-    other times for a point that is there.
+def _read_kernel_timings(
+    format: str, path: Path, spdy: _SpdyOptions, only: dict[str, str], device: str | None, dtype: str | None
+) -> list[dict[str, Any]]:
+    """Read a file of kernel timings, and say which lines are left out. Raises UsageError for an option of SPDY."""
+    from latbench.errors import UsageError
+    from latbench.importers.kernel_timings import read_kernel_timings
+
+    if foreign := [f"--{name}" for name, value in spdy._asdict().items() if value is not None]:
+        raise UsageError(f"{', '.join(foreign)}: only for spdy; a file of {format} contains this")
+    if dtype is not None and format != "deepbench":
+        raise UsageError(f"--dtype: only for deepbench; a file of {format} contains this")
+    rows, left_out = read_kernel_timings(format, path, only=only, device=device, dtype=dtype)
+    for reason, lines in left_out.items():
+        typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
+    return rows
+
+
+def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:
+    """Return the rows that the table lacks.
+
+    Raises UsageError for rows that contradict the table. They are of another device or version, or have other shapes
+    for the same layers, which a key does not tell apart. Or they have other times of the same point.
     """
-    from cost_models.rows import describe
+    from cost_models.rows.row_keys import describe_point
     from latbench.errors import UsageError
     from latbench.tables.point_ids import hash_key
 
@@ -121,24 +133,24 @@ def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[d
             fresh.append(row)
         elif list(row["samples_seconds"]) not in known:
             raise UsageError(
-                f"{output} holds other times of {describe(row)} than this file: the same points timed again, or a "
-                "corrected file; give another folder"
+                f"{output} holds other times of {describe_point(row)} than this file: the same points timed again, "
+                "or a corrected file; give another folder"
             )
     return fresh
 
 
-def _spdy_rows(
-    path: Path, pattern: str, network: str | None, device: str, threads: int | None, workload: str | None
-) -> list[dict[str, Any]]:
+def _read_spdy(path: Path, options: _SpdyOptions, device: str) -> list[dict[str, Any]]:
+    """Read a timing file of SPDY as rows. Raises UsageError or BadData for options that do not fit the file."""
     from latbench.errors import BadData, UsageError
     from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
     from latbench.workloads.points import convert_shape_to_columns, parse_patterns, select_sparsities
     from latbench.workloads.workload import read_workload
     from sparse_kernels import patterns
 
+    pattern, workload = options.pattern or "unstructured", options.workload
     [parsed] = parse_patterns([pattern])
     if isinstance(parsed, patterns.Dense):
-        raise UsageError("--pattern is what the sparse rows of the file hold; those at sparsity 0 are dense anyway")
+        raise UsageError("--pattern names the pattern of the sparse rows; rows at sparsity 0 are dense in any case")
     timings = read_spdy(path)
     found = sorted({sparsity for points in timings.layers.values() for _, sparsity in points if sparsity})
     own = select_sparsities(parsed, found)
@@ -147,12 +159,14 @@ def _spdy_rows(
     layers = read_workload(workload).layers if workload else ()
     rows = convert_spdy_to_rows(
         timings,
-        network=network or path.stem,
+        network=options.network or path.stem,
         pattern=pattern,
         device=device,
-        threads=threads,
+        threads=options.threads,
         shapes={layer.name: convert_shape_to_columns(layer.shape) for layer in layers},
     )
     if layers and not any(row.get("m") for row in rows):
-        raise BadData(f"no layer of {path} is called as one of workload {workload}: the shapes would all be unknown")
+        raise BadData(
+            f"no layer of {path} has the name of a layer of workload {workload}: all shapes would be unknown"
+        )
     return rows

@@ -1,13 +1,21 @@
-"""`latbench layers`: what each layer of a model takes inside the running network, as an engine itself tells."""
+"""`latbench layers`: times of a model's layers inside the running network, as DeepSparse reports them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from latbench import MOST_SEED
+from latbench.cli.options import (
+    LayersOutput,
+    LayersSeed,
+    LayersSparsities,
+    RemeasureLayers,
+    Repeats,
+    SpdyFile,
+    TaskArgument,
+    Threads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,28 +26,24 @@ if TYPE_CHECKING:
 
 
 def layers(
-    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the table to add to.")],
-    sparsities: Annotated[
-        list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9; or spdy, the 41 levels of that paper.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine; by default all cores.")] = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="How often each sparsity is run, in turns; runs in the table count.")
-    ] = 3,
-    spdy: Annotated[Path | None, typer.Option(help="Also write the times as a SPDY timing file.")] = None,
-    remeasure: Annotated[bool, typer.Option("--remeasure", help="Time again what is in the table.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the order in which sparsities take turns.")] = 0,
+    task: TaskArgument,
+    output: LayersOutput,
+    sparsities: LayersSparsities = None,
+    threads: Threads = None,
+    repeats: Repeats = 3,
+    spdy: SpdyFile = None,
+    remeasure: RemeasureLayers = False,
+    seed: LayersSeed = 0,
 ) -> None:
-    """Time a model's layers in DeepSparse, inside the network, with the same share of zeros imposed on all."""
-    from latbench.backends import deepsparse_environment
-
-    environment = deepsparse_environment.find()  # before anything that takes a while to load
-
-    from latbench.cli.commands.progress import live
+    """Time a model's layers in DeepSparse, inside the network, with one sparsity for all layers at a time."""
+    from latbench.backends.cpu import deepsparse_environment
     from latbench.importers.text_formats import convert_rows_to_spdy, write_spdy
     from latbench.machines.devices import count_cores
     from latbench.workloads.points import SPARSITIES, parse_sparsities
+
+    environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
+
+    from latbench.cli.progress_bar import live
     from search.pipeline.measure_in_network import (
         SPDY_LEVELS,
         RunSchedule,
@@ -65,7 +69,7 @@ def layers(
                 progress=tell,
             )  # fmt: skip
         if untimed:
-            typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
+            typer.echo(f"layers without a time of their own at some sparsity: {', '.join(untimed)}")
     frame = select_task_rows(loaded, output, threads)
     timings = convert_rows_to_spdy(frame, loaded.name)
     if spdy is not None:
@@ -77,7 +81,7 @@ def layers(
 
 
 def _dense_times(frame: pd.DataFrame, timings: SpdyTimings) -> str:
-    """How far the layers add up to the network."""
+    """Return a sentence that compares the sum of the dense layers with the network."""
     from latbench.base.number_format import format_seconds
 
     sentence = (

@@ -1,151 +1,205 @@
-"""`latbench plan`: what a sweep would measure, how long it would take and how much disk."""
+"""`latbench plan`: the points of a sweep, and an estimate of its time and disk space."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from latbench.cli.commands.sweep import (
-    ADAPTIVE_HELP,
-    BACKENDS_HELP,
-    BF16_HELP,
-    GPU_HELP,
-    SESSIONS_HELP,
-    check_ours,
-    cpu_backends,
-    duration,
-    estimates,
-    gpu_blocks,
+from latbench.cli.options import (
+    Adaptive,
+    Bf16,
+    Engines,
+    Json,
+    Patterns,
+    PlanCpu,
+    PlanGpu,
+    Sessions,
+    Sparsities,
+    Threads,
+    Tune,
+    Workloads,
 )
+from latbench.cli.sweep_points import (
+    Installed,
+    PointOptions,
+    build_estimate,
+    check_cpu_kernel_options,
+    format_duration,
+    select_cpu_engines,
+    select_cpu_points,
+    select_gpu_blocks,
+)
+
+if TYPE_CHECKING:
+    from latbench.workloads.points import Point
 
 
 def plan(
-    cpu: Annotated[bool, typer.Option("--cpu", help="Of this machine's CPU, the default.")] = False,
-    gpu: Annotated[str | None, typer.Option(help=f"GPU to plan for, here or elsewhere. {GPU_HELP}")] = None,
-    workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
-    patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
-    sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
-    backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="With our own CPU kernels found by trying a few.")] = False,
-    bf16: Annotated[bool, typer.Option("--bf16", help=BF16_HELP)] = False,
-    sessions: Annotated[int, typer.Option(min=1, help=SESSIONS_HELP)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    cpu: PlanCpu = False,
+    gpu: PlanGpu = None,
+    workload: Workloads = None,
+    patterns: Patterns = None,
+    sparsities: Sparsities = None,
+    backends: Engines = None,
+    threads: Threads = None,
+    adaptive: Adaptive = False,
+    tune: Tune = False,
+    bf16: Bf16 = False,
+    sessions: Sessions = 1,
+    as_json: Json = False,
 ) -> None:
-    """Show the points that a sweep of this CPU, or of a GPU, would measure, the time and the disk it would take."""
-    import json
-    from collections import Counter
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from cost_models import Adaptive
-    from latbench.backends import available
+    """Show the points that a sweep of a CPU or GPU would measure, its time and its disk space."""
     from latbench.errors import UsageError
-    from latbench.machines.devices import count_cores, name_cpu
-    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, Point, PointSetup, select_points
     from latbench.workloads.workload import list_workloads
 
+    options = PointOptions(workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, bf16)
     if gpu is not None:
         if cpu:
-            raise UsageError("a plan is either of the CPU (--cpu) or of a GPU (--gpu)")
+            raise UsageError("a plan is for the CPU (--cpu) or for a GPU (--gpu), not for both")
         if threads:
             raise UsageError("--threads is for a plan without --gpu")
-        check_ours([], tune=tune, bf16=bf16)
-    names = workload or list_workloads()
-    once, in_bytes, assumed = estimates(gpu is not None)
-    usual = FINE_SPARSITIES if adaptive else SPARSITIES
-    if gpu is None:
-        device, threads = name_cpu(), threads or count_cores()
-        engines = cpu_backends(backends or [])
-        check_ours(engines, tune=tune, bf16=bf16)
-        versions = {name: version for name, version in available().items() if name in engines}
-    else:
-        device, versions = _of_gpu(gpu)
-        threads = 1
-        if None in versions.values():
-            assumed = f"every engine installed, {assumed}"
-
-    def select(chosen: list[str]) -> list[Point]:
-        if gpu is None:
-            points = select_points(
-                chosen,
-                patterns or [],
-                sparsities or [],
-                PointSetup(device=device, threads=threads, backends=engines, tune=tune, bf16=bf16),
-                default_sparsities=usual,
-            )
-        else:
-            blocks = gpu_blocks(
-                device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
-            )
-            points = [point for block in blocks for point in block]
-        return Adaptive(points).anchors if adaptive else points
-
-    def in_seconds(points: list[Point]) -> float:
-        return sessions * once(points)  # most of the time goes into preparing
-
-    every = select(names)
-    each = {name: select([name]) for name in names}
-    seconds, size = in_seconds(every), in_bytes(every)
+        check_cpu_kernel_options([], options)
+    device = _plan_cpu(options, threads) if gpu is None else _plan_gpu(options, gpu)
+    names = [str(name) for name in workload or list_workloads()]
+    every = device.select(names)
+    each = {name: device.select([name]) for name in names}
     used = {point.backend for point in every}
-    versions = {name: version for name, version in versions.items() if name in used}
+    device = device._replace(versions={name: version for name, version in device.versions.items() if name in used})
     if as_json:
-        document = {
-            "device": device,
-            "threads": threads,
-            "backends": versions,
-            "points": len(every),
-            "shapes": len({point.shape for point in every}),
-            "estimated_seconds": round(seconds),
-            "estimated_bytes": size,
-            "assumed": assumed,
-            "patterns": dict(Counter(str(point.pattern) for point in every)),
-            "workloads": {
-                name: {"points": len(points), "shapes": len({point.shape for point in points})}
-                for name, points in each.items()
-            },
-        }
-        typer.echo(json.dumps(document, indent=2))
-        return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("workload", "shapes", "points", "about"):
-        table.add_column(heading, justify="left" if heading == "workload" else "right")
-    for name, points in each.items():
-        shapes = len({point.shape for point in points})
-        table.add_row(str(name), str(shapes), str(len(points)), duration(in_seconds(points)))
-    if len(each) > 1:
-        distinct = len({point.shape for point in every})
-        table.add_row("all, equal shapes once", str(distinct), str(len(every)), duration(seconds))
-    console = Console()
-    console.print(table)
-    console.print(
-        f"\non {device}{f' with {threads} threads' if gpu is None else ''}: {', '.join(versions)}; "
-        f"about {duration(seconds)} and "
-        f"{size / 1e6:.1f} MB of disk"
-        + (" for the anchors; then what the time budget allows" if adaptive else "")
-        + f" (it assumes {assumed})",
-        highlight=False,
-        soft_wrap=True,
-    )
+        _print_json(device, every, each, sessions)
+    else:
+        _print_table(device, every, each, sessions, adaptive)
 
 
-def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
-    """Return the name of a GPU in tables and the engines that run there.
+class _PlannedDevice(NamedTuple):
+    """A device to plan for.
 
-    For a GPU of this machine these are the installed engines, with their versions. For one elsewhere these are all
-    engines, and the name is as far as `wanted` tells it. Raises UsageError for an unknown name.
+    `versions` holds the version by engine, None where it is unknown, and `select` returns the points of workloads.
+    `threads` is None for a GPU.
     """
-    from latbench.backends import on_gpu
-    from latbench.backends.gpu_installation import installed
+
+    device: str
+    threads: int | None
+    versions: Mapping[str, str | None]
+    select: Callable[[list[str]], list[Point]]
+
+    @property
+    def assumed(self) -> str:
+        """What the estimate assumes, in words."""
+        assumed = build_estimate(self.threads is None).assumed
+        return f"every engine installed, {assumed}" if None in self.versions.values() else assumed
+
+    def seconds(self, points: list[Point], sessions: int) -> float:
+        """Return the estimated seconds of a sweep; each session prepares every point anew, which takes most of it."""
+        return sessions * build_estimate(self.threads is None).seconds(points)
+
+    def table_bytes(self, points: list[Point]) -> int:
+        """Return the estimated bytes of the table."""
+        return build_estimate(self.threads is None).table_bytes(points)
+
+
+def _anchors(points: list[Point], adaptive: bool) -> list[Point]:
+    """Return the points whose number is known beforehand: of an adaptive sweep its anchors, else all."""
+    from cost_models import AdaptivePlanner
+
+    return AdaptivePlanner(points).anchors if adaptive else points
+
+
+def _plan_cpu(options: PointOptions, threads: int | None) -> _PlannedDevice:
+    """Return this machine's CPU with the engines of a sweep."""
+    from dataclasses import replace
+
+    from latbench.backends.installed_engines import list_cpu_versions
+    from latbench.machines.devices import count_cores, name_cpu
+
+    device, count = name_cpu(), threads or count_cores()
+    engines = select_cpu_engines(options.backends)
+    check_cpu_kernel_options(engines, options)
+    versions = {name: version for name, version in list_cpu_versions().items() if name in engines}
+
+    def select(names: list[str]) -> list[Point]:
+        points = select_cpu_points(replace(options, workloads=names), device, count, engines)
+        return _anchors(points, options.adaptive)
+
+    return _PlannedDevice(device, count, versions, select)
+
+
+def _plan_gpu(options: PointOptions, wanted: str) -> _PlannedDevice:
+    """Return a GPU with its engines: the installed ones for a GPU of this machine, else all.
+
+    A GPU elsewhere is named as far as `wanted` tells it. Raises UsageError for an unknown name.
+    """
+    from dataclasses import replace
+
+    from latbench.backends.gpu.gpu_installation import find_installed
+    from latbench.base.engine_registry import GPU_ENGINES
     from latbench.machines.gpu_discovery import list_gpus
     from latbench.machines.gpu_names import find_device_name, parse_wanted_gpu, select_gpu
 
     asked = parse_wanted_gpu(wanted)
     here = list_gpus()[0]
     gpu = select_gpu(asked, here) if here else None
-    if gpu is not None:
-        return gpu.device, dict(installed())
-    return find_device_name(asked.name), dict.fromkeys(on_gpu.BACKENDS)
+    device = find_device_name(asked.name) if gpu is None else gpu.device
+    versions: dict[str, str | None] = dict.fromkeys(GPU_ENGINES) if gpu is None else dict(find_installed())
+
+    def select(names: list[str]) -> list[Point]:
+        blocks = select_gpu_blocks(replace(options, workloads=names), device, Installed(versions))
+        return _anchors([point for block in blocks for point in block], options.adaptive)
+
+    return _PlannedDevice(device, None, versions, select)
+
+
+def _count_shapes(points: list[Point]) -> int:
+    return len({point.shape for point in points})
+
+
+def _print_json(device: _PlannedDevice, every: list[Point], each: dict[str, list[Point]], sessions: int) -> None:
+    import json
+    from collections import Counter
+
+    document = {
+        "device": device.device,
+        "threads": device.threads or 1,
+        "backends": device.versions,
+        "points": len(every),
+        "shapes": _count_shapes(every),
+        "estimated_seconds": round(device.seconds(every, sessions)),
+        "estimated_bytes": device.table_bytes(every),
+        "assumed": device.assumed,
+        "patterns": dict(Counter(str(point.pattern) for point in every)),
+        "workloads": {
+            name: {"points": len(points), "shapes": _count_shapes(points)} for name, points in each.items()
+        },
+    }
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _print_table(
+    device: _PlannedDevice, every: list[Point], each: dict[str, list[Point]], sessions: int, adaptive: bool
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("workload", "shapes", "points", "about"):
+        table.add_column(heading, justify="left" if heading == "workload" else "right")
+    rows = dict(each)
+    if len(each) > 1:
+        rows["all, equal shapes once"] = every
+    for name, points in rows.items():
+        about = format_duration(device.seconds(points, sessions))
+        table.add_row(name, str(_count_shapes(points)), str(len(points)), about)
+    console = Console()
+    console.print(table)
+    threads = f" with {device.threads} threads" if device.threads is not None else ""
+    console.print(
+        f"\non {device.device}{threads}: {', '.join(device.versions)}; "
+        f"about {format_duration(device.seconds(every, sessions))} and "
+        f"{device.table_bytes(every) / 1e6:.1f} MB of disk"
+        + (" for the anchors; then what the time budget allows" if adaptive else "")
+        + f" (assumptions: {device.assumed})",
+        highlight=False,
+        soft_wrap=True,
+    )

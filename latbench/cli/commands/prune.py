@@ -1,74 +1,57 @@
-"""`latbench prune`: the model that a profile describes, with weights that make up for what was dropped."""
+"""`latbench prune`: the pruned model that a profile describes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from latbench import MOST_SEED
+from latbench.cli.options import (
+    DatabaseInput,
+    JointTuning,
+    OnnxFile,
+    PackedFile,
+    ProfileInput,
+    PrunedOutput,
+    RecipeName,
+    TaskArgument,
+    TuningSeed,
+)
 
 if TYPE_CHECKING:
+    from search.artifacts.layer_database import Database
     from search.artifacts.profile import Profile
+    from search.pruning.prune_model import PruneResult
+    from search.pruning.training.recipe import Recipe
     from search.task import Task
 
 
 def prune(
-    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
-    profile: Annotated[Path, typer.Option(help="The profile that latbench search wrote.")],
-    database: Annotated[Path, typer.Option(help="The layer database that latbench search filled.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    joint: Annotated[
-        bool,
-        typer.Option(
-            "--global/--no-global",
-            help="Tune all pruned layers together on calibration data; takes the dense model and three numbers a "
-            "kept weight in memory.",
-        ),
-    ] = True,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="Also train: a YAML file, or a method such as gmp or mask_decay; the better model is kept."
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MOST_SEED, help="Of tuning; a recipe has its own. The same seeds give the same model."
-        ),
-    ] = 0,
-    packed: Annotated[
-        bool, typer.Option("--packed", help="Also write packed.safetensors: bits of the masks, and what is kept.")
-    ] = False,
-    onnx: Annotated[
-        Path | None, typer.Option(help="Also write the pruned model here, for onnxruntime and DeepSparse.")
-    ] = None,
+    task: TaskArgument,
+    profile: ProfileInput,
+    database: DatabaseInput,
+    output: PrunedOutput,
+    joint: JointTuning = True,
+    recipe: RecipeName = None,
+    seed: TuningSeed = 0,
+    packed: PackedFile = False,
+    onnx: OnnxFile = None,
 ) -> None:
-    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest.
+    """Prune a task's model to a profile. The folder holds weights with exact zeros, masks, profile and manifest.
 
-    Training that is stopped leaves a hidden checkpoint beside the folder, and the same command goes on from it.
+    Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
-    import hashlib
-    import json
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from latbench.base.files import hash_file, is_left_behind
+    from latbench.base.files import hash_file
     from search.artifacts.layer_database import Database
     from search.artifacts.profile import read_profile
-    from search.pruning import pipeline
-    from search.pruning.storage import model_folder as folder
-    from search.pruning.storage.packed_file import write_packed
+    from search.pruning import prune_model as pipeline
+    from search.pruning.storage import model_folder
+    from search.pruning.storage.packed_file import save_packed
     from search.pruning.training import recipe as recipes
-    from search.pruning.training.checkpoint import Checkpoint
     from search.task import load_task
 
     searched = read_profile(profile)
     loaded = load_task(task)
-    training = None if recipe is None else recipes.load(recipe)
+    training = None if recipe is None else recipes.read_recipe(recipe)
     layers = Database(database, searched.model_hash)
     settings = {
         "task_reference": loaded.reference,
@@ -77,51 +60,74 @@ def prune(
         "model_hash": searched.model_hash,
         "one_shot": layers.provenance,
         "global": joint,
-        "recipe": None if training is None else training.facts(),
+        "recipe": None if training is None else training.to_dict(),
         "seed": seed,
         "pipeline_version": pipeline.VERSION,
     }
-    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    last_line = f"{output} is up to date"
-    if not folder.unchanged(output, inputs):
-        folder.check_writable(output)
-        checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
-        with Progress(console=Console(stderr=True), transient=True) as bars:
-            bar = bars.add_task("reading the model and its data", total=None)
-            result = pipeline.prune(
-                loaded, searched, layers, seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
-                progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
-            )  # fmt: skip
-        facts = {
-            "task": loaded.name,
-            "score_name": loaded.score_name,
-            "score_dense": result.stages[0].score,
-            "score_pruned": result.kept.score,
-            "method": result.kept.name,
-            "stages": [
-                {"name": stage.name, "score": stage.score, "loss": stage.loss}
-                | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
-                for stage in result.stages
-            ],
-            **settings,
-            "inputs": inputs,
-        }
-        folder.save_pruned(output, result.model, result.masks, searched, facts)
-        for left in folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):  # of earlier recipes, too
-            if left.suffix != ".tmp" or is_left_behind(left):
-                left.unlink(missing_ok=True)
-        last_line = f"{output} is written"
-        del result
+    fresh = _prune_unless_same(loaded, searched, layers, training, settings, output)
+    last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
-        last_line += f", and {write_packed(output)}"
+        last_line += f", and {save_packed(output)}"
     if onnx is not None:
         _export(loaded, output, onnx)
         last_line += f", and {onnx}"
-    _show(folder.read_manifest(output), searched, last_line)
+    _print_stages(model_folder.read_manifest(output), searched, last_line)
+
+
+def _prune_unless_same(
+    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path
+) -> bool:
+    """Prune the model into `output` unless that holds the result of these very settings; return whether it ran."""
+    import hashlib
+    import json
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from latbench.base.files import is_left_behind
+    from search.pruning import prune_model as pipeline
+    from search.pruning.storage import model_folder
+    from search.pruning.training.checkpoint import Checkpoint
+
+    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    if model_folder.is_unchanged(output, inputs):
+        return False
+    model_folder.check_writable(output)
+    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
+    run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("reading the model and its data", total=None)
+        result = pipeline.prune_model(
+            task, profile, layers, run, checkpoint=checkpoint,
+            progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
+        )  # fmt: skip
+    facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
+    model_folder.save_pruned(output, result.model, result.masks, profile, facts)
+    # Checkpoints of earlier recipes go, too.
+    for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
+        if left.suffix != ".tmp" or is_left_behind(left):
+            left.unlink(missing_ok=True)
+    return True
+
+
+def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
+    """Return what the manifest says of the scores and of each stage."""
+    return {
+        "task": task.name,
+        "score_name": task.score_name,
+        "score_dense": result.stages[0].score,
+        "score_pruned": result.selected.score,
+        "method": result.selected.name,
+        "stages": [
+            {"name": stage.name, "score": stage.score, "loss": stage.loss}
+            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
+            for stage in result.stages
+        ],
+    }
 
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
-    """The pruned model in that folder as an ONNX file, for the task's example inputs."""
+    """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
     from search.artifacts.onnx_export import export_onnx
     from search.pruning.storage.model_folder import load_pruned
 
@@ -129,8 +135,8 @@ def _export(task: Task, pruned: Path, onnx: Path) -> None:
     export_onnx(model, task.example(), onnx)
 
 
-def _show(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:
-    """The stages' scores, how much of the searched layers is left, and of all weights where they have a budget."""
+def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:
+    """Print the scores of the stages, the share of weights kept, and the bytes of all weights if they are bounded."""
     from dataclasses import replace
 
     from rich.console import Console

@@ -1,43 +1,46 @@
-"""`latbench report`: one offline HTML file from a table and whatever was done with it, or from two tables."""
+"""`latbench report`: one offline HTML file from a table and the steps done with it, or from two tables."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from latbench.cli.options import (
+    AccuracyFile,
+    Against,
+    FiguresFolder,
+    HtmlOutput,
+    ReportDatabase,
+    ReportModel,
+    ReportProfile,
+    ReportPruned,
+    ReportVerify,
+    ReportWorkload,
+    SummaryFile,
+    TableArgument,
+)
 
 if TYPE_CHECKING:
-    from latbench.report.inputs import Inputs
+    from latbench.report.report_inputs import ReportInputs
     from latbench.tables.compare import Change
     from latbench.tables.storage import Place
 
 
 def report(
-    table: Annotated[str, typer.Argument(help="The table: a folder of parts or one Parquet file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
-    model: Annotated[Path | None, typer.Option(help="The cost model that latbench fit wrote.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="The profile that latbench search wrote.")] = None,
-    pruned: Annotated[Path | None, typer.Option(help="The folder that latbench prune wrote.")] = None,
-    verify: Annotated[Path | None, typer.Option(help="The folder that latbench verify wrote.")] = None,
-    database: Annotated[
-        Path | None, typer.Option(help="The search's folder of pruned layers: shows what error every speed costs.")
-    ] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="What latbench trace wrote: the layers of the profile, for --database.")
-    ] = None,
-    accuracy: Annotated[
-        Path | None, typer.Option(help="CSV or Parquet of results: pattern, method, speedup, accuracy, seed.")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another table, of another device or of before a change: compare the two.")
-    ] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="Write figures for papers into this folder too: PDF, SVG and their data.")
-    ] = None,
-    summary: Annotated[Path | None, typer.Option(help="Write the main figures to this JSON file too.")] = None,
+    table: TableArgument,
+    output: HtmlOutput = Path("report.html"),
+    model: ReportModel = None,
+    profile: ReportProfile = None,
+    pruned: ReportPruned = None,
+    verify: ReportVerify = None,
+    database: ReportDatabase = None,
+    workload: ReportWorkload = None,
+    accuracy: AccuracyFile = None,
+    against: Against = None,
+    figures: FiguresFolder = None,
+    summary: SummaryFile = None,
 ) -> None:
-    """Show what pays, what was promised and what was measured, as one HTML file that needs no network."""
+    """Show which sparsity pays, and what was promised and measured, as one HTML file that needs no network."""
     import json
     import sys
 
@@ -46,9 +49,9 @@ def report(
 
     from latbench.base.files import write_text_atomically
     from latbench.errors import UsageError
-    from latbench.report import html, inputs
-    from latbench.report import report_data as content
-    from latbench.report.summary import summarise, summary_table
+    from latbench.report import report_data, report_inputs
+    from latbench.report.pages import html_page
+    from latbench.report.summary import build_summary_table, summarise
     from latbench.tables.storage import hide_secrets, parse_place
 
     console, command = Console(), ["latbench", *map(hide_secrets, sys.argv[1:])]
@@ -59,35 +62,36 @@ def report(
             _compare(parse_place(table), parse_place(against), output, command)
         console.print(f"{output} is written", highlight=False, soft_wrap=True, markup=False)
         return
+    files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy)
     with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
-        read = inputs.read(
-            parse_place(table), model=model, profile=profile, pruned=pruned, verify=verify,
-            workload=workload, database=database, accuracy=accuracy,
-        )  # fmt: skip
-        shown = content.of(read)
-        if figures is not None:  # first: what is missing for it is said before anything is written
-            from latbench.report import paper
+        inputs = report_inputs.read_inputs(parse_place(table), files)
+        content = report_data.build_report_data(inputs)
+        if figures is not None:  # first, so that a missing library is reported before anything is written
+            from latbench.report import paper_figures
 
-            paper.write(shown, read, figures)
-        write_text_atomically(output, html.page_text(html.build(read, shown, command)))
+            paper_figures.write_figures(content, inputs, figures)
+        write_text_atomically(output, html_page.build_html(html_page.build_page(inputs, content, command)))
         if summary:
-            write_text_atomically(summary, json.dumps(summarise(read), indent=2) + "\n")
-    console.print(summary_table(read, str(output)))
+            write_text_atomically(summary, json.dumps(summarise(inputs), indent=2) + "\n")
+    console.print(build_summary_table(inputs, str(output)))
 
 
 def _compare(table: Place, against: Place, output: Path, command: list[str]) -> None:
+    """Write the page that compares two tables."""
     from latbench.base.files import write_text_atomically
-    from latbench.report import comparison, html, inputs
+    from latbench.report import report_inputs
+    from latbench.report.pages import comparison, html_page
 
-    first, second = comparison.sides(inputs.read(table), inputs.read(against))
-    changes = _changes(first.inputs, second.inputs)
-    write_text_atomically(output, html.page_text(comparison.build(first, second, changes, command)))
+    first, second = comparison.build_sides(report_inputs.read_inputs(table), report_inputs.read_inputs(against))
+    changes = _find_changes(first.inputs, second.inputs)
+    page = comparison.build_page(first, second, changes, command)
+    write_text_atomically(output, html_page.build_html(page))
 
 
-def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
-    """What became slower or faster from the second table to the first; None for tables of unlike devices.
+def _find_changes(first: ReportInputs, second: ReportInputs) -> list[Change] | None:
+    """Return what changed from the second table to the first; None for tables of different devices.
 
-    Raises UsageError where they were measured in unlike ways.
+    Raises UsageError where they were measured in different modes.
     """
     from latbench.base.bundled_data import format_place
     from latbench.errors import UsageError
@@ -101,5 +105,5 @@ def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
         for path, frame in zip(tables, frames, strict=True)
     }
     if (unlike := describe_mode_difference(values)) is not None and describe_device_difference(values) is None:
-        raise UsageError(f"{unlike}; such times are not of one kind, sweep both in one way")
+        raise UsageError(f"{unlike}; such times cannot be compared: sweep both in one mode")
     return None if describe_device_difference(values) else compare_tables(*frames)

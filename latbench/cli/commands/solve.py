@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from latbench.cli.options import (
+    DenseSeconds,
+    DeviceName,
+    ErrorsFile,
+    FixedSeconds,
+    LayerBytes,
+    LimitsFile,
+    NetworkName,
+    Resolution,
+    SecondSettings,
+    SecondTimings,
+    SolveBackend,
+    SolveBatch,
+    SolveModel,
+    SolveOutput,
+    SolvePatterns,
+    SolveSparsities,
+    SolveTarget,
+    SolveThreads,
+    SolveWorkload,
+    TimedPattern,
+    TimingsArgument,
+    parse_second_settings,
+)
 
+if TYPE_CHECKING:
     from rich.table import Table
 
+    from search.problem.limits import Limits
     from search.problem.problem import Problem
     from search.problem.second_budget import SecondBudget
     from search.problem.selection import Selection, TradeOffs
@@ -19,152 +43,82 @@ if TYPE_CHECKING:
 SHOWN = 12
 """Points of a frontier that are printed."""
 
-# Both budgets are of one model and one profile: what is said of these (--target, --workload, --pattern, --patterns,
-# --sparsities, --limits) holds for --also as well. How times were taken (--network, --model, --device, --backend,
-# --threads, --batch, --dense-seconds, --fixed-seconds) is each file's own, and said of --also by --also-with alone.
-DIFFERENCES: dict[str, Callable[[str], Any]] = {
-    "target": float, "workload": str, "model": Path, "network": str, "device": str, "backend": str, "threads": int,
-    "batch": int, "dense_seconds": float, "fixed_seconds": float,
-}  # fmt: skip
-"""What --also-with may say."""
-
 
 def solve(
-    timings: Annotated[
-        str, typer.Argument(help="SPDY's timing file, a CSV or Parquet file of options, or a table of latbench.")
-    ],
-    target: Annotated[
-        float | None, typer.Option(min=1.0, help="The speedup to reach; without one, the frontier is printed.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The profile: .csv or .parquet, else in SPDY's text format. Of a frontier: .csv, .parquet.",
-        ),
-    ] = None,
-    errors: Annotated[
-        Path | None, typer.Option(help="CSV or Parquet: layer, pattern, sparsity, error. By default SPDY's guess.")
-    ] = None,
-    limits: Annotated[
-        Path | None,
-        typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/problem/limits.py"),
-    ] = None,
-    pattern: Annotated[str, typer.Option(help="What the sparse times of a timing file are of.")] = "unstructured",
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a table: the layers, by shape; without it, or with --network, those timed inside a network. "
-            "Elsewhere their shapes, for --most-bytes."
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Of a table: the cost model that latbench fit made of it, to predict with.")
-    ] = None,
-    patterns: Annotated[
-        list[str] | None, typer.Option(help="Of a table: only these, such as vector:32,nm:2:4, and dense.")
-    ] = None,
-    sparsities: Annotated[
-        list[str] | None,
-        typer.Option(help="Of a table: only these, or `fine`; with --model also those between the measured ones."),
-    ] = None,
-    network: Annotated[str | None, typer.Option(help="Of a table: which network, where it holds several.")] = None,
-    device: Annotated[str | None, typer.Option(help="Of a table: which, where it holds several.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Of a table: which, where sparse layers have several.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of a table: how many, where it holds several.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Of layers inside a network: which, where the table holds several.")
-    ] = None,
-    dense_seconds: Annotated[
-        float | None, typer.Option(help="Of the whole dense model; by default as timed, else the sum of its layers.")
-    ] = None,
-    fixed_seconds: Annotated[
-        float | None, typer.Option(help="What the model takes beside the layers; by default dense less their sum.")
-    ] = None,
-    most_bytes: Annotated[
-        float | None, typer.Option(min=0.0, help="What the packed weights of all layers may take together.")
-    ] = None,
-    resolution: Annotated[
-        float,
-        typer.Option(min=0.0, help="Of the frontier, in seconds: profiles that lie nearer to each other are one."),
-    ] = 0.0,
-    also: Annotated[
-        str | None,
-        typer.Option(
-            help="Times of the same layers elsewhere, where the target shall be reached, too. --workload, --pattern, "
-            "--patterns, --sparsities and --limits hold for it as well; nothing else that is said of TIMINGS does."
-        ),
-    ] = None,
-    also_with: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What is to be said of --also itself, or holds otherwise there: "
-            f"{', '.join(f'{key}=...' for key in DIFFERENCES)}."
-        ),
-    ] = None,
+    timings: TimingsArgument,
+    target: SolveTarget = None,
+    output: SolveOutput = None,
+    errors: ErrorsFile = None,
+    limits: LimitsFile = None,
+    pattern: TimedPattern = "unstructured",
+    workload: SolveWorkload = None,
+    model: SolveModel = None,
+    patterns: SolvePatterns = None,
+    sparsities: SolveSparsities = None,
+    network: NetworkName = None,
+    device: DeviceName = None,
+    backend: SolveBackend = None,
+    threads: SolveThreads = None,
+    batch: SolveBatch = None,
+    dense_seconds: DenseSeconds = None,
+    fixed_seconds: FixedSeconds = None,
+    most_bytes: LayerBytes = None,
+    resolution: Resolution = 0.0,
+    also: SecondTimings = None,
+    also_with: SecondSettings = None,
 ) -> None:
-    """The profile of least error, proven, that a table of layer times allows at a target speedup."""
-    from latbench.errors import UsageError
+    """Find the profile of least error that a table of layer times allows at a speedup, with a proof."""
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
-    from search.inputs.layer_errors import read_errors
-    from search.inputs.problem_source import is_table
     from search.problem.limits import Limits, read_limits
 
-    if target is None and (most_bytes, also) != (None, None):
-        raise UsageError("--most-bytes and --also are of a profile: they need a --target")
-    if target is not None and resolution:
-        raise UsageError("--resolution is of the frontier: it does not go with a --target")
-    if target is None and output is not None and output.suffix not in (".csv", ".parquet"):
-        raise UsageError(f"without a --target there is no profile, and a frontier is .csv or .parquet, not {output}")
-    if most_bytes is not None and also is not None:
-        raise UsageError("--most-bytes and --also are a second budget each, and a profile can have one")
-    if also_with and also is None:
-        raise UsageError("--also-with says more of --also, which is missing")
-    differences = {"target": target, **_differences(also_with or [])}
+    _check_options(target, output, most_bytes, resolution, also, also_with)
+    differences = {"target": target, **parse_second_settings(also_with or [])}
     shared: dict[str, Any] = {
         "pattern": pattern, "workload": workload,
         "patterns": [str(one) for one in parse_patterns(patterns)] if patterns else None,
         "sparsities": parse_wanted_sparsities(sparsities),
     }  # fmt: skip
     stated = read_limits(limits) if limits is not None else Limits()
-    problem = _read(
+    problem = _read_problem(
         timings, **shared, network=network, model=model, device=device, backend=backend, threads=threads, batch=batch,
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
-    if errors is not None:
-        problem = problem.with_errors(read_errors(errors))
-    elif not problem.errors_known:
-        problem = problem.with_prior()
-    problem = problem.limited(stated)
+    problem = _with_errors(problem, errors).limited(stated)
     if target is None:
         every = problem.frontier(resolution)
-        _show_frontier(every)
+        _print_frontier(every)
         _save(every, output)
         return
-    second: Problem | None = None
-    budget: SecondBudget | None = None
-    if also is not None:
-        wanted = differences.pop("target")
-        if not is_table(also):  # it has what options it has
-            shared = {**shared, "patterns": None, "sparsities": None}
-        try:
-            second = _read(also, **{**shared, **differences}).limited(stated)
-        except UsageError as error:
-            raise UsageError(f"{also}: {error}; of --also that is said by --also-with") from error
-        budget = second.as_second_budget(wanted, also)
-    if most_bytes is not None:
-        budget = problem.byte_budget(most_bytes)
-    found = problem.solve(target, second_budget=budget)
-    _show(found, "of those within both budgets" if budget else "so fast")
-    if second is not None:
-        typer.echo(f"{also}: {_promise(second.selection(found.options))}")
-    elif budget is not None:
-        typer.echo(f"weights take {budget.used(found.options):,.0f} of {most_bytes:,.0f} bytes")
+    second = None if also is None else _read_second(also, shared, differences, stated)
+    found = _solve(problem, target, second, most_bytes)
     _save(found, output)
 
 
-def _read(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
+def _check_options(
+    target: float | None,
+    output: Path | None,
+    most_bytes: float | None,
+    resolution: float,
+    also: str | None,
+    also_with: list[str] | None,
+) -> None:
+    """Raise UsageError for options that do not go together."""
+    from latbench.errors import UsageError
+
+    if target is None and (most_bytes, also) != (None, None):
+        raise UsageError("--most-bytes and --also are for a profile, so they need a --target")
+    if target is not None and resolution:
+        raise UsageError("--resolution is for the frontier, so it does not go with a --target")
+    if target is None and output is not None and output.suffix not in (".csv", ".parquet"):
+        raise UsageError(f"without a --target the output is a frontier, in a file .csv or .parquet, not {output}")
+    if most_bytes is not None and also is not None:
+        raise UsageError("--most-bytes and --also both set a second budget, and a profile can have only one")
+    if also_with and also is None:
+        raise UsageError("--also-with describes --also, which is missing")
+
+
+def _read_problem(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
+    """Read the layers and their times as a problem."""
     import cost_models
     from search.inputs import read_problem
 
@@ -172,23 +126,54 @@ def _read(source: str, *, workload: str | None, model: Path | None = None, **set
     return read_problem(source, layers=workload, model=learned, **settings)
 
 
-def _differences(words: list[str]) -> dict[str, Any]:
-    """What --also-with says. Raises UsageError."""
-    from latbench.errors import UsageError
+def _with_errors(problem: Problem, errors: Path | None) -> Problem:
+    """Return the problem with the errors of a file; without both file and own errors, with those of SPDY's prior."""
+    from search.inputs.layer_errors import read_errors
 
-    found = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        key = name.replace("-", "_")
-        try:
-            found[key] = DIFFERENCES[key](text)
-        except (KeyError, ValueError):
-            raise UsageError(f"--also-with says {', '.join(DIFFERENCES)}, as in batch=16, not {word!r}") from None
+    if errors is not None:
+        return problem.with_errors(read_errors(errors))
+    return problem if problem.errors_known else problem.with_prior()
+
+
+class _SecondTable(NamedTuple):
+    """The second table of layer times: its name, its problem, and its budget for the first problem's profile."""
+
+    name: str
+    problem: Problem
+    budget: SecondBudget
+
+
+def _read_second(source: str, shared: dict[str, Any], differences: dict[str, Any], limits: Limits) -> _SecondTable:
+    """Read the second table with the settings of the first that it shares, and its own ones."""
+    from latbench.errors import UsageError
+    from search.inputs.problem_source import is_table
+
+    target = differences.pop("target")
+    if not is_table(source):  # such a file holds all options it has
+        shared = {**shared, "patterns": None, "sparsities": None}
+    try:
+        problem = _read_problem(source, **{**shared, **differences}).limited(limits)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}; give it for --also by --also-with") from error
+    return _SecondTable(source, problem, problem.as_second_budget(target, source))
+
+
+def _solve(problem: Problem, target: float, second: _SecondTable | None, most_bytes: float | None) -> Selection:
+    """Find and print the best profile within the budgets."""
+    budget: SecondBudget | None = None if second is None else second.budget
+    if most_bytes is not None:
+        budget = problem.byte_budget(most_bytes)
+    found = problem.solve(target, second_budget=budget)
+    _print_selection(found, "within both budgets" if budget else "as fast")
+    if second is not None:
+        typer.echo(f"{second.name}: {_promise(second.problem.selection(found.options))}")
+    elif budget is not None:
+        typer.echo(f"weights take {budget.used(found.options):,.0f} of {most_bytes:,.0f} bytes")
     return found
 
 
-def _show(found: Selection, others: str) -> None:
-    """Layer by layer, and the whole."""
+def _print_selection(found: Selection, others: str) -> None:
+    """Print the choice for each layer, the speedup and the proof; `others` says which profiles were considered."""
     from rich.console import Console
 
     from latbench.base.number_format import format_seconds
@@ -208,6 +193,7 @@ def _show(found: Selection, others: str) -> None:
 
 
 def _promise(found: Selection) -> str:
+    """Return the speedup and the times of a selection as a text."""
     from latbench.base.number_format import format_ratio, format_seconds
 
     speedup = found.speedup
@@ -222,8 +208,8 @@ def _promise(found: Selection) -> str:
     )
 
 
-def _show_frontier(every: TradeOffs) -> None:
-    """Some of the efficient profiles, evenly spread over their seconds."""
+def _print_frontier(every: TradeOffs) -> None:
+    """Print some of the efficient profiles, evenly spread over their seconds."""
     import numpy as np
     from rich.console import Console
 
@@ -240,6 +226,7 @@ def _show_frontier(every: TradeOffs) -> None:
 
 
 def _table(*headings: str, left: int = 2) -> Table:
+    """Build an empty table whose first `left` columns are flush left."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -249,7 +236,7 @@ def _table(*headings: str, left: int = 2) -> Table:
 
 
 def _save(found: Selection | TradeOffs, path: Path | None) -> None:
-    """As its suffix says, where there is one: a frame, or of a profile SPDY's text format."""
+    """Write the file that its suffix asks for: a frame, or a profile in SPDY's text format."""
     from latbench.base.files import write_atomically
     from search.problem.selection import Selection
 

@@ -3,55 +3,93 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from latbench.cli.options import Batch, InputShape, TraceTarget, WorkloadOutput
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from latbench.workloads.workload import Workload
     from search.problem.limits import Limits
 
 
 def trace(
-    target: Annotated[
-        str, typer.Argument(help="A task (digits, my_task.py, package.module), or with --input-shape module:factory.")
-    ],
-    input_shape: Annotated[
-        str | None, typer.Option(help="The model's input, such as 1x3x224x224; TARGET is then what makes the model.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Replaces the first number of --input-shape.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Workload file to write (YAML).")] = None,
+    target: TraceTarget,
+    input_shape: InputShape = None,
+    batch: Batch = None,
+    output: WorkloadOutput = None,
 ) -> None:
-    """Note the shape of every linear layer and 2-d convolution that a model runs, and what is left out and why."""
-    from rich.console import Console
-    from rich.table import Table
+    """List the shapes of a model's linear layers and 2-d convolutions, and why other layers are left out."""
+    from latbench.errors import UsageError
 
-    from latbench.errors import BadData, UsageError
-    from latbench.workloads.points import format_shape
-    from latbench.workloads.workload import Workload, read_workload, trace_model, write_workload
+    traced = _load_task(target, batch) if input_shape is None else _load_model(target, input_shape, batch)
+    workload, left_out = _trace_layers(traced, target)
+    _print_layers(workload, left_out)
+    if not workload.layers:
+        raise UsageError(f"{target}: no layer can be timed, so there is no workload")
+    if output is not None:
+        _save(workload, output)
 
+
+class _TracedModel(NamedTuple):
+    """A model to trace with its name, its inputs, and the limits of its task if it has one."""
+
+    name: str
+    model: torch.nn.Module
+    inputs: tuple[torch.Tensor, ...]
     limits: Limits | None = None
-    if input_shape is not None:
-        name = target.rpartition(":")[2]
-        model = _made_by(target)
-        inputs: tuple[torch.Tensor, ...] = (_zeros(input_shape, batch),)
-    else:
-        from search.task import load_task
 
-        if batch is not None:
-            raise UsageError("a task fixes its own batch; --batch goes with --input-shape")
-        task = load_task(target)
-        name, model, inputs, limits = task.name, task.model(), task.example(), task.limits
+
+def _load_task(target: str, batch: int | None) -> _TracedModel:
+    """Load the model and example inputs of a task."""
+    from latbench.errors import UsageError
+    from search.task import load_task
+
+    if batch is not None:
+        raise UsageError("--batch goes with --input-shape, because a task fixes its own batch")
+    task = load_task(target)
+    return _TracedModel(task.name, task.model(), task.example(), task.limits)
+
+
+def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedModel:
+    """Load the model that `module:factory` returns, with zeros of a shape as input."""
+    import torch
+
+    from latbench.cli.options import parse_sizes
+
+    model = _call_factory(target)
+    size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)
+    inputs = torch.zeros([batch or size[0], *size[1:]])
+    return _TracedModel(target.rpartition(":")[2], model, (inputs,))
+
+
+def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tuple[str, str]]]:
+    """Return the layers as a workload, and those left out with the reason."""
+    from latbench.errors import UsageError
+    from latbench.workloads.workload import Workload, trace_model
+
     try:
-        workload, skipped = trace_model(model, inputs, name=name)
+        workload, left_out = trace_model(traced.model, traced.inputs, name=traced.name)
     except Exception as error:
         raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
     names = [layer.name for layer in workload.layers]
-    if limits is not None:
-        names = limits.select_included(names, [name for name, _ in skipped])
-    skipped += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
-    workload = Workload(workload.name, workload.source, tuple(it for it in workload.layers if it.name in names))
+    if traced.limits is not None:
+        names = traced.limits.select_included(names, [name for name, _ in left_out])
+    left_out += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
+    layers = tuple(layer for layer in workload.layers if layer.name in names)
+    return Workload(workload.name, workload.source, layers), left_out
+
+
+def _print_layers(workload: Workload, left_out: Sequence[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from latbench.workloads.points import format_shape
 
     console = Console()
     table = Table(box=None, pad_edge=False, show_header=bool(workload.layers))
@@ -60,39 +98,26 @@ def trace(
     for layer in workload.layers:
         table.add_row(layer.name, format_shape(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
     console.print(table)
-    for layer_name, reason in skipped:
-        console.print(
-            f"left out: {layer_name or 'the model'}: {reason}", highlight=False, soft_wrap=True, markup=False
-        )
-    if not workload.layers:
-        raise UsageError(f"{target}: no layer can be timed, so there is no workload")
-    if output is None:
-        return
+    for name, reason in left_out:
+        console.print(f"left out: {name or 'the model'}: {reason}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _save(workload: Workload, path: Path) -> None:
+    """Write the workload file unless it holds this very workload."""
+    from latbench.errors import BadData
+    from latbench.workloads.workload import read_workload, write_workload
+
     try:
-        same = output.exists() and read_workload(output) == workload
+        same = path.exists() and read_workload(path) == workload
     except BadData:
         same = False
     if not same:
-        write_workload(workload, output)
-    typer.echo(f"{output}: {'up to date' if same else f'{len(workload.layers)} layers'}")
+        write_workload(workload, path)
+    typer.echo(f"{path}: {'up to date' if same else f'{len(workload.layers)} layers'}")
 
 
-def _zeros(text: str, batch: int | None) -> torch.Tensor:
-    import torch
-
-    from latbench.errors import UsageError
-
-    try:
-        size = [int(number) for number in text.split("x")]
-    except ValueError:
-        size = []
-    if not size or min(size) < 1:
-        raise UsageError(f"--input-shape is numbers joined by x, such as 1x3x224x224, not {text!r}")
-    return torch.zeros([batch or size[0], *size[1:]])
-
-
-def _made_by(target: str) -> torch.nn.Module:
-    """The model that `module:factory` or `file.py:factory` returns when called without arguments."""
+def _call_factory(target: str) -> torch.nn.Module:
+    """Return the model that `module:factory` or `file.py:factory` returns when called without arguments."""
     import importlib
     import sys
 
@@ -102,9 +127,11 @@ def _made_by(target: str) -> torch.nn.Module:
 
     place, _, attribute = target.rpartition(":")
     if not place:
-        raise UsageError(f"with --input-shape, say what makes the model: module:factory, not {target!r}")
+        raise UsageError(
+            f"with --input-shape, TARGET is the function that makes the model, module:factory, not {target!r}"
+        )
     path = Path(place)
-    # As for a script: what lies beside it, or in the current folder, can be imported.
+    # As for a script, files beside it or in the current folder can be imported.
     sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
     try:
         made: Any = getattr(importlib.import_module(path.stem if path.suffix == ".py" else place), attribute)()

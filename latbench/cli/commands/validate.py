@@ -1,16 +1,14 @@
-"""`latbench validate`: is this table whole, and does it say what its samples say?"""
+"""`latbench validate`: a check of a table's files and values."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
+from latbench.cli.options import TableArgument
 
-def validate(
-    path: Annotated[str, typer.Argument(help="A table: a folder of parts, a Parquet file, or a URI.")],
-) -> None:
-    """Check every file of a table: damage, identities, medians against samples, units; exit 5 if any is corrupt."""
+
+def validate(path: TableArgument) -> None:
+    """Check every file of a table: damage, identities, medians against samples, units. Exit 5 if one is corrupt."""
     from collections import Counter
 
     from latbench.errors import BadData
@@ -23,8 +21,8 @@ def validate(
     for finding in validate_table(path):
         counts[finding.severity] += 1
         typer.echo(f"{finding.severity}: {hide_secrets(str(finding.path))}: {finding.text}")
-    said = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "nothing to complain of"
+    summary = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "no faults found"
     shown = hide_secrets(path)
-    typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {said}")
+    typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {summary}")
     if counts["corrupt"]:
-        raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; see above")
+        raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; the lines above name them")

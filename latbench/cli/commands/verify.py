@@ -1,11 +1,10 @@
-"""`latbench verify`: whether a pruned model keeps its promise on this machine, end to end."""
+"""`latbench verify`: time a pruned model whole, and compare it with the promised speedup."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from latbench.cli.options import PrunedArgument, RemeasureAll, TaskArgument, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
@@ -13,27 +12,24 @@ if TYPE_CHECKING:
 
 
 def verify(
-    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
-    pruned: Annotated[Path, typer.Argument(help="The folder that latbench prune wrote.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the rows measured.")],
-    backend: Annotated[
-        str | None,
-        typer.Option(help="What runs the pruned model: numba, numba-bf16 or deepsparse; default as it was searched."),
-    ] = None,
-    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
+    task: TaskArgument,
+    pruned: PrunedArgument,
+    output: VerifyOutput,
+    backend: VerifyBackend = None,
+    remeasure: RemeasureAll = False,
 ) -> None:
-    """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
-    from latbench.cli.commands.progress import live
+    """Time the pruned model against every dense engine, in turns. Exit 1 if it is slower than promised."""
+    from latbench.base.engine_registry import PRUNED_ENGINES
+    from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
     from search.artifacts.profile import read_profile
     from search.pipeline import verify as verification
     from search.task import load_task
-    from search.whole_model.model_engines import BACKENDS
 
-    if backend is not None and backend not in BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
+    if backend is not None and backend not in PRUNED_ENGINES:
+        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(PRUNED_ENGINES)}")
 
-    verification.hash_manifest(pruned)  # a folder that holds no pruned model is said first
+    verification.hash_manifest(pruned)  # first, so that a folder without a pruned model is refused before any work
     followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
     with live() as tell:
@@ -41,17 +37,18 @@ def verify(
         loaded = load_task(task)
         known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
-    _show(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+    _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(verdict.sentence())
 
 
-def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
-    """Every engine's time, the scores, what was predicted and what the weights take, if anything, and the verdict."""
+def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
+    """Print the time of every engine, the scores, the prediction, the bytes of weights, and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.backends.deepsparse_environment import LICENCE
+    from latbench.backends.cpu.deepsparse_environment import LICENCE
+    from latbench.base.engine_registry import is_deepsparse
     from latbench.base.number_format import format_ratio, format_seconds
 
     table = Table(box=None, pad_edge=False)
@@ -68,7 +65,7 @@ def _show(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
     console.print(table)
     for name, reason in verdict.left_out.items():
         console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
-    if verdict.backend == "deepsparse":
+    if is_deepsparse(verdict.backend):
         console.print(LICENCE, highlight=False, soft_wrap=True)
     notes = [f"{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned"]
     if verdict.backend == followed.backend:

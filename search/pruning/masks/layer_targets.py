@@ -1,9 +1,9 @@
-"""What each layer shall become: a pattern, a sparsity, and the axis along which N:M groups run.
+"""Targets of layers: the pattern, the sparsity and the axis of N:M groups that each layer is pruned to.
 
-targets = targets_of(profile, model)                       # a search.artifacts.profile.Profile: every layer its own
-targets = targets_of({"fc1": (NM(2, 4), 0.5)}, model)      # by name; "nm:2:4" will do for the pattern
-targets = uniform(model, "nm:1:16", 1 - 1 / 16, exclude=("head",))
-targets = erk(model, "unstructured", 0.9)
+resolve_targets(profile, model)                                  # a search.artifacts.profile.Profile
+resolve_targets({"fc1": (NM(2, 4), 0.5)}, model)                 # by layer; "nm:2:4" is the same pattern
+build_uniform_targets(model, "nm:1:16", 15 / 16, exclude=["head"])
+build_erk_targets(model, "unstructured", 0.9)
 """
 
 from __future__ import annotations
@@ -18,21 +18,30 @@ from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
 from search.artifacts.profile import Profile
-from search.pruning.masks.transposable import transposable_mask
+from search.pruning.masks.transposable import find_transposable_mask
 from sparse_kernels.nn import refuses, weight_matrix
 from sparse_kernels.patterns import NM, Dense, Pattern, parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
-ALONG = ("inputs", "outputs", "both")
+GROUP_AXES = ("inputs", "outputs", "both")
 
 
 @dataclass(frozen=True)
-class Target:
-    """What one layer shall become.
+class LayerTarget:
+    """What one layer is pruned to.
 
-    N:M groups run along "inputs" (a row's consecutive columns, what the kernels of this project run), along "outputs"
-    (a column's consecutive rows: the groups of the transposed matrix, which the input gradient multiplies by) or
-    along "both" (transposable: at most N of M either way). Those are found exactly, or with `exact=False` by sorting.
+    Attributes
+    ----------
+    pattern : Pattern
+        The sparsity pattern.
+    sparsity : float
+        Share of weights that are dropped, in [0, 1).
+    along : {"inputs", "outputs", "both"}
+        Direction of N:M groups. "inputs" groups consecutive columns of a row, as this project's kernels do. "outputs"
+        groups consecutive rows of a column: groups of the transposed matrix, by which the input gradient is computed.
+        "both" is transposable: at most N of M in either direction.
+    exact : bool
+        Whether transposable masks are optimal; False finds them by sorting.
     """
 
     pattern: Pattern
@@ -41,15 +50,15 @@ class Target:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.along not in ALONG:
-            raise UsageError(f"groups run along {', '.join(ALONG)}, not along {self.along!r}")
+        if self.along not in GROUP_AXES:
+            raise UsageError(f"groups run along {', '.join(GROUP_AXES)}, not along {self.along!r}")
         if self.along == "both" and not isinstance(self.pattern, NM):
             raise UsageError(f"only N:M masks can be transposable, not {self.pattern}")
         if not 0 <= self.sparsity < 1:
             raise UsageError(f"sparsity is the share of weights dropped, from 0 to below 1, not {self.sparsity}")
-        one = 0.0 if isinstance(self.pattern, Dense) else getattr(self.pattern, "sparsity", self.sparsity)
-        if not math.isclose(one, self.sparsity, abs_tol=1e-6):
-            raise UsageError(f"{self.pattern} has sparsity {one:g} and no other, not {self.sparsity:g}")
+        implied = 0.0 if isinstance(self.pattern, Dense) else getattr(self.pattern, "sparsity", self.sparsity)
+        if not math.isclose(implied, self.sparsity, abs_tol=1e-6):
+            raise UsageError(f"{self.pattern} has sparsity {implied:g} and no other, not {self.sparsity:g}")
 
     def __str__(self) -> str:
         along = "" if self.along == "inputs" else f" along {self.along}"
@@ -58,13 +67,28 @@ class Target:
 
     @property
     def density(self) -> float:
-        """The share of weights that is kept."""
+        """Share of weights that are kept."""
         return 1 - self.sparsity
 
     def mask(self, scores: Tensor) -> Tensor:
-        """The best mask, bool (m, k), True = kept, for scores (m, k), not negative; on the scores' device.
+        """Return the mask with the highest total score.
 
-        Ties go to the lower index. Raises BadData for scores that are not finite, ValueError as the pattern does.
+        Parameters
+        ----------
+        scores : Tensor of shape (m, k)
+            Non-negative scores of the weights. Of equal scores the one with the lower index is kept.
+
+        Returns
+        -------
+        bool Tensor of shape (m, k)
+            True marks a kept weight; on the device of the scores.
+
+        Raises
+        ------
+        BadData
+            A score is not finite.
+        ValueError
+            The pattern cannot be drawn at this sparsity.
         """
         if not bool(torch.isfinite(scores).all()):
             raise BadData("the weights hold NaN or infinite values")
@@ -72,15 +96,15 @@ class Target:
             return replace(self, along="inputs").mask(scores.T).T.contiguous()
         if self.along == "both":
             assert isinstance(self.pattern, NM)
-            found = transposable_mask(scores.double().cpu().numpy(), self.pattern, exact=self.exact)
+            mask = find_transposable_mask(scores.double().cpu().numpy(), self.pattern, exact=self.exact)
         elif isinstance(self.pattern, NM):
-            return _nm_mask(scores, self.pattern)
+            return _draw_nm_mask(scores, self.pattern)
         else:
-            found = self.pattern.mask(scores.double().cpu().contiguous().numpy(), self.sparsity)
-        return torch.from_numpy(found).to(scores.device)
+            mask = self.pattern.mask(scores.double().cpu().contiguous().numpy(), self.sparsity)
+        return torch.from_numpy(mask).to(scores.device)
 
     def refuses(self, shape: Shape) -> str | None:
-        """Why a layer of this shape cannot hold it, in a sentence; None if it can."""
+        """Return why a layer of this shape cannot hold the target, or None."""
         if self.along != "outputs" and (reason := self.pattern.refuses(shape)) is not None:
             return reason
         of = getattr(self.pattern, "of", 1)
@@ -89,29 +113,44 @@ class Target:
         return None
 
 
-Targets = Profile | Mapping[str, Target | tuple[Pattern | str, float]]
+LayerTargets = Profile | Mapping[str, LayerTarget | tuple[Pattern | str, float]]
 
 
-def targets_of(wanted: Targets, model: nn.Module) -> dict[str, Target]:
-    """The layers to prune, checked against the model; dense ones are left out.
+def resolve_targets(wanted: LayerTargets, model: nn.Module) -> dict[str, LayerTarget]:
+    """Resolve the targets of layers and check them against the model. Dense targets are left out.
 
-    Raises UsageError, naming the layer, for one that the model lacks, that has no sparse kernel, that shares its
-    weight with any other module (such as an embedding) or computes it, or whose shape the pattern cannot hold.
+    Parameters
+    ----------
+    wanted : Profile or mapping of str to LayerTarget or (pattern, sparsity)
+        Targets by layer.
+    model : Module
+        The model to prune.
+
+    Returns
+    -------
+    dict of str to LayerTarget
+        The layers to prune.
+
+    Raises
+    ------
+    UsageError
+        The message names a layer that cannot be pruned so. The model lacks it; it has no sparse kernel; its weight is
+        shared with another module, such as an embedding, or computed; or its shape cannot hold the pattern.
     """
     if isinstance(wanted, Profile):
         wanted = {name: (choice.pattern, choice.sparsity) for name, choice in wanted.layers.items()}
     modules = dict(model.named_modules())
-    found: dict[str, Target] = {}
+    found: dict[str, LayerTarget] = {}
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)].append(name)
     for name, entry in wanted.items():
         if name not in modules:
-            raise UsageError(f"the model has no layer {name!r}: it has {_some(prunable(model))}")
+            raise UsageError(f"the model has no layer {name!r}: it has {_format_names(list_prunable_layers(model))}")
         if (reason := refuses(modules[name])) is not None:
             raise UsageError(f"layer {name}: {reason}")
-        target = target_of(name, entry)
+        target = parse_target(name, entry)
         if isinstance(target.pattern, Dense):
             continue
         weight = modules[name]._parameters.get("weight")
@@ -122,36 +161,63 @@ def targets_of(wanted: Targets, model: nn.Module) -> dict[str, Target]:
                 f"layer {name}: its weight is shared with {', '.join(others)}, where it would be pruned too: "
                 "leave the layer out, or give it a weight of its own"
             )
-        if (reason := target.refuses(shape_of(modules[name]))) is not None:
+        if (reason := target.refuses(find_layer_shape(modules[name]))) is not None:
             raise UsageError(f"layer {name}: {reason}")
         found[name] = target
     return found
 
 
-def uniform(
+def build_uniform_targets(
     model: nn.Module, pattern: Pattern | str, sparsity: float, exclude: Collection[str] = ()
-) -> dict[str, Target]:
-    """The same for every layer that can be pruned, but those in `exclude`. Raises UsageError as `targets_of` does."""
+) -> dict[str, LayerTarget]:
+    """Build the same target for every layer that can be pruned, but for those in `exclude`.
+
+    Raises UsageError as `resolve_targets`.
+    """
     _check_known(exclude, model)
-    return targets_of({name: (pattern, sparsity) for name in prunable(model) if name not in exclude}, model)
+    return resolve_targets(
+        {name: (pattern, sparsity) for name in list_prunable_layers(model) if name not in exclude}, model
+    )
 
 
-def erk(
+def build_erk_targets(
     model: nn.Module, pattern: Pattern | str, sparsity: float, exclude: Collection[str] = ()
-) -> dict[str, Target]:
-    """Erdős–Rényi-kernel densities (Evci et al. 2020): thin layers keep more; `sparsity` is of all layers together.
+) -> dict[str, LayerTarget]:
+    """Build Erdős–Rényi-kernel targets (Evci et al. 2020): thin layers keep a larger share of their weights.
 
-    A layer's density is proportional to (c_out + c_in + kh + kw) / (c_out c_in kh kw), a linear layer's to
-    (m + k) / (m k), and is 1 where that would exceed 1. Raises UsageError for patterns with one sparsity (N:M), and
-    for a sparsity that is no share.
+    A convolution's density is proportional to (c_out + c_in + kh + kw) / (c_out c_in kh kw). A linear layer's density
+    is proportional to (m + k) / (m k). Both are at most 1.
+
+    Parameters
+    ----------
+    model : Module
+        The model to prune.
+    pattern : Pattern or str
+        A pattern of any sparsity.
+    sparsity : float
+        Sparsity of all layers together, in [0, 1).
+    exclude : collection of str
+        Layers that stay dense.
+
+    Returns
+    -------
+    dict of str to LayerTarget
+        The layers to prune.
+
+    Raises
+    ------
+    UsageError
+        The pattern has one sparsity only (N:M), or the sparsity lies outside [0, 1).
     """
     if not 0 <= sparsity < 1:
         raise UsageError(f"sparsity is the share of weights dropped, from 0 to below 1, not {sparsity}")
-    if hasattr(chosen := parse(pattern) if isinstance(pattern, str) else pattern, "sparsity"):
-        raise UsageError(f"{chosen} has one sparsity, and layers are to have sparsities of their own: use uniform()")
+    if hasattr(parsed := parse(pattern) if isinstance(pattern, str) else pattern, "sparsity"):
+        raise UsageError(
+            f"{parsed} has one sparsity, but layers need different ones: use build_uniform_targets() instead"
+        )
     _check_known(exclude, model)
     modules = dict(model.named_modules())
-    sizes = {name: modules[name].weight.shape for name in prunable(model) if name not in exclude}
+    sizes = {name: modules[name].weight.shape for name in list_prunable_layers(model) if name not in exclude}
     raw = {name: sum(size) / math.prod(size) for name, size in sizes.items()}
     full: set[str] = set()
     scale = 0.0
@@ -164,16 +230,16 @@ def erk(
             break
         full |= over
     wanted_layers = {name: (pattern, 1 - scale * raw[name]) for name in sizes if name not in full}
-    return targets_of(wanted_layers, model)
+    return resolve_targets(wanted_layers, model)
 
 
-def prunable(model: nn.Module) -> list[str]:
-    """The names of the layers that have sparse kernels."""
+def list_prunable_layers(model: nn.Module) -> list[str]:
+    """List the names of the layers that have sparse kernels."""
     return [name for name, module in model.named_modules() if refuses(module) is None]
 
 
-def shape_of(module: nn.Module) -> Shape:
-    """The layer's shape; of a convolution on the smallest image that its kernel fits."""
+def find_layer_shape(module: nn.Module) -> Shape:
+    """Return the layer's shape; a convolution gets the smallest image that its kernel fits."""
     m, k = weight_matrix(module).shape
     if isinstance(module, nn.Linear):
         return LinearShape(m, k, 0)
@@ -182,9 +248,9 @@ def shape_of(module: nn.Module) -> Shape:
     return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
 
 
-def target_of(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
-    """The layer's entry as a Target. Raises UsageError, naming the layer, where it cannot be one."""
-    if isinstance(entry, Target):
+def parse_target(name: str, entry: LayerTarget | tuple[Pattern | str, float]) -> LayerTarget:
+    """Return the layer's entry as a LayerTarget. Raises UsageError, which names the layer, for a wrong entry."""
+    if isinstance(entry, LayerTarget):
         return entry
     try:
         pattern, sparsity = entry
@@ -195,7 +261,7 @@ def target_of(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
             f"layer {name}: a target is a pattern and a sparsity, ('nm:2:4', 0.5), not {entry!r}"
         ) from None
     try:
-        return Target(parse(pattern) if isinstance(pattern, str) else pattern, sparsity)
+        return LayerTarget(parse(pattern) if isinstance(pattern, str) else pattern, sparsity)
     except (UsageError, ValueError) as error:
         raise UsageError(f"layer {name}: {error}") from error
 
@@ -204,26 +270,28 @@ def _check_known(exclude: Collection[str], model: nn.Module) -> None:
     known = dict(model.named_modules())
     for name in exclude:
         if name not in known:
-            raise UsageError(f"the model has no layer {name!r} to exclude: it has {_some(prunable(model))}")
+            raise UsageError(
+                f"the model has no layer {name!r} to exclude: it has {_format_names(list_prunable_layers(model))}"
+            )
 
 
-def _some(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _nm_mask(scores: Tensor, pattern: NM) -> Tensor:
-    """`NM.mask` on the scores' device: masks that are drawn at every step must not pass through NumPy."""
+def _draw_nm_mask(scores: Tensor, pattern: NM) -> Tensor:
+    """Return the N:M mask on the scores' device: masks that are drawn at every step must not pass through NumPy."""
     m, k = scores.shape
     whole = k - k % pattern.of
-    mask = _top(scores[:, :whole].reshape(m, -1, pattern.of), pattern.keep).reshape(m, whole)
+    mask = _select_top(scores[:, :whole].reshape(m, -1, pattern.of), pattern.keep).reshape(m, whole)
     if whole == k:
         return mask
     last = scores[:, whole:]
-    return torch.cat([mask, _top(last, pattern.keeps_of(k - whole))], dim=1)
+    return torch.cat([mask, _select_top(last, pattern.keeps_of(k - whole))], dim=1)
 
 
-def _top(scores: Tensor, keep: int) -> Tensor:
-    """The `keep` largest along the last dimension; ties go to the lower index."""
+def _select_top(scores: Tensor, keep: int) -> Tensor:
+    """Select the `keep` largest scores along the last dimension; of equal scores the one with the lower index."""
     if not scores.numel():
         return torch.zeros_like(scores, dtype=torch.bool)
     least = scores.topk(keep, dim=-1).values[..., -1:]

@@ -1,11 +1,12 @@
 """Transposable N:M masks: N of M both along the rows and along the columns (Hubara et al. 2021, section 5).
 
-With one, the forward product by W and the input gradient's by W^T both run on N:M kernels. A matrix falls into M x M
-tiles, each on its own. The best mask of a tile that keeps exactly N is a min-cost flow: the source gives N to each
-row, each row 1 to each column, each column N to the sink. As a linear program its matrix is totally unimodular, so
-that an optimal vertex, which the simplex method ends at, is whole. Sorting a tile's scores and taking whatever still
-has room is quick, and keeps at least half of that score; it keeps at most N, and may have more score where it leaves
-a row short.
+With such a mask both the forward product by W and the input gradient's by W^T run on N:M kernels. A matrix falls into
+independent M x M tiles. The best mask of a tile that keeps exactly N is a min-cost flow. The source gives N to each
+row, each row 1 to each column, and each column N to the sink. The matrix of this linear program is totally
+unimodular. So an optimal vertex, at which the simplex method ends, has whole numbers.
+
+The quick method sorts a tile's scores and takes each that still has room. It keeps at least half of the best score
+and at most N of M. It may have a higher score where it leaves a row short.
 """
 
 from __future__ import annotations
@@ -15,14 +16,31 @@ from numpy.typing import NDArray
 
 from sparse_kernels.patterns import NM
 
-VARIABLES = 16_384  # of one linear program: many small tiles are solved together
+VARIABLES = 16_384  # of one linear program, which solves many small tiles together
 
 
-def transposable_mask(scores: NDArray[np.floating], pattern: NM, *, exact: bool = True) -> NDArray[np.bool_]:
-    """The mask, bool (m, k), of most score among those that keep exactly N, or one that keeps at most N and at least
-    half as much score; scores (m, k) are not negative.
+def find_transposable_mask(scores: NDArray[np.floating], pattern: NM, *, exact: bool = True) -> NDArray[np.bool_]:
+    """Find a transposable N:M mask with a high total score.
 
-    Raises ValueError where m or k is no multiple of `pattern.of`.
+    Parameters
+    ----------
+    scores : ndarray of shape (m, k)
+        Non-negative scores.
+    pattern : NM
+        The pattern.
+    exact : bool
+        True keeps exactly N and has the highest score among such masks. False keeps at most N, with at least half of
+        that score.
+
+    Returns
+    -------
+    ndarray of bool, shape (m, k)
+        True marks a kept weight.
+
+    Raises
+    ------
+    ValueError
+        m or k is no multiple of M.
     """
     m, k = scores.shape
     of = pattern.of
@@ -31,16 +49,16 @@ def transposable_mask(scores: NDArray[np.floating], pattern: NM, *, exact: bool 
     tiles = scores.reshape(m // of, of, k // of, of).swapaxes(1, 2).reshape(-1, of, of).astype(np.float64)
     if exact:
         each = max(1, VARIABLES // of**2)
-        parts = [_by_flow(tiles[start : start + each], pattern) for start in range(0, len(tiles), each)]
+        parts = [_solve_tiles(tiles[start : start + each], pattern) for start in range(0, len(tiles), each)]
         masks = np.concatenate(parts)
     else:
-        masks = _by_sorting(tiles, pattern)
+        masks = _sort_tiles(tiles, pattern)
     return masks.reshape(m // of, k // of, of, of).swapaxes(1, 2).reshape(m, k)
 
 
-def _by_flow(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
-    """Tiles (t, M, M) as one linear program."""
-    from scipy import sparse  # here: every process that times a whole model would import it, for half a second
+def _solve_tiles(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
+    """Return the optimal masks of tiles (t, M, M), by one linear program."""
+    from scipy import sparse  # late: it takes half a second, also in processes that time a whole model
     from scipy.optimize import linprog
 
     t, of, _ = tiles.shape
@@ -58,8 +76,8 @@ def _by_flow(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
     return masks
 
 
-def _by_sorting(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
-    """All tiles at once: the r-th largest score of each is taken if its row and its column have room."""
+def _sort_tiles(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
+    """Return quick masks: the r-th largest score of each tile is taken if its row and its column have room."""
     t, of, _ = tiles.shape
     order = np.argsort(-tiles.reshape(t, -1), axis=1, kind="stable")
     masks = np.zeros(tiles.shape, bool)

@@ -1,7 +1,7 @@
-"""Batch-norm tuning: a pruned network's activations have other means and variances than the dense one's.
+"""Batch-norm tuning: a pruned network's activations have other means and variances than the dense network's.
 
-The running statistics are forgotten and estimated anew on calibration batches, all batches weighing the same
-(Hubara et al. 2021, section 4.2; Frantar & Alistarh 2022, appendix). Weights do not change.
+The running statistics are reset and estimated again on calibration batches, with equal weights (Hubara et al. 2021,
+section 4.2; Frantar & Alistarh 2022, appendix). Weights do not change.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from search.task import Task
 
 
-def batchnorms(model: nn.Module) -> list[_BatchNorm]:
-    """The batch norms that can be tuned; those without running statistics use each batch's own."""
+def list_batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    """List the batch norms that can be tuned: those with running statistics."""
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
 def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
-    """Re-estimate the statistics of every batch norm, in place; the model is in eval mode afterwards."""
-    norms = batchnorms(model)
+    """Estimate the statistics of every batch norm again, in place; the model is in eval mode afterwards."""
+    norms = list_batchnorms(model)
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:

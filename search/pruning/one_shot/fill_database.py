@@ -1,4 +1,4 @@
-"""Fill the layer database: every asked-for option of every layer, pruned by one of the one-shot methods."""
+"""Fill the layer database: prune every requested option of every layer by one of the one-shot methods."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from latbench.errors import BadData, LatbenchError, UsageError
 from latbench.machines.devices import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database
-from search.pruning.masks.layer_targets import target_of, targets_of
+from search.pruning.masks.layer_targets import parse_target, resolve_targets
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.auto import Auto
-from search.pruning.one_shot.base import OneShot
+from search.pruning.one_shot.auto_pruner import AutoPruner
 from search.pruning.one_shot.exact_obs import ExactOBS
-from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.magnitude import Magnitude
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
@@ -33,8 +33,8 @@ from sparse_kernels.patterns import Dense, parse
 Pair = tuple[str, float]
 Options = Mapping[str, Sequence[Pair]]
 
-ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
-    "auto": Auto,
+ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
+    "auto": AutoPruner,
     "adaprune": AdaPrune,
     "obs": ExactOBS,
     "sparsegpt": SparseGPT,
@@ -42,23 +42,23 @@ ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
 }
 
 DEFAULT_METHOD = "auto"
-"""What is taken where nothing else is asked for."""
+"""The method if no other is requested."""
 
-# Goes up when the same model and data would give other entries than before.
 VERSION = 3
+"""Rises whenever the same model and data give other entries than before."""
 
-LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs has to end some day
+LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs must end at last
 
 
-def describe_provenance(task: Task, method: str = DEFAULT_METHOD) -> str:
-    """What the database's entries depend on beside the model: the method, and a hash of the calibration data."""
+def hash_pruning_inputs(task: Task, method: str = DEFAULT_METHOD) -> str:
+    """Return the method and a hash of the calibration data: entries depend on them and on the model."""
     digest = hashlib.sha256(f"{VERSION}".encode())
     for batch in task.calibration():
-        _digest(batch, digest.update)
+        _update_digest(batch, digest.update)
     return f"{method} {digest.hexdigest()[:16]}"
 
 
-def build_database(
+def fill_database(
     task: Task,
     model: nn.Module,
     options: Options,
@@ -68,57 +68,101 @@ def build_database(
     method: str = DEFAULT_METHOD,
     processes: int = 1,
 ) -> int:
-    """Compute what `database` lacks of `options`, {layer: [(pattern, sparsity), ...]}; returns how many those were.
+    """Compute the options that the database lacks.
 
-    Each entry is stored when it is done, so a build that was killed goes on from there. Dense options need no entry.
-    With more than one of `processes`, each prunes a layer of its own. `progress` is told how many of all options are
-    there. Raises UsageError for an unknown method or layer or a layer that cannot hold its pattern, BadData, naming
-    the layer, for weights or calibration inputs that are not finite, and LatbenchError when a process dies.
+    Each entry is stored at once, so an interrupted run continues where it stopped. Dense options need no entry.
+
+    Parameters
+    ----------
+    task : Task
+        The task, with its calibration data.
+    model : Module
+        The dense model.
+    options : mapping of str to sequence of (str, float)
+        Patterns and sparsities by layer.
+    database : Database
+        Where the entries are stored.
+    progress : callable
+        Called with the options in the database and all options.
+    method : str
+        A key of ONE_SHOT_METHODS.
+    processes : int
+        Worker processes.
+
+    Returns
+    -------
+    int
+        How many options were computed.
+
+    Raises
+    ------
+    UsageError
+        The method or a layer is unknown, or a layer cannot hold its pattern.
+    BadData
+        Weights or calibration inputs of the named layer are not finite.
+    LatbenchError
+        A process died.
     """
     if method not in ONE_SHOT_METHODS:
         raise UsageError(f"unknown method {method!r}: known are {', '.join(ONE_SHOT_METHODS)}")
-    for layer, pairs in options.items():
-        targets = [target_of(layer, pair) for pair in pairs]
-        for target in {str(target.pattern): target for target in targets}.values():  # one of each fits or does not
-            targets_of({layer: target}, model)
-    wanted = {
+    _check_options(options, model)
+    sparse = _drop_dense(options)
+    database.tidy()
+    missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in sparse.items()}
+    total = sum(map(len, sparse.values()))
+    stored = total - sum(map(len, missing.values()))
+    progress(stored, total)
+    done = stored
+    for count in _prune_layers(task, model, missing, database, method, processes):
+        done += count
+        progress(done, total)
+    return done - stored
+
+
+def _drop_dense(options: Options) -> dict[str, list[Pair]]:
+    return {
         layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
         for layer, pairs in options.items()
     }
-    database.tidy()
-    missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in wanted.items()}
-    total = sum(map(len, wanted.values()))
-    computed = 0
-    there = total - sum(map(len, missing.values()))
-    progress(there, total)
+
+
+def _check_options(options: Options, model: nn.Module) -> None:
+    """Raise UsageError if a layer cannot hold one of its options."""
+    for layer, pairs in options.items():
+        targets = [parse_target(layer, pair) for pair in pairs]
+        by_pattern = {str(target.pattern): target for target in targets}
+        for target in by_pattern.values():  # all sparsities of a pattern fit, or none
+            resolve_targets({layer: target}, model)
+
+
+def _prune_layers(
+    task: Task, model: nn.Module, missing: Options, database: Database, method: str, processes: int
+) -> Iterator[int]:
+    """Compute and store the missing options; yield how many were stored since the last time."""
     layers = [layer for layer, pairs in missing.items() if pairs]
     modules = dict(model.named_modules())
     jobs = (
         (layer, weight_matrix(modules[layer]).contiguous(), hessian, missing[layer])
-        for layer, hessian in input_hessians(task, model, layers, task.calibration())
+        for layer, hessian in compute_input_hessians(task, model, layers, task.calibration())
     )
     processes = min(processes, len(layers))
-    pruned = (
-        _in_processes(jobs, database, method, processes) if processes > 1 else _one_by_one(jobs, database, method)
-    )
-    for stored in pruned:
-        computed += stored
-        progress(there + computed, total)
-    return computed
+    if processes > 1:
+        return _prune_in_processes(jobs, database, method, processes)
+    return _prune_in_turn(jobs, database, method)
 
 
 Job = tuple[str, Tensor, Tensor, Sequence[Pair]]
 """A layer's name, weight (m, k), H (k, k) and missing options."""
 
 
-def _one_by_one(jobs: Iterator[Job], database: Database, method: str) -> Iterator[int]:
+def _prune_in_turn(jobs: Iterator[Job], database: Database, method: str) -> Iterator[int]:
     for job in jobs:
-        for _ in _entries(job, database, method):
+        for _ in _compute_entries(job, database, method):
             yield 1
 
 
-def _in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
-    """A layer a process; no layer's H is computed before a process is free for it."""
+def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
+    """Prune one layer a process. H of a layer is computed once a process is free for it."""
     place = (str(database.folder.resolve()), database.model_hash, database.provenance)
     threads = max(1, count_cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
@@ -134,9 +178,9 @@ def _in_processes(jobs: Iterator[Job], database: Database, method: str, processe
                     "search.pruning.one_shot.fill_database:prune_layer", job, place, method, timeout=LAYER_SECONDS
                 )
             except TaskFailed as error:
-                raise (BadData(error.message) if error.kind == "BadData" else _failed(job, error)) from error
+                raise (BadData(error.message) if error.kind == "BadData" else _build_failure(job, error)) from error
             except WorkerDied as error:
-                raise _failed(job, error) from error
+                raise _build_failure(job, error) from error
             finally:
                 idle.put(worker)
             return int(stored)
@@ -151,24 +195,24 @@ def _in_processes(jobs: Iterator[Job], database: Database, method: str, processe
             yield future.result()
 
 
-def _failed(job: Job, error: LatbenchError) -> LatbenchError:
+def _build_failure(job: Job, error: LatbenchError) -> LatbenchError:
     return LatbenchError(
         f"layer {job[0]}: {error}; what is in the database stays, and the next run goes on from there"
     )
 
 
 def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
-    """Compute and store a layer's missing options in the database at `place`; returns how many."""
-    folder, model_hash, made_by = place
-    return sum(1 for _ in _entries(job, Database(Path(folder), model_hash, made_by), method))
+    """Compute and store a layer's missing options in the database at `place`; return how many."""
+    folder, model_hash, hash_pruning_inputs = place
+    return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, hash_pruning_inputs), method))
 
 
-def _entries(job: Job, database: Database, method: str) -> Iterator[None]:
+def _compute_entries(job: Job, database: Database, method: str) -> Iterator[None]:
     """Compute and store the options of a layer, one at a time."""
     layer, weight, hessian, pairs = job
     try:
         problem = ONE_SHOT_METHODS[method](weight, hessian)
-        for spec, sparsity in sorted(pairs):  # rising sparsities share most
+        for spec, sparsity in sorted(pairs):  # rising sparsities share the most work
             pruned = problem.prune(parse(spec), sparsity)
             database.put(layer, spec, sparsity, pruned.weight, pruned.mask, pruned.error)
             yield
@@ -176,19 +220,19 @@ def _entries(job: Job, database: Database, method: str) -> Iterator[None]:
         raise BadData(f"layer {layer}: {error}") from error
 
 
-def _digest(value: Any, update: Callable[[bytes], None]) -> None:
-    """Feed a batch to `update`: tensors by their content (a pickle of one holds addresses), containers by theirs."""
+def _update_digest(value: Any, update: Callable[[bytes], None]) -> None:
+    """Feed a batch to `update` by its content: pickles of tensors hold addresses."""
     if torch.is_tensor(value):
         array = value.detach().cpu().contiguous()
         update(f"{array.dtype} {tuple(array.shape)}".encode())
         update(array.view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
         for key in value:
-            _digest(key, update)
-            _digest(value[key], update)
+            _update_digest(key, update)
+            _update_digest(value[key], update)
     elif isinstance(value, list | tuple):
         update(str(len(value)).encode())
         for item in value:
-            _digest(item, update)
+            _update_digest(item, update)
     else:
         update(pickle.dumps(value))

@@ -1,13 +1,13 @@
-"""Global AdaPrune: the layers' kept weights learn together to follow the dense model's activations.
+"""Global AdaPrune: the kept weights of all layers learn together to reproduce the dense model's activations.
 
-Layer-wise reconstruction sees dense inputs; in the pruned model each layer's inputs are already off. Minimise, over
-the kept weights and all biases, the sum over layers of |y' - y|^2 / |y|^2, y' and y the layer's outputs in the pruned
-and in the dense model on the same batch (Frantar & Alistarh 2022, section 3.3), by Adam; batch norms stay in eval
-mode. No labels are used.
+Layer-wise reconstruction uses dense inputs, but in the pruned model each layer's inputs are already off. Global
+AdaPrune (Frantar & Alistarh 2022, section 3.3) minimizes the sum over layers of |y' - y|^2 / |y|^2. Here y' and y are
+the layer's outputs in the pruned and in the dense model on the same batch. Adam changes the kept weights and all
+biases; batch norms stay in eval mode. No labels are used.
 
-While they learn, pruned layers hold their kept values alone: masks cannot be left, and Adam's two moments are as
-small as the values. A whole weight is made for one call of its layer, and once more for its gradient, which is used
-up as soon as it is there.
+During this tuning pruned layers hold only their kept values, so the masks cannot change, and Adam's two moments are
+as small as the values. The whole weight exists during a call of its layer, and again for its gradient, which is used
+at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 from latbench.errors import BadData
-from search.pruning.forward_hooks import forward_hooks, product_of
+from search.pruning.forward_hooks import get_product, register_forward_hooks
 from search.task import Task
 from sparse_kernels.nn import as_weight
 
@@ -33,69 +34,134 @@ LEARNING_RATE = 5e-4
 STEPS = 60
 
 
-def global_adaprune(
+@dataclass(frozen=True)
+class TuningSettings:
+    """Settings of global AdaPrune.
+
+    Attributes
+    ----------
+    steps : int
+        Number of batches, drawn without replacement in each pass over the data.
+    learning_rate : float
+        Adam's learning rate at the start; it falls along a cosine.
+    """
+
+    steps: int = STEPS
+    learning_rate: float = LEARNING_RATE
+
+
+def run_global_adaprune(
     task: Task,
     model: nn.Module,
     masks: Mapping[str, Tensor],
     batches: Sequence[Any],
+    settings: TuningSettings = TuningSettings(),
     *,
     rng: np.random.Generator,
-    steps: int = STEPS,
-    learning_rate: float = LEARNING_RATE,
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> list[float]:
-    """Train `model`, the task's with `masks`, in place for `steps` batches, drawn without replacement in each pass.
+    """Tune the kept weights of all layers together, in place.
 
-    `masks` are (m, k), True = kept; layers without one are matched too and train whole, frozen ones stay as they are.
-    Layers whose calls are not of the dense model's shapes, as in a mixture of experts, are left out of the loss.
-    Returns each step's loss, none where nothing can learn. Raises BadData when an activation or a gradient is not
-    finite.
+    Layers without a mask train whole, and frozen layers stay as they are. The loss leaves out layers whose outputs
+    have other shapes than in the dense model, as in a mixture of experts.
+
+    Parameters
+    ----------
+    task : Task
+        The task, with the dense model.
+    model : Module
+        The pruned model.
+    masks : mapping of str to bool Tensor of shape (m, k)
+        Masks by layer; True marks a kept weight.
+    batches : sequence
+        Calibration batches.
+    settings : TuningSettings
+        Steps and learning rate.
+    rng : Generator
+        Draws the order of the batches.
+    progress : callable
+        Called with the steps done and all steps.
+
+    Returns
+    -------
+    list of float
+        Loss of each step; empty if no parameter can learn.
+
+    Raises
+    ------
+    BadData
+        An activation or a gradient is not finite.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     model.eval()
-    losses = []
-    order: list[int] = []
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    with _kept_values(model, masks), ExitStack() as hooks:
+    losses, order = [], list[int]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with _hold_kept_values(model, masks), ExitStack() as hooks:
         dense = task.model()
-        modules = dict(model.named_modules())
-        # One that several layers share is updated once a step.
-        parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters() if p.requires_grad))
-        optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
-        rate = learning_rate
-
-        def update(parameter: Tensor) -> None:
-            """As soon as its gradient is whole, which is then needed no more."""
-            if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
-                gradient = f"the gradient of {names[parameter]}"
-                raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: prune with --no-global")
-            optimizers[parameter].param_groups[0]["lr"] = rate
-            optimizers[parameter].step()
-            parameter.grad = None
-
-        for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
-        for step in range(steps if parameters else 0):
-            rate = learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        optimizer = _ImmediateAdam(model, layers, names, hooks)
+        for step in range(settings.steps if optimizer.can_learn else 0):
+            optimizer.rate = settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / settings.steps))
             order = order or list(rng.permutation(len(batches)))
-            batch = batches[order.pop()]
-            with torch.no_grad():
-                targets = _outputs(task, dense, layers, batch)
-            loss = _distance(_outputs(task, model, layers, batch), targets)
+            loss = _compute_loss(task, model, dense, layers, batches[order.pop()])
             loss.backward()
-            model.zero_grad()  # those that are not tuned here have gradients, too
+            model.zero_grad()  # parameters that are not tuned have gradients too
             losses.append(loss.item())
-            progress(step + 1, steps)
+            progress(step + 1, settings.steps)
         del dense
-        optimizers.clear()  # before the weights are whole again
+        optimizer.clear()  # frees memory before the weights become whole
     return losses
 
 
-class _KeptValues(nn.Module):
-    """A weight as its kept values, (nnz,), in the order of the weight's shape.
+def _compute_loss(task: Task, model: nn.Module, dense: nn.Module, layers: Sequence[str], batch: Any) -> Tensor:
+    """Return the distance of the layers' outputs on a batch from those of the dense model."""
+    with torch.no_grad():
+        targets = _collect_outputs(task, dense, layers, batch)
+    return _compute_distance(_collect_outputs(task, model, layers, batch), targets)
 
-    During a call of its layer (`in_call`) the whole weight is written to the memory that all of that shape share, in
-    `scratch`: it is needed no longer, and fresh memory for every one would leave holes between the layers' outputs.
+
+class _ImmediateAdam:
+    """Adam that updates each parameter of the layers as soon as its gradient is complete, and drops the gradient.
+
+    `rate` is the learning rate of the next updates. `names` are those of the parameters for messages. `hooks` removes
+    the hooks of the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str], names: Mapping[nn.Parameter, str], hooks: ExitStack
+    ) -> None:
+        modules = dict(model.named_modules())
+        # A parameter that several layers share is updated once a step.
+        parameters = dict.fromkeys(p for name in layers for p in modules[name].parameters() if p.requires_grad)
+        self.names: Mapping[Any, str] = names
+        self.optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
+        self.rate = 0.0
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(self._update).remove)
+
+    @property
+    def can_learn(self) -> bool:
+        """Whether a layer has a trainable parameter."""
+        return bool(self.optimizers)
+
+    def clear(self) -> None:
+        """Free the moments."""
+        self.optimizers.clear()
+
+    def _update(self, parameter: Tensor) -> None:
+        if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
+            gradient = f"the gradient of {self.names[parameter]}"
+            raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: prune with --no-global")
+        optimizer = self.optimizers[parameter]
+        optimizer.param_groups[0]["lr"] = self.rate
+        optimizer.step()
+        parameter.grad = None
+
+
+class _KeptValues(nn.Module):
+    """The kept values (nnz,) of a weight, in the order of the weight's elements.
+
+    During a call of its layer (`in_call`) the whole weight is written to `scratch`, which all weights of that shape
+    share. Afterwards it is not needed. New memory for every weight would leave holes between the layers' outputs.
     """
 
     def __init__(self, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> None:
@@ -103,23 +169,23 @@ class _KeptValues(nn.Module):
         self.mask, self.scratch, self.in_call = mask, scratch, False
 
     def forward(self, values: Tensor) -> Tensor:
-        """The weight."""
+        """Return the whole weight."""
         shape = self.mask.shape
         whole = self.scratch.get(shape) if self.in_call else None
         if whole is None:
             whole = torch.empty(shape)
             if self.in_call:
                 self.scratch[shape] = whole
-        spread: Tensor = _Spread.apply(values, self.mask, whole)
-        return spread
+        apply: Callable[..., Tensor] = _Spread.apply
+        return apply(values, self.mask, whole)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """What is held of a weight."""
-        return _kept(weight.detach(), self.mask)
+        """Return the kept values of a weight."""
+        return _select_kept(weight.detach(), self.mask)
 
 
 class _Spread(torch.autograd.Function):
-    """Kept values at their places in a weight."""
+    """Write kept values to their positions in a weight."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, whole: Tensor) -> Tensor:
@@ -128,32 +194,32 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _kept(gradient, ctx.mask), None, None
+        return _select_kept(gradient, ctx.mask), None, None
 
 
-def _kept(weight: Tensor, mask: Tensor) -> Tensor:
-    """As torch's own masked_select, which takes four times the weight's memory on the way."""
+def _select_kept(weight: Tensor, mask: Tensor) -> Tensor:
+    """Return the kept values, like torch's masked_select, which needs four times the weight's memory."""
     return torch.from_numpy(weight.numpy()[mask.numpy()])
 
 
 @contextmanager
-def _kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
-    """While the context is open, the masked layers hold no more than their kept values."""
+def _hold_kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the masked layers hold only their kept values while the context is open."""
     modules = dict(model.named_modules())
     scratch: dict[torch.Size, Tensor] = {}
     with ExitStack() as stack:
         for name, mask in masks.items():
-            stack.callback(_hold_kept_values(modules[name], mask, scratch))
+            stack.callback(_hold_layer_values(modules[name], mask, scratch))
         yield
 
 
-def _hold_kept_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> Callable[[], None]:
-    """Returns what makes the layer what it was, with the weights that it has then."""
+def _hold_layer_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> Callable[[], None]:
+    """Let a layer hold only its kept values; return a function that restores it with its current weights."""
     own_forward = vars(layer).get("forward")
     parameters = list(layer._parameters)
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    layout = torch.channels_last if _in_channels_last(weight) else torch.contiguous_format
+    layout = torch.channels_last if _is_channels_last(weight) else torch.contiguous_format
     kept, plain = _KeptValues(as_weight(mask, weight.shape), scratch), layer.forward
     register_parametrization(layer, "weight", kept)
 
@@ -164,7 +230,7 @@ def _hold_kept_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, 
         finally:
             kept.in_call = False
 
-    # Autograd would keep every layer's weight until its gradient is due.
+    # Recomputing saves memory: autograd would keep every weight until its gradient is computed.
     layer.forward = partial(checkpoint, forward, use_reentrant=False)
 
     def undo() -> None:
@@ -172,31 +238,31 @@ def _hold_kept_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, 
         if own_forward is not None:
             layer.forward = own_forward
         remove_parametrizations(layer, "weight")
-        weight.data = weight.data.clone(memory_format=layout)  # out of the scratch memory
-        for name in parameters:  # in their order, by which optimizers know them
+        weight.data = weight.data.clone(memory_format=layout)  # copied out of the scratch memory
+        for name in parameters:  # in their old order, which optimizers rely on
             layer._parameters[name] = layer._parameters.pop(name)
 
     return undo
 
 
-def _in_channels_last(weight: Tensor) -> bool:
+def _is_channels_last(weight: Tensor) -> bool:
     return weight.ndim == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:
-    """What each layer answers on a batch, one tensor a call."""
+def _collect_outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:
+    """Return the outputs of each layer on a batch, one tensor a call."""
     outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        # A copy, as what follows may change it in place: ReLU(inplace=True).
-        return lambda module, args, output: outputs[name].append(product_of(output).clone())
+        # A copy: the next module may change the output in place, as ReLU(inplace=True) does.
+        return lambda module, args, output: outputs[name].append(get_product(output).clone())
 
-    with forward_hooks(model, {name: remember(name) for name in layers}):
+    with register_forward_hooks(model, {name: remember(name) for name in layers}):
         task.loss(model, batch)
     return outputs
 
 
-def _distance(outputs: Mapping[str, list[Tensor]], targets: Mapping[str, list[Tensor]]) -> Tensor:
+def _compute_distance(outputs: Mapping[str, list[Tensor]], targets: Mapping[str, list[Tensor]]) -> Tensor:
     total = torch.zeros(())
     for name in targets:
         if [y.shape for y in outputs[name]] != [y.shape for y in targets[name]]:

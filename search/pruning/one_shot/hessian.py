@@ -1,8 +1,8 @@
-"""What a layer sees on calibration data, as one matrix: H = sum of x x^T over its inputs x.
+"""The Hessian of a layer's reconstruction error: H = sum of x x^T over its inputs x on calibration data.
 
-With H, a changed weight matrix W' moves the layer's outputs by exactly |(W' - W) X|^2 = tr((W' - W) H (W' - W)^T):
-everything layer-wise (reconstruction, errors, saliencies) needs H and not the inputs themselves. For a convolution an
-input is one unfolded patch, in the order of `weight_matrix`'s columns: (r*kw + s)*c_in + c. H is (k, k) float64.
+A changed weight matrix W' moves the layer's outputs by exactly |(W' - W) X|^2 = tr((W' - W) H (W' - W)^T). So all
+layer-wise methods (reconstruction, errors, saliencies) need H and not the inputs. An input of a convolution is one
+unfolded patch, in the order of `weight_matrix`'s columns: (r*kw + s)*c_in + c. H is (k, k) float64.
 """
 
 from __future__ import annotations
@@ -16,34 +16,56 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from latbench.errors import BadData
-from search.pruning.forward_hooks import forward_hooks
+from search.pruning.forward_hooks import register_forward_hooks
 from search.task import Task
 from sparse_kernels.nn import symmetric_padding, weight_matrix
 
-# Half of what pruning may take beside twice a model's weights is left to the methods.
 MEMORY_BYTES = 2**29
+"""Memory of all H in one pass: half of the memory of pruning beside twice a model's weights."""
 
 
-def input_hessians(
+def compute_input_hessians(
     task: Task, model: nn.Module, layers: Sequence[str], batches: Sequence[Any], memory_bytes: int = MEMORY_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (layer name, H (k, k) float64) for each layer, in order.
+    """Yield the name and H of each layer, in order.
 
-    One pass over the batches serves as many layers as fit `memory_bytes` (at least one). Raises BadData when a
-    layer's inputs are not finite, or when the model never calls it.
+    Parameters
+    ----------
+    task : Task
+        The task, whose `loss` calls the model on a batch.
+    model : Module
+        The dense model.
+    layers : sequence of str
+        Names of Linear and Conv2d layers.
+    batches : sequence
+        Calibration batches.
+    memory_bytes : int
+        Memory of all H in one pass over the batches. A pass serves as many layers as fit, at least one.
+
+    Yields
+    ------
+    name : str
+        Name of the layer.
+    hessian : Tensor of shape (k, k)
+        H, float64.
+
+    Raises
+    ------
+    BadData
+        A layer's inputs are not finite, or the model never calls it.
     """
     modules = dict(model.named_modules())
     sizes = {name: weight_matrix(modules[name]).shape[1] for name in layers}
-    for group in _groups(sizes, memory_bytes):
+    for group in _group_layers(sizes, memory_bytes):
         sums = {name: torch.zeros(sizes[name], sizes[name], dtype=torch.float64) for name in group}
         called: set[str] = set()
 
         def add(name: str, module: nn.Module, args: tuple[Any, ...], _: Any, sums=sums, called=called) -> None:  # type: ignore[no-untyped-def]
             called.add(name)
-            x = input_rows(module, args[0].detach())
+            x = extract_input_rows(module, args[0].detach())
             sums[name] += (x.T @ x).double()
 
-        with torch.no_grad(), forward_hooks(model, {name: partial(add, name) for name in group}):
+        with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in group}):
             for batch in batches:
                 task.loss(model, batch)
         for name in group:
@@ -55,13 +77,13 @@ def input_hessians(
             yield name, hessian
 
 
-def input_rows(module: nn.Module, x: Tensor) -> Tensor:
-    """The inputs of the layer's matrix product as rows (n, k), in `weight_matrix`'s column order."""
+def extract_input_rows(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the inputs of the layer's matrix product as rows (n, k), in the order of `weight_matrix`'s columns."""
     if isinstance(module, nn.Linear):
         return x.reshape(-1, x.shape[-1])
     assert isinstance(module, nn.Conv2d)
     kh, kw = module.kernel_size
-    if x.ndim == 3:  # one image, without a batch
+    if x.ndim == 3:  # one image without a batch
         x = x[None]
     patches = unfold(
         x, (kh, kw), dilation=module.dilation, padding=symmetric_padding(module), stride=module.stride
@@ -70,16 +92,16 @@ def input_rows(module: nn.Module, x: Tensor) -> Tensor:
     return patches.permute(0, 3, 2, 1).reshape(-1, kh * kw * x.shape[1])
 
 
-def _groups(sizes: dict[str, int], memory_bytes: int) -> Iterator[list[str]]:
-    """Cut the layers, in order, into runs whose Hessians fit the memory."""
+def _group_layers(sizes: dict[str, int], memory_bytes: int) -> Iterator[list[str]]:
+    """Group the layers, in order, so that the Hessians of a group fit the memory."""
     group: list[str] = []
-    held = 0
+    used = 0
     for name, k in sizes.items():
         needed = 8 * k * k
-        if group and held + needed > memory_bytes:
+        if group and used + needed > memory_bytes:
             yield group
-            group, held = [], 0
+            group, used = [], 0
         group.append(name)
-        held += needed
+        used += needed
     if group:
         yield group

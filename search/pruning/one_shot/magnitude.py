@@ -1,4 +1,4 @@
-"""Which weights to keep, by how large they are, or by how much their layer's output would miss them."""
+"""Masks by the magnitude of weights, or by their contribution to the layer's output."""
 
 from __future__ import annotations
 
@@ -6,17 +6,39 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData
-from search.pruning.one_shot.base import OneShot, Pruned
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from sparse_kernels.patterns import Pattern
 
 
-def magnitude(weight: Tensor, pattern: Pattern, sparsity: float, hessian: Tensor | None = None) -> Tensor:
-    """The mask (m, k), True = kept, of a weight (m, k) by w^2; with a Hessian (k, k) by w^2 H_jj.
+def draw_magnitude_mask(weight: Tensor, pattern: Pattern, sparsity: float, hessian: Tensor | None = None) -> Tensor:
+    """Draw a mask by w^2, or by w^2 H_jj if there is a Hessian.
 
-    The second score is the energy that the weight adds to the output on calibration data (the square of Wanda's,
-    Sun et al. 2023): a large weight on an input that is nearly always zero matters little. Squares, because a pattern
-    adds up the scores of the weights that it keeps together. Raises BadData for weights that are not finite, and
-    what `pattern.mask` raises for a sparsity or shape that the pattern cannot hold.
+    The second score is the energy that the weight adds to the output on calibration data, the square of Wanda's (Sun
+    et al. 2023). A large weight on an input that is nearly always zero matters little. Scores are squares because a
+    pattern adds up those of the weights that it keeps together.
+
+    Parameters
+    ----------
+    weight : Tensor of shape (m, k)
+        The weights.
+    pattern : Pattern
+        The sparsity pattern.
+    sparsity : float
+        Share of weights to drop, in [0, 1).
+    hessian : Tensor of shape (k, k), optional
+        H of the layer's inputs.
+
+    Returns
+    -------
+    bool Tensor of shape (m, k)
+        True marks a kept weight.
+
+    Raises
+    ------
+    BadData
+        A weight is not finite.
+    ValueError
+        The pattern does not have this sparsity or cannot hold this shape.
     """
     if not bool(torch.isfinite(weight).all()):
         raise BadData("the weights hold NaN or infinite values")
@@ -26,9 +48,9 @@ def magnitude(weight: Tensor, pattern: Pattern, sparsity: float, hessian: Tensor
     return torch.from_numpy(pattern.mask(scores.numpy(), sparsity))
 
 
-class Magnitude(OneShot):
-    """Keeps the largest weights as they are: the baseline of every other method."""
+class Magnitude(OneShotPruner):
+    """The baseline of every other method: the largest weights are kept as they are."""
 
-    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
-        """Mask by w^2, nothing else."""
-        return self.masked(self.weight, magnitude(self.weight, pattern, sparsity))
+    def prune(self, pattern: Pattern, sparsity: float) -> PrunedWeight:
+        """Mask by w^2, without changes to the kept weights."""
+        return self.apply_mask(self.weight, draw_magnitude_mask(self.weight, pattern, sparsity))

@@ -1,4 +1,4 @@
-"""Put pruned layers out of the database into a model."""
+"""Stitch pruned layers of the database into a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ from sparse_kernels.patterns import Dense, parse
 
 
 def stitch(model: nn.Module, choices: Mapping[str, tuple[str, float]], database: Database) -> dict[str, Tensor]:
-    """Write the chosen weights, {layer: (pattern, sparsity)}, into `model` in place; dense layers are left alone.
+    """Write the chosen weights into the model, in place; dense layers do not change.
 
-    Returns the masks (m, k) of the pruned layers. Raises BadData when the database lacks an entry.
+    Parameters
+    ----------
+    model : Module
+        The dense model.
+    choices : mapping of str to (str, float)
+        Pattern and sparsity by layer.
+    database : Database
+        Pruned weights of each layer.
+
+    Returns
+    -------
+    dict of str to bool Tensor of shape (m, k)
+        Masks of the pruned layers.
+
+    Raises
+    ------
+    BadData
+        The database lacks an entry.
     """
     modules = dict(model.named_modules())
     masks = {}

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, by the name of their parameter."""
+"""A check of gradients that names the first parameter whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 
-def bad_gradient(model: nn.Module) -> str | None:
-    """Which gradient is not finite, as half a sentence; None if all are."""
+def find_bad_gradient(model: nn.Module) -> str | None:
+    """Return which gradient is not finite, as part of a sentence, or None."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             return f"the gradient of {name} holds NaN or infinite values"

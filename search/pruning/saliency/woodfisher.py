@@ -1,7 +1,7 @@
 """WoodFisher: the inverse of an empirical Fisher matrix by rank-one updates (Singh & Alistarh 2020).
 
-For each block of weights F^-1 starts as I/damping and takes in one gradient after the other:
-F^-1 -= F^-1 g g^T F^-1 / (m + g^T F^-1 g). O(m d block) multiplications; blocks are held some at a time.
+For each block of weights F^-1 starts as I/damping, and each gradient updates it:
+F^-1 -= F^-1 g g^T F^-1 / (m + g^T F^-1 g). This takes O(m d block) multiplications; some blocks are held at a time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning.saliency.fisher_blocks import BLOCK, DAMPING, blocks_of
+from search.pruning.saliency.fisher_blocks import BLOCK, DAMPING, split_blocks
 
 
-def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
-    """The diagonal (d,) float64 of the block-wise F^-1 of gradients (m, d). Raises BadData as `blocks_of` does."""
-    parts = [inverse.diagonal(dim1=1, dim2=2).flatten() for inverse in _inverses(gradients, damping, block)]
+def compute_inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
+    """Return the diagonal (d,) float64 of the block-wise F^-1, for finite gradients (m, d)."""
+    parts = [inverse.diagonal(dim1=1, dim2=2).flatten() for inverse in _compute_inverses(gradients, damping, block)]
     return torch.cat(parts)[: gradients.shape[1]]
 
 
-def _inverses(gradients: Tensor, damping: float, block: int) -> Iterator[Tensor]:
-    """F^-1 (blocks, block, block), some blocks at a time."""
+def _compute_inverses(gradients: Tensor, damping: float, block: int) -> Iterator[Tensor]:
+    """Yield F^-1 (blocks, block, block), some blocks at a time."""
     m = len(gradients)
-    for _, g in blocks_of(gradients, block, 8 * (m + block)):
+    for _, g in split_blocks(gradients, block, 8 * (m + block)):
         inverse = (torch.eye(block, dtype=g.dtype, device=g.device) / damping).repeat(len(g), 1, 1)
         for i in range(m):
             latest = g[:, i, :, None]

@@ -1,14 +1,14 @@
-"""A pruned model on disk: a folder that is whole or absent.
+"""The folder of a pruned model, which is complete or absent.
 
-    model.safetensors    the full state_dict, dense, exact zeros where a weight is pruned; what any reader of torch's
-                         tensors takes, such as from_pretrained of transformers with a config.json beside
-    masks.safetensors    a pruned layer's mask, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
-    profile.json         the profile that it was pruned to
-    manifest.json        version; what made it; scores; expected seconds; bytes and SHA-256 of each file above; each
-                         layer's pattern, sparsity, kept weights, packed bytes and mask's hash, of N:M also what it
-                         keeps along what; `packed`: bytes and SHA-256 of packed.safetensors, where that was written
+    model.safetensors    the full state_dict, dense, with exact zeros for pruned weights; readable by any reader of
+                         torch's tensors, such as from_pretrained of transformers with a config.json beside it
+    masks.safetensors    masks of pruned layers, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
+    profile.json         the profile
+    manifest.json        version; how it was made; scores; expected seconds; bytes and SHA-256 of each file above; of
+                         each layer the pattern, sparsity, kept weights, packed bytes and hash of its mask, and N, M
+                         and axis of N:M; `packed`: bytes and SHA-256 of packed.safetensors, if that was written
 
-Masks are saved as bits, because a kept weight may be zero too: zeros in weights cannot rebuild a mask.
+Masks are stored as bits because a kept weight may be zero: the zeros of the weights do not define a mask.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from latbench.base.engine_registry import find_precision
 from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import LayerChoice, Profile, read_profile
-from search.backends import OWN
-from search.pruning.training.pruner import unwrapped
+from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
 from sparse_kernels.nn import weight_matrix
@@ -43,7 +43,7 @@ from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Vecto
 VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
 PACKED = "packed.safetensors"
-# A mask that far from the profile's sparsity is another one; whole units can be that far off in a small layer alone.
+# A mask this far from the profile's sparsity is a wrong one, but for a small layer, where whole units may cause it.
 FAR_FROM_TARGET, SMALL = 0.1, 4096
 
 
@@ -54,46 +54,49 @@ def save_pruned(
     profile: Profile,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
+    """Save a pruned model in place of the one in the folder. Other files of the folder stay.
 
-    What else lies in the folder stays there. A write that is killed leaves a folder that says so when it is read.
-    Raises UsageError when `folder` is something else than a pruned model, and, naming the layer, for a mask that is
-    missing, not of the profile's pattern along either axis or far from its sparsity, and for weights that a mask
-    drops and that are not zero; EnvironmentUnusable when the disk refuses.
+    An interrupted write leaves a folder that is recognized as damaged.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder; its parents are made.
+    model : Module
+        The model; weights that its masks drop must be zero.
+    masks : mapping of str to bool Tensor of shape (m, k)
+        Masks by layer; True marks a kept weight.
+    profile : Profile
+        The profile that the model was pruned to.
+    facts : mapping of str to object
+        Further entries of the manifest.
+
+    Returns
+    -------
+    dict of str to object
+        The manifest.
+
+    Raises
+    ------
+    UsageError
+        The folder holds something else than a pruned model. Or the named layer's mask is missing, does not have the
+        profile's pattern along either axis, is far from its sparsity, or drops weights that are not zero.
+    EnvironmentUnusable
+        The disk refuses the write.
     """
-    model, _ = unwrapped(model)
+    model, _ = unwrap_model(model)
     folder = Path(folder).resolve()
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in filter(is_left_behind, beside(folder, r"\d+\.tmp")):  # of a prune that was killed
+        for leftover in filter(is_left_behind, list_hidden_siblings(folder, r"\d+\.tmp")):  # of an interrupted write
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
-            save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
-            bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
-            shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
-            # Without tensors and with empty metadata safetensors writes what it cannot read.
-            save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
-            profile.save(temporary / "profile.json")
-            manifest = {
-                "version": VERSION,
-                **facts,
-                "target": profile.target,
-                "dense_seconds": profile.dense_seconds,
-                "predicted_seconds": profile.predicted_seconds,
-                "predicted_low": profile.predicted_low,
-                "predicted_high": profile.predicted_high,
-                "layers": layer_facts(model, masks, profile),
-                "bytes": {name: (temporary / name).stat().st_size for name in FILES},
-                "files": {name: hash_file(temporary / name) for name in FILES},
-            }
-            write_manifest(temporary, manifest)
-            for name in FILES:  # safetensors makes its files private; these are as readable as any other
-                (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
+            manifest = _write_files(temporary, model, masks, profile, facts)
             folder.mkdir(exist_ok=True)
-            (folder / PACKED).unlink(missing_ok=True)  # of the weights that were here
+            (folder / PACKED).unlink(missing_ok=True)  # it holds the old weights
             for name in (*FILES, "manifest.json"):
                 (temporary / name).replace(folder / name)
         finally:
@@ -103,38 +106,70 @@ def save_pruned(
     return manifest
 
 
-def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them, in memory of their own; copied where they are not, and only there."""
+def _write_files(
+    folder: Path,
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    profile: Profile,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the files of a pruned model into an empty folder, and return the manifest."""
+    save_file(copy_shared_tensors(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
+    shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
+    # safetensors cannot read a file that has neither tensors nor metadata.
+    save_file(bits, folder / "masks.safetensors", metadata=shapes or None)
+    profile.save(folder / "profile.json")
+    manifest = {
+        "version": VERSION,
+        **facts,
+        "target": profile.target,
+        "dense_seconds": profile.dense_seconds,
+        "predicted_seconds": profile.predicted_seconds,
+        "predicted_low": profile.predicted_low,
+        "predicted_high": profile.predicted_high,
+        "layers": describe_layers(model, masks, profile),
+        "bytes": {name: (folder / name).stat().st_size for name in FILES},
+        "files": {name: hash_file(folder / name) for name in FILES},
+    }
+    write_manifest(folder, manifest)
+    for name in FILES:  # safetensors makes its files private
+        (folder / name).chmod((folder / "manifest.json").stat().st_mode)
+    return manifest
+
+
+def copy_shared_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with memory of their own, as safetensors needs; only those that share memory are copied."""
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    used: set[int] = set()
     for name, tensor in state.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = (tensor.clone() if place in seen else tensor).detach().contiguous()
-        seen.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        found[name] = (tensor.clone() if address in used else tensor).detach().contiguous()
+        used.add(address)
     return found
 
 
-def layer_facts(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each layer of the profile."""
+def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entry of each layer of the profile."""
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
     for layer, choice in profile.layers.items():
         weight = weight_matrix(modules[layer]).float().cpu().contiguous().numpy()
         mask = masks[layer].cpu().numpy() if layer in masks else None
         pattern = parse(choice.pattern)
-        if reason := _contradiction(weight, mask, choice):
+        if reason := _explain_contradiction(weight, mask, choice):
             raise UsageError(f"layer {layer}: {reason}")
-        along = {}
+        groups = {}
         if isinstance(pattern, NM | VectorNM) and mask is not None:
-            along = {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
+            groups = {"keep": pattern.keep, "of": pattern.of, "along": _find_axis(mask, pattern)}
         try:
-            if mask is not None and along.get("along") == "outputs":  # as the transposed matrix is packed
+            if mask is not None and groups.get("along") == "outputs":  # pack the transposed matrix
                 packed = pack(np.ascontiguousarray(weight.T), np.ascontiguousarray(mask.T), pattern)
             else:
                 packed = pack(weight, mask, pattern)
         except NotOfPattern as error:
             raise UsageError(f"layer {layer}: its mask is not what the profile asks for: {error}") from error
-        facts[layer] = along | {
+        facts[layer] = groups | {
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
             "kept_weights": weight.size if mask is None else int(mask.sum()),
@@ -146,8 +181,10 @@ def layer_facts(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile)
     return facts
 
 
-def _contradiction(weight: NDArray[np.float32], mask: NDArray[np.bool_] | None, choice: LayerChoice) -> str | None:
-    """Why a layer's weight, mask (m, k) and choice do not go together; None if they do."""
+def _explain_contradiction(
+    weight: NDArray[np.float32], mask: NDArray[np.bool_] | None, choice: LayerChoice
+) -> str | None:
+    """Return why a layer's weight, mask (m, k) and choice contradict each other, or None."""
     if mask is None:
         if isinstance(parse(choice.pattern), Dense):
             return None
@@ -160,28 +197,28 @@ def _contradiction(weight: NDArray[np.float32], mask: NDArray[np.bool_] | None, 
     return None
 
 
-def _along(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
-    """Along which axes a mask (m, k) keeps at most N of M neighbours: "inputs", "outputs" or "both"."""
-    if isinstance(pattern, VectorNM) or not _holds(mask.T, pattern):
+def _find_axis(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
+    """Return the axes along which a mask (m, k) keeps at most N of M neighbours: "inputs", "outputs" or "both"."""
+    if isinstance(pattern, VectorNM) or not _keeps_nm(mask.T, pattern):
         return "inputs"
-    return "both" if _holds(mask, pattern) else "outputs"
+    return "both" if _keeps_nm(mask, pattern) else "outputs"
 
 
-def _holds(mask: NDArray[np.bool_], pattern: NM) -> bool:
-    """Whether each group of M columns, of the last of a row what there is, keeps as many as the pattern allows."""
+def _keeps_nm(mask: NDArray[np.bool_], pattern: NM) -> bool:
+    """Return whether each group of M columns keeps as few as the pattern allows; the last group may be shorter."""
     starts = range(0, mask.shape[1], pattern.of)
     groups = (mask[:, start : start + pattern.of] for start in starts)
     return all(group.sum(axis=1).max(initial=0) <= pattern.keeps_of(group.shape[1]) for group in groups)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UsageError when `folder` is there and is something else than a pruned model or an empty folder."""
+    """Raise UsageError if the folder exists and is neither a pruned model nor empty."""
     if folder.exists() and not is_pruned(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is no pruned model: give another output folder")
 
 
 def is_pruned(folder: Path) -> bool:
-    """Whether the folder looks like a pruned model of any version."""
+    """Return whether the folder looks like a pruned model of any version."""
     try:
         manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
         return isinstance(manifest["version"], int) and set(FILES) <= set(manifest["files"])
@@ -189,14 +226,14 @@ def is_pruned(folder: Path) -> bool:
         return False
 
 
-def beside(folder: Path, ending: str) -> list[Path]:
-    """The hidden files of this folder that lie beside it: its name between dots, then the regular expression."""
+def list_hidden_siblings(folder: Path, ending: str) -> list[Path]:
+    """List the hidden files beside the folder: the folder's name between dots, then the regular expression."""
     name = re.compile(rf"\.{re.escape(folder.name)}\.{ending}")
     return [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
 
 
-def unchanged(folder: Path, inputs: str) -> bool:
-    """Whether the folder is a whole pruned model that was made from these inputs (a hash)."""
+def is_unchanged(folder: Path, inputs: str) -> bool:
+    """Return whether the folder is a complete pruned model that was made from these inputs (a hash)."""
     try:
         return read_manifest(folder).get("inputs") == inputs
     except BadData:
@@ -204,7 +241,10 @@ def unchanged(folder: Path, inputs: str) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest. Raises BadData when the folder is missing or foreign, or a file of it is missing or changed."""
+    """Read the manifest and check the files of the folder.
+
+    Raises BadData if the folder or a file of it is missing or changed, or is no pruned model.
+    """
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -223,16 +263,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest in place of the one that is there. Raises EnvironmentUnusable when the disk refuses."""
+    """Write the manifest, atomically. Raises EnvironmentUnusable if the disk refuses."""
     write_text_atomically(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
-    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
+    """Load the pruned weights into the model, in place.
 
-    The choices name every layer of the profile, dense ones too; dense is also a layer whose groups run along the
-    outputs, which no kernel multiplies by. They are in the precision that the profile was searched for. Raises
-    BadData when the folder is not a whole pruned model, or is one of another model, which is then left as it was.
+    Parameters
+    ----------
+    folder : Path
+        Folder of a pruned model.
+    model : Module
+        The task's dense model. It stays unchanged if the folder does not fit it.
+
+    Returns
+    -------
+    model : Module
+        The same model, in eval mode.
+    choices : dict of str to LayerPattern
+        Pattern of every layer of the profile, for `convert`, in the precision of the profile's backend. A layer whose
+        groups run along the outputs counts as dense, because no kernel multiplies by it.
+
+    Raises
+    ------
+    BadData
+        The folder is no complete pruned model, or is one of another model.
     """
     folder = Path(folder)
     read_manifest(folder)
@@ -244,13 +300,15 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
         raise BadData(f"{folder}: pruned from another model than this task's: {unlike[0]} is {there}, here {here}")
     model.load_state_dict(state)
     masks = read_masks(folder)
-    choices = {layer: layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()}
-    return model.eval(), in_precision(choices, profile.backend)
+    choices = {
+        layer: build_layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()
+    }
+    return model.eval(), set_precision(choices, profile.backend)
 
 
-def in_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
-    """The choices as this backend of a search runs them: layers whose rows share columns in its precision."""
-    precision = OWN.get(backend, "float32")
+def set_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
+    """Return the choices in the precision of a search's backend, which holds for layers whose rows share columns."""
+    precision = find_precision(backend)
     return {
         name: replace(choice, precision=precision) if _share_columns(choice.pattern) else choice
         for name, choice in choices.items()
@@ -266,16 +324,16 @@ def _share_columns(pattern: Pattern) -> bool:
     return isinstance(pattern, Dense)
 
 
-def layer_pattern(spec: str, mask: NDArray[np.bool_] | None) -> LayerPattern:
-    """What `convert` is to make of a layer with this mask (m, k)."""
+def build_layer_pattern(spec: str, mask: NDArray[np.bool_] | None) -> LayerPattern:
+    """Return what `convert` makes of a layer with this pattern and mask (m, k)."""
     pattern = parse(spec)
-    if mask is not None and isinstance(pattern, NM | VectorNM) and _along(mask, pattern) == "outputs":
+    if mask is not None and isinstance(pattern, NM | VectorNM) and _find_axis(mask, pattern) == "outputs":
         return LayerPattern(Dense(), None)
     return LayerPattern(pattern, mask)
 
 
 def read_masks(folder: Path) -> dict[str, NDArray[np.bool_]]:
-    """{layer: mask (m, k), True = kept} of the pruned layers."""
+    """Read the masks (m, k) of the pruned layers, by layer; True = kept."""
     masks = {}
     with safe_open(folder / "masks.safetensors", "np") as file:
         for layer, shape in (file.metadata() or {}).items():

@@ -1,13 +1,13 @@
-"""A pruned model in one small file: the bits of each mask, and the weights that are kept.
+"""One small file of a pruned model: the bits of each mask, and the kept weights.
 
     packed.safetensors
         <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
         <layer>.weight.mask (m, k/8)      numpy.packbits of each row of the mask (m, k), True = kept
-        everything else                   as in model.safetensors
+        all other tensors                 as in model.safetensors
         metadata                          {weight: pattern} of the profile's layers; format "pt"; sha256 of all this
 
-At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without the folder that it was written from: its
-own checksum tells whether it is as it was written. The folder's manifest has the SHA-256 of the whole file.
+At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without its folder: its own checksum tells
+whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from latbench.base.files import hash_file, remove_left_behind, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 from search.artifacts.layer_database import hash_tensors
 from search.artifacts.profile import read_profile
-from search.pruning.storage.model_folder import PACKED, layer_pattern, read_manifest, read_masks, write_manifest
+from search.pruning.storage.model_folder import PACKED, build_layer_pattern, read_manifest, read_masks, write_manifest
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
@@ -35,15 +37,29 @@ from sparse_kernels.patterns import parse
 ADVICE = "copy it again, or write it anew with `latbench prune --packed`"
 
 
-def write_packed(folder: Path) -> Path:
-    """Write `packed.safetensors` into the folder of a pruned model, which is whole; returns its path.
+def save_packed(folder: Path) -> Path:
+    """Save `packed.safetensors` into the folder of a pruned model, and add its bytes and SHA-256 to the manifest.
 
-    The folder's manifest then says its bytes and SHA-256. Raises EnvironmentUnusable when the disk refuses, BadData
-    as `read_manifest` does.
+    Parameters
+    ----------
+    folder : Path
+        Folder of a complete pruned model.
+
+    Returns
+    -------
+    Path
+        The packed file.
+
+    Raises
+    ------
+    BadData
+        The folder is no complete pruned model.
+    EnvironmentUnusable
+        The disk refuses the write.
     """
     manifest = read_manifest(folder)
     masks = read_masks(folder)
-    pruned = {_weight_of(layer): mask for layer, mask in masks.items()}
+    pruned = {_get_weight_name(layer): mask for layer, mask in masks.items()}
     layers = read_profile(folder / "profile.json").layers
     tensors = {}
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -54,8 +70,8 @@ def write_packed(folder: Path) -> Path:
                 tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
             else:
                 tensors[name] = tensor
-    patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
-    metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
+    patterns = {_get_weight_name(layer): choice.pattern for layer, choice in layers.items()}
+    metadata = {"format": "pt", "sha256": _compute_checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
     for name in (PACKED, "manifest.json"):
         remove_left_behind(folder, name)
@@ -68,14 +84,30 @@ def write_packed(folder: Path) -> Path:
 
 
 def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
-    """Put the weights in a packed file into `model`, in place; returns it and {layer: pattern} as `load_pruned` does.
+    """Load the weights of a packed file into the model, in place.
 
-    Raises BadData when the file is missing or not as it was written, or is one of another model, which is then left
-    as it was.
+    Parameters
+    ----------
+    path : Path
+        The packed file.
+    model : Module
+        The task's dense model. It stays unchanged if the file does not fit it.
+
+    Returns
+    -------
+    model : Module
+        The same model, in eval mode.
+    choices : dict of str to LayerPattern
+        Pattern of every layer of the profile, as `load_pruned` returns them.
+
+    Raises
+    ------
+    BadData
+        The file is missing or damaged, or is one of another model.
     """
     path = Path(path)
     damaged = BadData(f"{path}: not as it was written: {ADVICE}")
-    if path.is_file() and not _as_listed(path):
+    if path.is_file() and not _is_as_listed(path):
         raise damaged
     own = model.state_dict()
     try:
@@ -86,11 +118,11 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
             wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in own]
             if {name for parts in wanted for name in parts} != names:
                 raise BadData(f"{path}: not the packed weights of this model")
-            if _checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
+            if _compute_checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
                 raise damaged
-            choices = {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
+            choices = {_get_layer_name(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
             masks = {}
-            for name, tensor in own.items():  # all is looked at before anything is written
+            for name, tensor in own.items():  # check all before any weight changes
                 if name in names:
                     fits = file.get_slice(name).get_shape() == list(tensor.shape)
                 else:
@@ -100,31 +132,35 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                     if fits:
                         masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
                         fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
-                        choices[_layer_of(name)] = layer_pattern(patterns[name], mask)
+                        choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
-                if name in names:
-                    tensor.copy_(file.get_tensor(name))
-                else:
-                    values = file.get_tensor(f"{name}.values")
-                    matrix = values.new_zeros(masks[name].shape)
-                    matrix[torch.from_numpy(masks[name])] = values
-                    tensor.copy_(as_weight(matrix, tensor.shape))
+                tensor.copy_(
+                    _unpack_weight(file, name, masks[name], tensor) if name in masks else file.get_tensor(name)
+                )
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
     return model.eval(), choices
 
 
-def _checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:
-    """The SHA-256 of what a packed file holds, in whatever order."""
+def _unpack_weight(file: Any, name: str, mask: NDArray[np.bool_], tensor: Tensor) -> Tensor:
+    """Return the weight `name` of an open packed file in the shape of `tensor`, for its mask (m, k)."""
+    values = file.get_tensor(f"{name}.values")
+    matrix = values.new_zeros(mask.shape)
+    matrix[torch.from_numpy(mask)] = values
+    return as_weight(matrix, tensor.shape)
+
+
+def _compute_checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:
+    """Return the SHA-256 of the content of a packed file, in any order."""
     each = {name: hash_tensors([(name, tensor)]) for name, tensor in tensors}
     return hashlib.sha256(json.dumps([each, patterns], sort_keys=True).encode()).hexdigest()
 
 
-def _as_listed(path: Path) -> bool:
-    """Whether the file is the one that the manifest beside it lists; True where none does: it was moved elsewhere."""
+def _is_as_listed(path: Path) -> bool:
+    """Return whether the manifest beside the file lists it so; True without a manifest, after a move."""
     try:
         listed = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))["packed"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -132,9 +168,9 @@ def _as_listed(path: Path) -> bool:
     return path.name != PACKED or hash_file(path) == listed
 
 
-def _weight_of(layer: str) -> str:
+def _get_weight_name(layer: str) -> str:
     return f"{layer}.weight" if layer else "weight"
 
 
-def _layer_of(weight: str) -> str:
+def _get_layer_name(weight: str) -> str:
     return weight.removesuffix("weight").removesuffix(".")

@@ -1,4 +1,4 @@
-"""Training that was stopped goes on: everything it depends on, in one file, written whole every so often."""
+"""Checkpoints of an interrupted training: one file holds all that it depends on, and is written atomically."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ class Stateful(Protocol):
     """A model, optimizer, schedule or pruner."""
 
     def state_dict(self) -> Any:
-        """Tensors and plain values."""
+        """Return tensors and plain values."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go on from them."""
+        """Continue from a `state_dict`."""
 
 
 class Checkpoint:
-    """The file at `path`, of one training run; its name should hold a hash of what the run depends on.
+    """The checkpoint file of one training run.
 
-    It is written at most every `seconds` of `clock`.
+    Parameters
+    ----------
+    path : Path
+        The file; its name should hold a hash of what the run depends on.
+    seconds : float
+        Shortest time between two writes, in seconds.
+    clock : callable
+        Returns the time in seconds.
     """
 
     def __init__(self, path: Path, *, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +44,7 @@ class Checkpoint:
         self.written = clock()
 
     def save_if_due(self, step: int, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
-        """Write what is needed to go on after `step` steps: parts, torch's generator and plain `facts`."""
+        """Save the parts, torch's generator and `facts` after `step` steps, if it is time."""
         if self.clock() - self.written < self.seconds:
             return
         content = {
@@ -50,9 +57,9 @@ class Checkpoint:
         self.written = self.clock()
 
     def load(self, parts: Mapping[str, Stateful]) -> tuple[int, dict[str, Any], torch.Tensor | None]:
-        """(steps done, facts, the generator's state to go on with), the parts restored; (0, {}, None) without a file.
+        """Restore the parts, and return the finished steps, the facts and the state of the generator.
 
-        Raises BadData when the file is damaged.
+        Returns (0, {}, None) without a file. Raises BadData if the file is damaged.
         """
         if not self.path.exists():
             return 0, {}, None
@@ -66,12 +73,12 @@ class Checkpoint:
             raise BadData(f"{self.path}: damaged ({first}); delete it to train from the start") from error
 
     def remove(self) -> None:
-        """The run is over."""
+        """Remove the file: the run is complete."""
         self.path.unlink(missing_ok=True)
 
 
 def _save(content: Any, path: Path) -> None:
     try:
         torch.save(content, path)
-    except RuntimeError as error:  # how torch says that the disk is full
+    except RuntimeError as error:  # torch raises it for a full disk
         raise OSError(" ".join(str(error).split())[:200]) from error

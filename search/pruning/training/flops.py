@@ -1,20 +1,18 @@
-"""What training with a pruner computes, against dense training of as many steps: multiplications and additions.
+"""The FLOP (multiplications and additions) of training with a pruner, against dense training of as many steps.
 
-A step of a layer is three products, each 2 m k n FLOP where dense, n the layer's positions: the forward y = W x, the
-input's gradient W^T dy and the weight's gradient dy x^T. What counts as sparse, and so costs its density:
+A step of a layer is three products, each of 2 m k n FLOP if dense, for n positions: the forward y = W x, the input
+gradient W^T dy and the weight gradient dy x^T. A sparse product costs its density:
 
-- the forward, under a mask whose dropped weights count for nothing: while they fade (D > 0) it is dense;
-- the input's gradient likewise, as it multiplies by the same matrix, transposed;
-- but of N:M layers only one of these two, that whose products add up along the groups, unless the mask is
-  transposable: groups along the inputs are none along the outputs, and no N:M kernel runs on them. Every other
-  pattern's mask is one that a format holds when it is transposed, too (vectors are blocks of one row then);
-- the weight's gradient only where the mask is fixed: what a straight-through estimator or a redrawn mask needs is
-  dense.
+- the forward is sparse under a mask, unless dropped weights still have a fade above 0;
+- the input gradient is sparse likewise: it multiplies by the same matrix, transposed. But of an N:M layer only one of
+  the two is sparse, whose sums run along the groups, unless the mask is transposable. Groups along the inputs are no
+  groups along the outputs, and no N:M kernel runs on them. Other patterns have a format for the transposed mask too
+  (vectors are then blocks of one row);
+- the weight gradient is sparse only if the mask is fixed. A straight-through estimator or a new mask needs it dense.
 
-Only Linear and Conv2d are counted, those too that have no sparse kernel, such as grouped convolutions, and the four
-projections of MultiheadAttention, which has no layers for them; what attention itself computes is not. The first
-layer's input gradient, which nobody needs, is counted too; masks, optimizers and norms are not. These are the work's
-bounds: whether a kernel is as fast as its FLOP say is measured elsewhere.
+Linear and Conv2d layers are counted, also those without a sparse kernel, such as grouped convolutions. So are the
+four projections of MultiheadAttention, but not attention itself. The first layer's input gradient counts, though
+nobody needs it. Masks, optimizers and norms do not count. These are bounds of the work, not times of kernels.
 """
 
 from __future__ import annotations
@@ -27,15 +25,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from search.pruning.forward_hooks import Hook, forward_hooks, product_of
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.pruner import Pruner, Stage, When
+from search.pruning.forward_hooks import Hook, get_product, register_forward_hooks
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.pruner import Moment, Pruner, Stage
 from sparse_kernels.patterns import NM
 
 
 @dataclass(frozen=True)
 class Flop:
-    """The three products' FLOP."""
+    """FLOP of the three products of a training step.
+
+    Attributes
+    ----------
+    forward, input_gradient, weight_gradient : float
+        FLOP of each product, or its share of the dense cost.
+    """
 
     forward: float
     input_gradient: float
@@ -43,7 +47,7 @@ class Flop:
 
     @property
     def total(self) -> float:
-        """All three."""
+        """FLOP of all three products."""
         return self.forward + self.input_gradient + self.weight_gradient
 
     def __add__(self, other: Flop) -> Flop:
@@ -57,64 +61,67 @@ class Flop:
         return Flop(factor * self.forward, factor * self.input_gradient, factor * self.weight_gradient)
 
 
-def step_cost(stage: Stage) -> Flop:
-    """One step of one layer, each product as a share of its dense cost."""
+def compute_step_cost(stage: Stage) -> Flop:
+    """Return the cost of one step of one layer, each product as a share of its dense cost."""
     target = stage.target
     if target is None or stage.fade > 0:
         return Flop(1.0, 1.0, 1.0)
     along, density = target.along if isinstance(target.pattern, NM) else "both", target.density
     forward, input_gradient = (1.0 if along == other else density for other in ("outputs", "inputs"))
-    return Flop(forward, input_gradient, density if stage.fixed else 1.0)
+    return Flop(forward, input_gradient, density if stage.fixed_mask else 1.0)
 
 
-def layer_cost(pruner: Pruner, target: Target, steps: int, *, layer: int = 0, layers: int = 1) -> Flop:
-    """A layer's training over `steps` steps, each product as a share of its dense cost.
+def compute_layer_cost(pruner: Pruner, target: LayerTarget, steps: int, *, layer: int = 0, layers: int = 1) -> Flop:
+    """Return the cost of a layer's training over `steps` steps, each product as a share of its dense cost.
 
-    `total` / 3 is the layer's training cost relative to dense. Of a method that switches when the model says so
-    (STEP) it is what happened if it has, else the most.
+    `total` / 3 is the training cost relative to dense. STEP chooses its switch during training: before that the cost
+    is the most that it can be.
     """
     total = Flop(0.0, 0.0, 0.0)
-    for stage, length in pruner.stretches(target, When(0, steps, layer, layers)):
-        total += step_cost(stage) * (length / steps)
+    for stage, length in pruner.list_stages(target, Moment(0, steps, layer, layers)):
+        total += compute_step_cost(stage) * (length / steps)
     return total
 
 
-def training_flop(
-    pruner: Pruner | None, targets: Mapping[str, Target], forward_flop: Mapping[str, float], steps: int
+def compute_training_flop(
+    pruner: Pruner | None, targets: Mapping[str, LayerTarget], forward_flop: Mapping[str, float], steps: int
 ) -> Flop:
-    """All layers' FLOP over `steps` steps; `forward_flop`, {layer: dense FLOP of one step's forward}, as counted.
+    """Return the FLOP of all layers over `steps` steps.
 
-    Layers without a target are dense, and so are all without a pruner.
+    `forward_flop` is the dense FLOP of one step's forward by layer, as `count_forward_flop` returns it. Layers
+    without a target are dense; without a pruner all are.
     """
     total = Flop(0.0, 0.0, 0.0)
     numbers = {name: number for number, name in enumerate(targets)}
     for name, flop in forward_flop.items():
         cost = Flop(1.0, 1.0, 1.0)
         if pruner is not None and name in targets:
-            cost = layer_cost(pruner, targets[name], steps, layer=numbers[name], layers=len(targets))
+            cost = compute_layer_cost(pruner, targets[name], steps, layer=numbers[name], layers=len(targets))
         total += cost * (flop * steps)
     return total
 
 
-def count_forward(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model, and of the projections of
-    each MultiheadAttention.
+def count_forward_flop(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
+    """Return the dense forward FLOP of each layer while `run()` calls the model.
 
-    Of a subclass it is the product with its weight; where it returns a tuple the first is taken for that.
+    The layers are Linear, Conv2d and the projections of MultiheadAttention. Of a subclass it is the product with its
+    weight, the first output if there are several.
     """
     counted: dict[str, float] = {}
 
     def add(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        product = product_of(output)
+        product = get_product(output)
         weight = module.weight
         assert isinstance(weight, Tensor)
-        each = math.prod(weight.shape[1:])  # of a grouped convolution a group's inputs
-        counted[name] = counted.get(name, 0.0) + 2.0 * each * product.numel()
+        inputs = math.prod(weight.shape[1:])  # those of one group in a grouped convolution
+        counted[name] = counted.get(name, 0.0) + 2.0 * inputs * product.numel()
 
     def add_projections(name: str, module: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         query, key, value = inputs[:3]
-        once = 2.0 * module.embed_dim * (2 * query.numel() + key.numel() + value.numel())  # one more makes the output
+        once = (
+            2.0 * module.embed_dim * (2 * query.numel() + key.numel() + value.numel())
+        )  # two of the query: one makes the output
         counted[name] = counted.get(name, 0.0) + once
 
     hooks: dict[str, Hook] = {}
@@ -123,6 +130,6 @@ def count_forward(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
             hooks[name] = partial(add_projections, name)
         elif isinstance(module, nn.Linear | nn.Conv2d):
             hooks[name] = partial(add, name)
-    with forward_hooks(model, hooks):
+    with register_forward_hooks(model, hooks):
         run()
     return counted

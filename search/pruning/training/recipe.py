@@ -1,21 +1,21 @@
-"""A training recipe: the method and its settings, and how the model trains, as YAML with strict keys.
+"""Training recipes: the method and its settings, and how the model trains, as YAML with strict keys.
 
     method: mask_decay          # gmp acdc ste sr_ste rigl asp mask_decay structure_decay step grow_and_prune held
     settings: {shape: exponential, dense: 0.1, final: 0.2}
-    start: dense                # or one_shot: from what one-shot pruning made; `held` keeps the masks of that
-    steps: 400
+    start: dense                # or one_shot: the one-shot pruned model; `held` keeps its masks
+    steps: 400                  # optimizer steps
     learning_rate: 1.0e-3
     schedule: cosine            # or linear, constant
     warmup: 0                   # steps in which the learning rate rises
     optimizer: adam             # or adamw, sgd
     weight_decay: 0.0
     momentum: 0.9               # of sgd
-    clip_norm: null             # the largest norm of all gradients together
+    clip_norm: null             # largest norm of all gradients together
     accumulate: 1               # batches an optimizer step
-    transposable: null          # exact or quick: N:M masks that hold along the outputs too; quick keeps at least half
+    transposable: null          # exact or quick: N:M masks along the outputs too; quick keeps at least half the score
     seed: 0
 
-What is left out has the value above, `settings` those of the method.
+Missing entries have the values above; missing `settings` have those of the method.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from latbench import MOST_SEED
 from latbench.base.strict_yaml import read_yaml, suggest_name
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import MagnitudeScore, Score
+from search.pruning.saliency.scores import MagnitudeScore, Score
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
-from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.fixed_mask import FixedMask
 from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.grow_and_prune import GrowAndPrune
 from search.pruning.training.methods.mask_decay import MaskDecay
@@ -57,15 +57,16 @@ TRAINING_METHODS: dict[str, type[Pruner]] = {
     "structure_decay": StructureDecay,
     "step": STEP,
     "grow_and_prune": GrowAndPrune,
-    "held": Held,
+    "held": FixedMask,
 }
-# What `settings: {score: mfac}` names, or with settings of its own `score: {name: mfac, gradients: 32}`.
 SCORES: dict[str, type[Score]] = {
     "magnitude": MagnitudeScore,
     "mfac": MFAC,
     "mfac_dynamic": DynamicMFAC,
     "woodfisher": WoodFisher,
 }
+"""Scores by name, as in `settings: {score: mfac}`, or with own settings `score: {name: mfac, gradients: 32}`."""
+
 STARTS = ("dense", "one_shot")
 TRANSPOSABLE = ("exact", "quick")  # by linear programs, or by sorting
 SCHEDULES = ("cosine", "linear", "constant")
@@ -74,7 +75,42 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is pruned while it trains, as the module says. Raises UsageError if an entry is wrong."""
+    """How a model is pruned while it trains.
+
+    Attributes
+    ----------
+    method : str
+        A key of TRAINING_METHODS.
+    settings : mapping of str to object
+        Settings of the method.
+    start : {"dense", "one_shot"}
+        The model at the start.
+    steps : int
+        Optimizer steps.
+    learning_rate : float
+        The highest learning rate.
+    schedule : {"cosine", "linear", "constant"}
+        Curve of the learning rate after the warmup.
+    warmup : int
+        Steps in which the learning rate rises.
+    optimizer : {"adam", "adamw", "sgd"}
+        The optimizer.
+    weight_decay, momentum : float
+        Settings of the optimizer; momentum is that of sgd.
+    clip_norm : float or None
+        Largest norm of all gradients together; None does not clip.
+    accumulate : int
+        Batches an optimizer step.
+    transposable : {"exact", "quick"} or None
+        Whether N:M masks hold along the outputs too.
+    seed : int
+        Seed of the training.
+
+    Raises
+    ------
+    UsageError
+        An entry is wrong.
+    """
 
     method: str = "gmp"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -136,33 +172,59 @@ class Recipe:
             raise UsageError("held keeps the masks of one-shot pruning: add `start: one_shot` to the recipe")
         if self.method == "held" and self.transposable:
             raise UsageError("held keeps the masks that there are: it cannot make them transposable")
-        if getattr(self.pruner(), "every", None) == 1 and self.transposable == "exact":
+        if getattr(self.build_pruner(), "every", None) == 1 and self.transposable == "exact":
             raise UsageError(
                 f"{self.method} draws masks at every step, and exact transposable ones take a linear program each: "
                 "take `transposable: quick`, or settings {every: 100}"
             )
 
-    def pruner(self, masks: Mapping[str, Tensor] | None = None) -> Pruner:
-        """A new pruner with the settings; `masks`, {layer: (m, k)}, are those that the model starts with, for `held`.
+    def build_pruner(self, masks: Mapping[str, Tensor] | None = None) -> Pruner:
+        """Build a pruner with the settings.
 
-        What the recipe knows goes without saying: its seed, and that the model is trained. Raises UsageError for a
-        setting that the method does not have.
+        Parameters
+        ----------
+        masks : mapping of str to bool Tensor of shape (m, k), optional
+            Masks of the model at the start, for the method `held`.
+
+        Returns
+        -------
+        Pruner
+            It also knows the recipe's seed, and that the model is trained.
+
+        Raises
+        ------
+        UsageError
+            The method does not have a setting.
         """
         kind = TRAINING_METHODS[self.method]
-        own: dict[str, Any] = {"given": masks or {}, "seed": self.seed, "trained": True}
+        own: dict[str, Any] = {"given_masks": masks or {}, "seed": self.seed, "trained": True}
         settings = {each.name: own[each.name] for each in fields(kind) if each.name in own}
-        return kind(**settings | _settings(self.method, kind, self.settings))
+        return kind(**settings | _check_settings(self.method, kind, self.settings))
 
-    def facts(self) -> dict[str, Any]:
-        """All entries as plain values, for a manifest."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return all entries as plain values, for a manifest."""
         return asdict(self)
 
 
-def load(text: str) -> Recipe:
-    """The recipe in the YAML file of that name, or the method of that name with everything as by default.
+def read_recipe(text: str) -> Recipe:
+    """Read a recipe from a YAML file, or return the default recipe of a method.
 
-    Raises BadData for a file that is missing, not YAML or has an entry twice or one that no recipe has, UsageError
-    for wrong values.
+    Parameters
+    ----------
+    text : str
+        Path of a YAML file, or a key of TRAINING_METHODS.
+
+    Returns
+    -------
+    Recipe
+        The recipe.
+
+    Raises
+    ------
+    BadData
+        The file is missing or not YAML, or an entry is unknown or appears twice.
+    UsageError
+        An entry has a wrong value.
     """
     if text in TRAINING_METHODS:
         return Recipe(method=text)
@@ -188,22 +250,22 @@ def load(text: str) -> Recipe:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """YAML values as the fields of a method or score that they name."""
-    kinds = {each.name: str(each.type) for each in fields(kind) if each.init and each.name != "given"}
+def _check_settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check YAML values against the fields of a method or score, and return them as their values."""
+    kinds = {each.name: str(each.type) for each in fields(kind) if each.init and each.name != "given_masks"}
     for name in settings:
         if name not in kinds:
             raise UsageError(
                 f"{what} has no setting {name!r}{suggest_name(name, kinds)}: it has "
                 f"{', '.join(sorted(kinds)) or 'none'}"
             )
-    return {name: _setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
+    return {name: _check_setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
 
 
-def _setting(what: str, value: Any, kind: str) -> Any:
-    """A YAML value as the kind that the field's annotation names."""
+def _check_setting(what: str, value: Any, kind: str) -> Any:
+    """Check a YAML value against the type that the field's annotation names, and return the field's value."""
     if kind == "Score":
-        return _score(what, value)
+        return _build_score(what, value)
     if isinstance(value, list) and "tuple" in kind and all(isinstance(item, str) for item in value):
         return tuple(value)
     fits = {
@@ -217,13 +279,13 @@ def _setting(what: str, value: Any, kind: str) -> Any:
     return value
 
 
-def _score(what: str, value: Any) -> Score:
+def _build_score(what: str, value: Any) -> Score:
     entries = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = entries.pop("name", None)
     if name not in tuple(SCORES):
         raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}{suggest_name(name, SCORES)}")
     kind: Any = SCORES[name]
-    score: Score = kind(**_settings(name, kind, entries))
+    score: Score = kind(**_check_settings(name, kind, entries))
     return score
 
 

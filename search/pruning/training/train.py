@@ -1,4 +1,4 @@
-"""The loop behind `latbench prune --recipe`: train a task's model with a pruner, as a recipe says."""
+"""The training loop of `latbench prune --recipe`: train a task's model with a pruner, as a recipe says."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks.layer_targets import Target, Targets, targets_of
-from search.pruning.saliency.gradient_checks import bad_gradient
+from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
+from search.pruning.saliency.gradient_checks import find_bad_gradient
 from search.pruning.training.checkpoint import Checkpoint, Stateful
-from search.pruning.training.flops import Flop, count_forward, training_flop
+from search.pruning.training.flops import Flop, compute_training_flop, count_forward_flop
+from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
 from search.task import Task
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What training leaves beside the model: masks (m, k), the FLOP it took, and what dense training would take.
+class TrainingResult:
+    """The result of training, beside the model.
 
-    FLOP are counted on the first step's batches.
+    Attributes
+    ----------
+    masks : dict of str to bool Tensor of shape (m, k)
+        Masks by layer; True marks a kept weight.
+    flop, dense_flop : Flop
+        FLOP of the training, and of dense training of as many steps, counted on the first step's batches.
     """
 
     masks: dict[str, Tensor]
     flop: Flop
     dense_flop: Flop
 
-    def facts(self) -> dict[str, float]:
-        """For a manifest: FLOP of Linear and Conv2d layers over all steps, as `flops` counts them."""
+    def to_dict(self) -> dict[str, float]:
+        """Return the FLOP of Linear and Conv2d layers over all steps, for a manifest."""
         return {
             "forward": self.flop.forward,
             "input_gradient": self.flop.input_gradient,
@@ -47,86 +53,123 @@ class Trained:
 def train(
     task: Task,
     model: nn.Module,
-    targets: Targets,
+    targets: LayerTargets,
     recipe: Recipe,
     *,
     masks: Mapping[str, Tensor] | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda step, steps: None,
-) -> Trained:
-    """Prune `model` to `targets` while it trains, in place; it ends in eval mode.
+) -> TrainingResult:
+    """Prune a model while it trains, in place. It ends in eval mode.
 
-    The model is what the recipe's `start` says; `masks`, {layer: (m, k)}, are those of one-shot pruning, if that.
-    The same recipe gives the same model on a CPU, whether or not training was stopped and went on from its
-    checkpoint. Raises UsageError when the task has no training batches, BadData when the loss or a gradient is not
-    finite.
+    On a CPU the same recipe gives the same model, also if training was interrupted and continued from its checkpoint.
+
+    Parameters
+    ----------
+    task : Task
+        The task, with its training batches and loss.
+    model : Module
+        The model at the start, as the recipe's `start` says.
+    targets : Profile or mapping of str to LayerTarget or (pattern, sparsity)
+        Targets by layer.
+    recipe : Recipe
+        How to train.
+    masks : mapping of str to bool Tensor of shape (m, k), optional
+        Masks of one-shot pruning, for the start `one_shot`.
+    checkpoint : Checkpoint, optional
+        File that keeps the state of training.
+    progress : callable
+        Called with the steps done and all steps.
+
+    Returns
+    -------
+    TrainingResult
+        Masks and FLOP.
+
+    Raises
+    ------
+    UsageError
+        The task has no training batches.
+    BadData
+        The loss or a gradient is not finite.
     """
-    wanted = recipe_targets(recipe, targets, model)
-    batches = _batches(task, recipe)
-    pruner = recipe.pruner(masks)
-    optimizer = make_optimizer(recipe, model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(recipe, step))
-    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    # Training code may draw from torch's global generator (dropout): seeded, and left as it was.
+    layer_targets = build_recipe_targets(recipe, targets, model)
+    pruner = recipe.build_pruner(masks)
+    # Training may use torch's global generator (dropout): seed it, and restore it afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model.train()
-        if wanted:
-            pruner.prepare(model, wanted, total_steps=recipe.steps)
-            parts["pruner"] = pruner
-        first, counted = _go_on(task, batches, recipe, checkpoint, parts)
-        for step in range(first, recipe.steps):
-            optimizer.zero_grad()
-            if step == 0:
-                counted = count_forward(model, lambda: _backward(task, model, batches, recipe, step=0))
-            else:
-                _backward(task, model, batches, recipe, step=step)
-            norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
-            if not bool(torch.isfinite(norm)):
-                bad = bad_gradient(model) or "the norm of all gradients is too large for their type"
-                raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
-            if recipe.clip_norm is not None:
-                clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
-            optimizer.step()
-            schedule.step()
-            if wanted:
-                pruner.step()
-            if checkpoint is not None:
-                checkpoint.save_if_due(step + 1, parts, counted)
-            progress(step + 1, recipe.steps)
+        if layer_targets:
+            pruner.prepare(model, layer_targets, total_steps=recipe.steps)
+        forward_flop = _run_steps(task, model, recipe, pruner if layer_targets else None, checkpoint, progress)
     model.eval()
-    if wanted:
+    if layer_targets:
         pruner.finish()
-    dense = training_flop(None, {}, counted, recipe.steps)
-    spent = training_flop(pruner, wanted, counted, recipe.steps) if wanted else dense
-    return Trained(pruner.masks, spent, dense)
+    dense = compute_training_flop(None, {}, forward_flop, recipe.steps)
+    spent = compute_training_flop(pruner, layer_targets, forward_flop, recipe.steps) if layer_targets else dense
+    return TrainingResult(pruner.masks, spent, dense)
 
 
-def _go_on(
+def _run_steps(
+    task: Task,
+    model: nn.Module,
+    recipe: Recipe,
+    pruner: Pruner | None,
+    checkpoint: Checkpoint | None,
+    progress: Callable[[int, int], None],
+) -> dict[str, float]:
+    """Train from the checkpoint, or from the start, to the last step; return the dense forward FLOP by layer."""
+    batches = _draw_batches(task, recipe)
+    optimizer = build_optimizer(recipe, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compute_learning_rate_factor(recipe, step))
+    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if pruner is not None:
+        parts["pruner"] = pruner
+    first, forward_flop = _resume(task, batches, recipe, checkpoint, parts)
+    for step in range(first, recipe.steps):
+        optimizer.zero_grad()
+        if step == 0:
+            forward_flop = count_forward_flop(model, lambda: _backward(task, model, batches, recipe, step=0))
+        else:
+            _backward(task, model, batches, recipe, step=step)
+        _clip_gradients(model, recipe, step)
+        optimizer.step()
+        schedule.step()
+        if pruner is not None:
+            pruner.step()
+        if checkpoint is not None:
+            checkpoint.save_if_due(step + 1, parts, forward_flop)
+        progress(step + 1, recipe.steps)
+    return forward_flop
+
+
+def _resume(
     task: Task, batches: Iterator[Any], recipe: Recipe, checkpoint: Checkpoint | None, parts: Mapping[str, Stateful]
 ) -> tuple[int, dict[str, float]]:
-    """(The next step, FLOP counted), with everything as the checkpoint left it, the batches too."""
+    """Restore the state of the checkpoint, the batches too, and return the next step and the counted FLOP."""
     if checkpoint is None:
         return 0, {}
     first, counted, generator = checkpoint.load(parts)
     for _ in range(first * recipe.accumulate):
-        _next(task, batches, recipe, step=first)
+        _get_next_batch(task, batches, recipe, step=first)
     if generator is not None:
         torch.set_rng_state(generator)
     return first, counted
 
 
-def recipe_targets(recipe: Recipe, targets: Targets, model: nn.Module) -> dict[str, Target]:
-    """What the recipe prunes each layer to. Raises UsageError, naming the layer, where that cannot be."""
-    wanted = targets_of(targets, model)
+def build_recipe_targets(recipe: Recipe, targets: LayerTargets, model: nn.Module) -> dict[str, LayerTarget]:
+    """Build the targets of a recipe. Raises UsageError, which names the layer, for an impossible one."""
+    layer_targets = resolve_targets(targets, model)
     if not recipe.transposable:
-        return wanted
+        return layer_targets
     exact = recipe.transposable == "exact"
-    return targets_of({name: _transposable(name, target, exact) for name, target in wanted.items()}, model)
+    return resolve_targets(
+        {name: _make_transposable(name, target, exact) for name, target in layer_targets.items()}, model
+    )
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer for all parameters."""
+def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """Build the recipe's optimizer for all parameters."""
     settings: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=recipe.momentum, **settings)
@@ -134,8 +177,8 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     return kind(model.parameters(), **settings)
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """The factor of the learning rate in step `step`, from 0."""
+def compute_learning_rate_factor(recipe: Recipe, step: int) -> float:
+    """Return the factor of the learning rate in step `step`, from 0."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -144,7 +187,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return 1 - done if recipe.schedule == "linear" else 1.0
 
 
-def _transposable(name: str, target: Target, exact: bool) -> Target:
+def _make_transposable(name: str, target: LayerTarget, exact: bool) -> LayerTarget:
     try:
         return replace(target, along="both", exact=exact)
     except UsageError as error:
@@ -152,24 +195,34 @@ def _transposable(name: str, target: Target, exact: bool) -> Target:
 
 
 def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Recipe, *, step: int) -> None:
-    """Add up the gradients of one step's batches, their mean."""
+    """Accumulate the mean gradient of one step's batches."""
     for _ in range(recipe.accumulate):
-        loss = task.loss(model, _next(task, batches, recipe, step=step))
+        loss = task.loss(model, _get_next_batch(task, batches, recipe, step=step))
         if not bool(torch.isfinite(loss)):
             raise BadData(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
         (loss / recipe.accumulate).backward()
 
 
-def _batches(task: Task, recipe: Recipe) -> Iterator[Any]:
-    """The task's batches. What they draw of torch's global generator (shuffling) has a state of its own.
+def _clip_gradients(model: nn.Module, recipe: Recipe, step: int) -> None:
+    """Clip the norm of all gradients, if the recipe says so. Raises BadData if a gradient is not finite."""
+    norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
+    if not bool(torch.isfinite(norm)):
+        bad = find_bad_gradient(model) or "the norm of all gradients is too large for their type"
+        raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
+    if recipe.clip_norm is not None:
+        clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
 
-    So they are the same in a run that goes on, which passes over them without what the model draws in between.
+
+def _draw_batches(task: Task, recipe: Recipe) -> Iterator[Any]:
+    """Yield the task's batches; shuffling has a state of torch's generator of its own.
+
+    So they are the same in a continued run, which skips batches without the draws of the model in between.
     """
-    own = torch.Generator("cpu").manual_seed(recipe.seed).get_state()
+    batch_state = torch.Generator("cpu").manual_seed(recipe.seed).get_state()
     batches: Iterator[Any] | None = None
     while True:
-        others = torch.get_rng_state()
-        torch.set_rng_state(own)
+        model_state = torch.get_rng_state()
+        torch.set_rng_state(batch_state)
         try:
             if batches is None:
                 batches = task.train_batches(np.random.default_rng(recipe.seed))
@@ -177,12 +230,12 @@ def _batches(task: Task, recipe: Recipe) -> Iterator[Any]:
         except StopIteration:
             return
         finally:
-            own = torch.get_rng_state()
-            torch.set_rng_state(others)
+            batch_state = torch.get_rng_state()
+            torch.set_rng_state(model_state)
         yield batch
 
 
-def _next(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> Any:
+def _get_next_batch(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> Any:
     try:
         return next(batches)
     except StopIteration:

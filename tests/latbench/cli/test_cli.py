@@ -75,8 +75,8 @@ def test_a_reader_that_goes_away_changes_no_exit_code(
 
 
 def test_a_command_is_set_up_without_the_others() -> None:
-    assert [command.name for command in cli.application("import").registered_commands] == ["import"]
-    assert len(cli.application("nosuch").registered_commands) == len(cli.VERBS)
+    assert [command.name for command in cli.build_application("import").registered_commands] == ["import"]
+    assert len(cli.build_application("nosuch").registered_commands) == len(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
@@ -85,13 +85,13 @@ def test_nothing_asked_for_is_help(
 ) -> None:
     code, out, err = outcome(monkeypatch, capsys, *words)
     assert (code, err) == (0, "")
-    assert all(verb in out for verb in cli.VERBS)
+    assert all(command in out for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
-        (KeyboardInterrupt(), 4, "latbench: interrupted; what is finished is kept, and the same command goes on"),
+        (KeyboardInterrupt(), 4, "latbench: interrupted; finished results are kept, and the same command goes on"),
         (OSError(28, "No space left on device", "table"), 3, "latbench: table: No space left on device"),
     ],
 )

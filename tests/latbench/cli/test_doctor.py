@@ -1,5 +1,6 @@
 """doctor: what it reads from a machine's files, what it advises, and how it tells."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,15 +9,18 @@ from typing import Any
 import gpu_fakes as fakes
 import pytest
 
-from latbench import backends
-from latbench.backends import reference
-from latbench.machines.ceilings import CachedCeilings, Ceilings
+from latbench.backends.cpu import cpu_reference
+from latbench.base.engine_registry import CPU_ENGINES
+from latbench.machines import devices
+from latbench.machines import gpu_discovery as discovery
+from latbench.machines.ceilings import Ceilings
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
 from latbench.machines.noise_sources import Host, list_advice, read_host
 from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
 from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
+from search.pipeline.speedup_loop import Kept
 
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
 
@@ -111,7 +115,7 @@ def test_a_container_is_told_to_share_its_lock(
     assert f"in {own_lock.parent / 'locks'}" in shared and "in a container" in shared and "! this" not in shared
     monkeypatch.delenv("LATBENCH_LOCKS")
     alone = latbench("doctor").out
-    assert "! this is a container: sweeps in others on this machine do not see its lock in /tmp" in alone
+    assert "! this is a container: sweeps in other containers do not see its lock in /tmp" in alone
 
 
 def test_a_quiet_machine_needs_no_advice() -> None:
@@ -142,8 +146,9 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 
 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
-    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
+    lacking = dataclasses.replace(CPU_ENGINES["onnxruntime"], packages=(("no-such-package",),))
+    monkeypatch.setitem(CPU_ENGINES, "onnxruntime", lacking)
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         "latbench.machines.noise_sources.read_host",
         lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1),
@@ -169,9 +174,9 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "intel-xeon-family-6-model-167")
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
-    assert "other chips may be called intel-xeon-family-6-model-167, keep their tables apart" in out
-    monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "amd-epyc-9b14")
-    assert "other chips" not in latbench("doctor").out
+    assert "others may have the name intel-xeon-family-6-model-167: keep their tables apart" in out
+    monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
+    assert "the hypervisor hides" not in latbench("doctor").out
 
 
 def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +184,7 @@ def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatc
     [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
     assert "GPU 0, NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
-    assert out.count("not measured yet: the first sweep does") == 2  # the rooflines of CPU and GPU
+    assert out.count("not measured yet: the first sweep measures it") == 2  # the rooflines of CPU and GPU
 
 
 def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +207,7 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
-    CachedCeilings(name_cpu(), count_cores(), reference.WORK, lambda: cpu).get()
+    Kept(name_cpu(), count_cores(), cpu_reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
     build_cached_gpu_ceilings(describe_gpu_environment(find_first_gpu()), lambda: gpu).get()
     out = latbench("doctor").out
@@ -235,7 +240,7 @@ def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pynvml", busy)
     out = " ".join(latbench("doctor").out.split())
     assert "2 processes compute on it now" in out and "nvidia-smi -pm 1" in out
-    assert "W where 900 W are usual" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
+    assert "W instead of 900 W" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))  # that hides all of it
     out = latbench("doctor").out
     assert "processes compute" not in out and "-pm 1" not in out and "-pl" not in out

@@ -64,11 +64,10 @@ def sweep_into(
 ) -> Swept:
     machine = machine or FakeMachine()
     try:
-        return session.measure(
-            machine, blocks, out,
-            budget=Budget(seconds + session.RESERVE_SECONDS), remarks=["a remark"], smoke_points=smoke_points,
+        return session.measure_visit(session.Visit(
+            machine, blocks, out, Budget(seconds + session.RESERVE_SECONDS), ["a remark"], smoke_points,
             sources=(out, out / "measured"), settings=QUICK,
-        )  # fmt: skip
+        ))  # fmt: skip
     finally:
         machine.close()
 
@@ -214,7 +213,8 @@ def test_a_summary_that_fails_costs_no_measurement(
     monkeypatch.setattr(session, "format_gpu_summary", lambda *_: _fail("no such column"))
     told: list[str] = []
     machine = FakeMachine()
-    session.measure(machine, [[dense()], [point()]], tmp_path, budget=Budget(60.0), settings=QUICK, tell=told.append)
+    blocks = [[dense()], [point()]]
+    session.measure_visit(session.Visit(machine, blocks, tmp_path, Budget(60.0), settings=QUICK, tell=told.append))
     machine.close()
     assert len(read_table(tmp_path / "table.parquet")) == 2
     assert "the results could not be written this time: RuntimeError: no such column" in told
@@ -578,7 +578,7 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
     tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = session.judge([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
+    verdict = session.judge_visit([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
     if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
     elif tests == "late" and late is None:
@@ -589,10 +589,10 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
 
 def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
     late = Incomplete("the time was over before anything was measured")
-    failed = session.judge([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
+    failed = session.judge_visit([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
     assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; nothing was measured" in str(failed)
-    assert session.judge([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
-    assert session.judge([], Swept(None, late)) is late
+    assert session.judge_visit([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
+    assert session.judge_visit([], Swept(None, late)) is late
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(
@@ -600,7 +600,7 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(driver=False))
     monkeypatch.setenv(session.OUT, str(tmp_path))
-    assert session.run([]) == EnvironmentUnusable.exit_code == 3
+    assert session.run_visit([]) == EnvironmentUnusable.exit_code == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("latbench: no NVIDIA driver is installed")
     assert not list(tmp_path.iterdir())
@@ -617,9 +617,11 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(session, "MEASURED", tmp_path)
     monkeypatch.setattr(session, "find_first_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
     monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
-    monkeypatch.setattr(session, "missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"})
-    monkeypatch.setattr(session, "refused_by_driver", lambda gpu, backends: {})
-    monkeypatch.setattr(session, "installed", lambda: VERSIONS)
+    monkeypatch.setattr(
+        session, "explain_missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"}
+    )
+    monkeypatch.setattr(session, "explain_driver_refusals", lambda gpu, backends: {})
+    monkeypatch.setattr(session, "find_installed", lambda: VERSIONS)
     blocks = [[dense(), point()], [point(sparsity=0.9)]]
     monkeypatch.setattr(session, "list_standard_blocks", lambda device, backends: blocks)
     monkeypatch.setattr(session, "list_smoke_points", lambda device, backends: at.smoke)
@@ -632,7 +634,7 @@ LARGER = LinearShape(512, 128, 64)
 def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
     visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert session.run(["--seconds", "40"]) == 0
+    assert session.run_visit(["--seconds", "40"]) == 0
     assert {path.name for path in visit.out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "log.txt"}
     said = capsys.readouterr().err
     assert (
@@ -644,7 +646,7 @@ def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
     first = read_table(visit.out / "table.parquet")
     assert len(first) == 4 and set(first["status"]) == {"ok"}
     visit.machine = FakeMachine()
-    assert session.run(["--seconds", "40", "--tests", "none"]) == 0
+    assert session.run_visit(["--seconds", "40", "--tests", "none"]) == 0
     assert "4 rows were there before, 3 points are wanted" in (visit.out / "summary.txt").read_text()
     assert len(read_table(visit.out / "table.parquet")) == 4
 
@@ -661,7 +663,7 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
         return GpuTestOutcome(tests, "GPU tests: as told", output)
 
     monkeypatch.setattr(session, "run_all_tests", run_all_tests)
-    assert session.run(["--tests", "all", "--seconds", "60"]) == code
+    assert session.run_visit(["--tests", "all", "--seconds", "60"]) == code
     assert given and 0.35 * 60 <= given[0] <= 60 - session.RESERVE_SECONDS
     said = capsys.readouterr().err
     assert (f"GPU tests: as told\n  {output}\n" in said) == (tests == "failed")
@@ -674,7 +676,7 @@ def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
 ) -> None:
     kernel = {"cupy": OURS[0], "torch_gpu": DENSE[0], "torch_sparse": points.BSR[0]}[broken]
     visit.smoke = [dense(DENSE[1]), point(shape=LARGER), point(fakes.CRASHES, kernel=kernel), point(fakes.REFUSED)]
-    assert session.run(["--seconds", "40"]) == code
+    assert session.run_visit(["--seconds", "40"]) == code
     said = capsys.readouterr().err
     verdict = "FAILED" if code else "passed"
     assert f"smoke: {verdict}: 2 of 4 points timed, 1 refused, 1 failed\n" in said
@@ -689,7 +691,7 @@ def test_a_visit_without_our_kernels_or_without_the_baseline_ends_before_it_meas
     name: str, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     visit.machine.refusals = {name: "it is built without CUDA"}
-    assert session.run(["--seconds", "40"]) == EnvironmentUnusable.exit_code
+    assert session.run_visit(["--seconds", "40"]) == EnvironmentUnusable.exit_code
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"latbench: nothing to measure without {name}: it is built without CUDA"
     assert not (visit.out / "table.parquet").exists()
@@ -697,7 +699,7 @@ def test_a_visit_without_our_kernels_or_without_the_baseline_ends_before_it_meas
 
 def test_a_smoke_in_which_no_kernel_of_ours_runs_is_none(visit: SimpleNamespace) -> None:
     visit.smoke = [dense(), point(fakes.REFUSED)]
-    assert session.run(["--seconds", "40"]) == PromiseMissed.exit_code
+    assert session.run_visit(["--seconds", "40"]) == PromiseMissed.exit_code
 
 
 def test_an_interruption_ends_the_visit_and_starts_no_tests(
@@ -713,7 +715,7 @@ def test_an_interruption_ends_the_visit_and_starts_no_tests(
 
     visit.machine.watch = interrupt
     monkeypatch.setattr(session, "run_all_tests", lambda seconds: _fail("tests were started"))
-    assert session.run(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
+    assert session.run_visit(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"latbench: interrupted; {visit.out} has")
 
 
@@ -723,7 +725,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_a_line(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    code = session.run(["--seconds", "40", at, str(blocked)])
+    code = session.run_visit(["--seconds", "40", at, str(blocked)])
     assert code == (EnvironmentUnusable.exit_code if at == "--out" else UsageError.exit_code)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("latbench: ") and str(blocked) in said[0]
@@ -735,7 +737,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_a_line(
 def test_a_visit_without_time_is_refused(
     visit: SimpleNamespace, given: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert session.run(given) == UsageError.exit_code
+    assert session.run_visit(given) == UsageError.exit_code
     assert words in capsys.readouterr().err
 
 
@@ -743,7 +745,7 @@ def test_a_folder_for_the_results_has_to_be_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(session.OUT, raising=False)
-    assert session.run([]) == UsageError.exit_code
+    assert session.run_visit([]) == UsageError.exit_code
     assert "LATBENCH_OUT" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import gpu_fakes as fakes
 import pytest
 
-from latbench.backends import on_gpu
-from latbench.cli.commands import sweep as command
+from latbench.backends import installed_engines
+from latbench.cli import sweep_points
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
@@ -40,7 +40,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(nvml=fakes.FakeNvml(fakes.H200), machine=Machine)
     monkeypatch.setitem(sys.modules, "pynvml", at.nvml)
     at.packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(on_gpu, "find_version", lambda package: at.packages.get(package, "1"))
+    monkeypatch.setattr(installed_engines.devices, "version", lambda package: at.packages.get(package, "1"))
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(machine, "GpuMachine", at.machine)
@@ -170,7 +170,7 @@ def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     full = list_staged_blocks(shapes, "nvidia-h200")
     first = [point.id for block in full[:3] for point in block]
     seconds = estimate_gpu_seconds([point for block in full[:3] for point in block])
-    monkeypatch.setattr(command, "QUICK_SECONDS", seconds + 1e-6)
+    monkeypatch.setattr("latbench.cli.commands.sweep.QUICK_SECONDS", seconds + 1e-6)
     quick = latbench(*arguments, "--quick")
     assert quick.code == 0 and f"latbench: {len(first)} points, about" in quick.err
     rows = read_table(tmp_path / "table").sort_values("started_at", kind="stable")
@@ -190,9 +190,9 @@ def test_a_quick_sweep_of_the_standard_shapes_takes_about_five_minutes() -> None
     from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
     blocks = list_staged_blocks(list_standard_shapes(), "nvidia-h200")
-    quick = command.within(blocks, command.QUICK_SECONDS)
+    quick = sweep_points.select_first_blocks(blocks, sweep_points.QUICK_SECONDS)
     wanted = [point for block in quick for point in block]
-    assert 200 < estimate_gpu_seconds(wanted) <= command.QUICK_SECONDS and len(wanted) >= 100
+    assert 200 < estimate_gpu_seconds(wanted) <= sweep_points.QUICK_SECONDS and len(wanted) >= 100
     # All that the kernels have to show on the first shape, and dense beside ours on every large one.
     assert {point.backend for point in wanted} >= {"torch_gpu", "cupy", "torch_sparse", "cublas", "cusparse"}
     assert {point.shape for point in wanted} >= set(points.LARGE)

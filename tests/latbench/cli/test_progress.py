@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from latbench.cli.commands.progress import live
+from latbench.cli.progress_bar import live
 
 
 def test_a_line_when_something_new_begins_and_now_and_then() -> None:

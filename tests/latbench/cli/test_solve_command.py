@@ -40,7 +40,7 @@ def test_a_timing_file_gives_a_profile_in_the_same_project_s_format(run: Run) ->
     # By hand: 0.3 s are left for both; 0.1 + 0.2 costs 1 + 1/4, and with conv at 50% nothing is left for fc.
     assert read_spdy_profile(Path("profile.txt")) == {"conv": 0.9, "fc": 0.5}
     assert (
-        "2.00× over the dense model: 500 ms instead of 1.00 s; total error 1.25, and no profile so fast has less"
+        "2.00× over the dense model: 500 ms instead of 1.00 s; total error 1.25, and no profile as fast has less"
         in out
     )
     assert out.endswith("profile.txt is written\n")
@@ -58,9 +58,7 @@ def test_without_a_target_it_prints_the_frontier(run: Run) -> None:
     assert run("t.txt", "-o", "frontier.parquet")[0] == 0
     pd.testing.assert_frame_equal(pd.read_parquet("frontier.parquet"), every)
     code, _, err = run("t.txt", "-o", "p.txt")
-    assert (
-        code == 2 and "without a --target there is no profile, and a frontier is .csv or .parquet, not p.txt" in err
-    )
+    assert code == 2 and "without a --target the output is a frontier, in a file .csv or .parquet, not p.txt" in err
     assert run("t.txt", "--most-bytes", "9")[0] == 2
 
 
@@ -118,7 +116,7 @@ def test_the_weights_may_have_a_budget_too(run: Run) -> None:
     options = [Option("unstructured" if s else "dense", s) for s in read_spdy_profile(Path("p.txt")).values()]
     used = sum(count_weight_bytes(it, LinearShape(m=64, k=64, n=1)) for it in options)
     assert used <= dense + 1 and f"weights take {used:,.0f} of {dense + 1:,} bytes" in out
-    assert "no profile of those within both budgets has less" in out
+    assert "no profile within both budgets has less" in out
     code, _, err = run("t.txt", "--target", "1", "--workload", "w.yaml", "--most-bytes", "9")
     assert code == 1 and "no profile that reaches 1x keeps bytes of weights, 9: the least that one takes is" in err
     code, _, err = run("t.txt", "--target", "1", "--most-bytes", "9")
@@ -151,7 +149,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
         (["--target", "2", "--also-with", "batch=2"], "more of --also, which is missing"),
         (["--target", "2", "--also", "t.txt", "--also-with", "size=2"], "as in batch=16, not 'size=2'"),
         (["--target", "2", "--also", "t.txt", "--also-with", "batch=many"], "not 'batch=many'"),
-        (["--device", "gpu"], "it does not go with device"),
+        (["--device", "gpu"], "it does not take device"),
     ],
 )
 def test_second_budgets_that_do_not_go_together_are_refused(words: list[str], said: str, run: Run) -> None:
@@ -170,7 +168,7 @@ def test_layers_that_take_no_time_are_shown_and_dense_models_that_take_none_refu
     assert code == 5 and "a SPDY profile cannot hold a layer called 'a layer'" in err and err.count("\n") == 1
     for seconds in ("0", "-1"):
         code, _, err = run("f.csv", "--target", "2", "--dense-seconds", seconds, "--fixed-seconds", "0")
-        assert code == 5 and "a dense model takes a finite time above 0, not" in err
+        assert code == 5 and "the time of the dense model must be finite and above 0, not" in err
     pd.DataFrame([("a", "dense", 0.0, 0.0), ("a", "vector:8", 0.5, 0.0)], columns=columns[:4]).to_csv("f.csv")
     assert run("f.csv", "--target", "2")[0] == 5
 

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from latbench.cli import main as cli
-from latbench.cli.commands.sweep import _tell, parse_duration
+from latbench.cli.options import parse_duration
+from latbench.cli.sweep_report import print_summary
 from latbench.errors import UsageError
 from latbench.machines.devices import list_allowed_processors
 from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
@@ -180,5 +181,5 @@ def test_a_failure_of_this_run_is_told_once(
     failed = row | {"status": "error", "samples_seconds": None}
     write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
     frame = read_table(tmp_path)
-    _tell(tmp_path, [], SweepSummary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
+    print_summary(tmp_path, [], SweepSummary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
     assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out

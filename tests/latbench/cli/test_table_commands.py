@@ -1,13 +1,13 @@
 """plan and sweep as a user meets them: what they print, and how they end."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from latbench import backends
-from latbench.backends import on_gpu
+from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_names import Gpu
@@ -122,7 +122,7 @@ def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch
     monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     chosen = ("--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8")
     document = json.loads(latbench("plan", "--gpu", "A100", *chosen, "--json").out)
-    assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(on_gpu.BACKENDS)
+    assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(GPU_ENGINES)
     assert document["patterns"]["nm:2:4"] and document["estimated_seconds"] > 10 and document["estimated_bytes"] > 0
     assert "no kernel compiled" in document["assumed"]
     ours = json.loads(latbench("plan", "--gpu", "a100", *chosen, "--backends", "cupy", "--json").out)
@@ -170,8 +170,8 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
         (["plan", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
-        (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: kernels of a GPU are not tuned"),
-        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: a GPU's kernels have 16 bits already"),
+        (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: GPU kernels are not tuned"),
+        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: GPU kernels compute in 16 bits already"),
         (["plan", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
         (["plan", "--gpu", "a100", "--threads", "2"], "--threads is for a plan without --gpu"),
         (
@@ -189,8 +189,13 @@ def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[s
     assert words in latbench(*arguments).refused(2)
 
 
+def lacking(monkeypatch: pytest.MonkeyPatch, name: str, *packages: str) -> None:
+    needed = tuple((package,) for package in packages)
+    monkeypatch.setitem(CPU_ENGINES, name, dataclasses.replace(CPU_ENGINES[name], packages=needed))
+
+
 def test_an_engine_that_is_not_installed_is_named(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("onnxruntime", "no-such-package")))
+    lacking(monkeypatch, "onnxruntime", "onnxruntime", "no-such-package")
     ran = latbench("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--dry-run")
     assert ran.code == 0 and "onnxruntime" not in ran.out
     assert "onnxruntime is left out, it is not installed here: pip install onnxruntime no-such-package" in ran.err
@@ -208,8 +213,8 @@ def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypat
         "numba",
         "torch_sparse_cpu",
     }
-    assert used("--backends", "all") == set(backends.BACKENDS)
-    monkeypatch.setitem(backends.BACKENDS, "openvino", ("x", ("no-such-package",)))
+    assert used("--backends", "all") == set(CPU_ENGINES)
+    lacking(monkeypatch, "openvino", "no-such-package")
     assert "openvino" not in used("--backends", "all")
     refused = latbench("sweep", "--cpu", "--workload", tiny, "--backends", "openvino", "--dry-run").refused(3)
     assert refused == "latbench: openvino is not installed here: pip install no-such-package"
@@ -226,7 +231,7 @@ def test_plan_counts_tuned_kernels_where_asked(latbench: Any, tiny: Path) -> Non
 def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, Any], tmp_path: Path) -> None:
     from rich.console import Console
 
-    from latbench.cli.commands.sweep import speedup_table
+    from latbench.cli.sweep_report import build_speedup_table
 
     def timed(seconds: float, **change: Any) -> dict[str, Any]:
         return row | change | {"samples_seconds": [seconds] * 9}
@@ -245,7 +250,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
             )),  # measured in other ways
         ],
     )  # fmt: skip
-    found = speedup_table(read_table(tmp_path))
+    found = build_speedup_table(read_table(tmp_path))
     assert found is not None
     heading, table = found
     assert "fastest dense engine (openvino in 1, torch prepacked in 1 of 2 layers)" in heading
@@ -261,7 +266,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
     write_part(tmp_path, [
         timed(1.5, **both), timed(4.5, **dense, **both, backend="torch"), timed(0.5, m=8, sparsity_target=0.9, **both)
     ])  # fmt: skip
-    heading, table = speedup_table(read_table(tmp_path)) or ("", None)
+    heading, table = build_speedup_table(read_table(tmp_path)) or ("", None)
     assert heading.endswith("of 2 layers; in bfloat16 openvino in 1, torch bf16 in 1 of 2 layers), median of layers:")
     with console.capture() as captured:
         console.print(table)

@@ -5,9 +5,12 @@ python fake_session.py [--points N] ARGUMENTS OF THE SESSION
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_fakes as fakes
+
+from search.pipeline.search_job import Settings
 
 ROOT = Path(__file__).parents[3]
 POINTS = "--points"  # how many points the standard sweep has
@@ -33,7 +36,6 @@ def main(arguments: list[str]) -> int:
     from latbench.cli import gpu_session as session
     from latbench.machines.nvml import describe_gpu_environment
     from latbench.sweeping import gpu_points as points
-    from latbench.sweeping.settings import SweepSettings
 
     if arguments[:1] == [POINTS]:
         points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
@@ -46,7 +48,7 @@ def main(arguments: list[str]) -> int:
         def __init__(self, gpu):
             super().__init__()
             self.gpu = gpu
-            self.versions = dict.fromkeys(points.BACKENDS, "1")
+            self.versions = dict.fromkeys(points.GPU_ENGINES, "1")
 
         def environment(self):
             row = {**describe_gpu_environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
@@ -54,13 +56,15 @@ def main(arguments: list[str]) -> int:
             return {"env_id": hash_environment(row), **row}
 
         def process(self, backend):
-            return points.BACKENDS[backend].process
+            return points.GPU_ENGINES[backend].process
 
     session.GpuMachine = Machine
-    session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
-    session.installed = lambda: dict.fromkeys(points.BACKENDS, "1")
-    session.measure.__kwdefaults__["settings"] = SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
-    return session.run(arguments)
+    session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
+    session.find_installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
+    quick = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    measure = session.measure_visit
+    session.measure_visit = lambda visit: measure(replace(visit, settings=quick))
+    return session.run_visit(arguments)
 
 
 if __name__ == "__main__":

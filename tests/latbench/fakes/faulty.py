@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import Rotation, Unsupported
+from latbench.backends.cpu.prepare_point import Rotation
+from latbench.backends.installed_engines import Unsupported
 from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines.devices import name_cpu

@@ -228,11 +228,11 @@ FINE, HOT, REFUSED, WRONG, LATE, STUCK, CRASHES, DIES, HANGS = range(9)
 
 
 def draw(point: Point) -> None:
-    """What a worker does in place of latbench.backends.on_gpu:draw: nothing that takes time."""
+    """What a worker does in place of latbench.backends.gpu.prepare_gpu_point:draw: nothing that takes time."""
 
 
 def prepare(point: Point) -> Ready:
-    """What a worker does in place of latbench.backends.on_gpu:prepare; the seed says how it goes."""
+    """What a worker does in place of latbench.backends.gpu.prepare_gpu_point:prepare; the seed says how it goes."""
     if point.seed == REFUSED:
         raise Unsupported("no such kernel here")
     if point.seed == WRONG:

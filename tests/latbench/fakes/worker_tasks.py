@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from latbench.backends import Rotation, Unsupported
+from latbench.backends.cpu.prepare_point import Rotation
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing import sampling as measure
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult

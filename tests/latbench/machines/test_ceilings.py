@@ -144,10 +144,10 @@ def test_a_linear_layer_reads_the_inputs_that_some_row_keeps() -> None:
 
 def test_the_ceilings_of_this_machine_are_in_order() -> None:
     pytest.importorskip("numba")
-    from latbench.backends import ceiling_kernels, reference
+    from latbench.backends.cpu import ceiling_kernels, cpu_reference
 
     x = np.ones(10_000, np.float32)
-    assert ceiling_kernels.read(x, 1) >= 4 * ceiling_kernels.LEAST_READ * 0.9
-    assert reference.product()().shape == (640, 640)
-    assert reference.total()() == pytest.approx(2**24)
-    assert reference._most(lambda: ceiling_kernels.multiply_add(1)) > 1e9
+    assert ceiling_kernels.run_reads(x, 1) >= 4 * ceiling_kernels.LEAST_READ * 0.9
+    assert cpu_reference.build_product()().shape == (640, 640)
+    assert cpu_reference.build_sum()() == pytest.approx(2**24)
+    assert cpu_reference._most(lambda: ceiling_kernels.run_multiply_adds(1)) > 1e9

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines.cuda_libraries import (
     LIBRARIES,
@@ -72,7 +72,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_every_engine_is_in_the_table_of_what_is_opened() -> None:
-    assert OPENED_LIBRARIES.keys() == BACKENDS.keys()
+    assert OPENED_LIBRARIES.keys() == GPU_ENGINES.keys()
     assert {name for names in OPENED_LIBRARIES.values() for name in names} == LIBRARIES.keys()
 
 
@@ -111,7 +111,7 @@ def test_the_extra_for_cuda_13_brings_every_library_but_torchs() -> None:
     opened = {
         name
         for backend, names in OPENED_LIBRARIES.items()
-        if "torch" not in BACKENDS[backend].packages
+        if ("torch",) not in GPU_ENGINES[backend].packages
         for name in names
     }
     missing = {name for name in opened if LIBRARIES[name].wheels[13] not in brought}

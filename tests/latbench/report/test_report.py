@@ -25,9 +25,11 @@ from typer.testing import CliRunner
 from latbench.base.bundled_data import format_place
 from latbench.cli.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import figures, html, inputs, paper, sections, summary
-from latbench.report import frames as data
-from latbench.report import report_data as contents
+from latbench.report import figures, point_frames, report_data, report_inputs, summary
+from latbench.report import paper_figures as paper
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import html_page as html
+from latbench.report.report_inputs import ReportFiles
 from latbench.tables.storage import parse_place
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
@@ -42,7 +44,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def page(files: Any) -> str:
-    return html.render(inputs.read(files.table, **files.every), command=["latbench", "report"])
+    return html.render(
+        report_inputs.read_inputs(files.table, ReportFiles(**files.every)), command=["latbench", "report"]
+    )
 
 
 class Structure(HTMLParser):
@@ -76,9 +80,9 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
     text = Structure(page).text
     for expected in (
         "digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32",
-        "What it uses: vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
+        "It uses vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
         "all of them, packed; 2 MiB allowed, 6.5 MiB dense",
-        "packed, take 1.8 MiB of the 2 MiB that they were allowed; dense they take 6.5 MiB.",
+        "packed weights take 1.8 MiB of 2 MiB allowed; dense weights take 6.5 MiB.",
     ):  # fmt: skip
         assert expected in text
     anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
@@ -89,14 +93,14 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
 
 
 def test_bytes_of_weights_are_shown_only_where_they_had_a_budget(files: Any) -> None:
-    read = inputs.read(files.table, **files.files)
+    read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.profile
     free = replace(read, profile=replace(read.profile, most_bytes=None))
     assert "MiB dense" not in Structure(html.render(free, command=[])).text
 
 
 def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any) -> None:
-    read = inputs.read(files.table, **files.every)
+    read = report_inputs.read_inputs(files.table, ReportFiles(**files.every))
     assert [source.role for source in read.sources] == [
         "table", "cost model", "profile", "pruned model", "verification", "layer database", "workload", "accuracies",
     ]  # fmt: skip
@@ -105,7 +109,7 @@ def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any
 
 
 def test_a_missed_promise_is_said(files: Any) -> None:
-    read = inputs.read(files.table, **files.files)
+    read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.verdict
     missed = replace(read, verdict=replace(read.verdict, met=False))
     text = Structure(html.render(missed, command=[])).text
@@ -114,7 +118,7 @@ def test_a_missed_promise_is_said(files: Any) -> None:
 
 
 def test_a_table_alone_is_a_report(files: Any) -> None:
-    text = Structure(html.render(inputs.read(files.table), command=[])).text
+    text = Structure(html.render(report_inputs.read_inputs(files.table), command=[])).text
     assert "At 75% sparsity, layers run " in text
     assert "On amd-epyc-example: use vector:32 at " in text
     assert "of 9 layer shapes" in text
@@ -166,7 +170,7 @@ def contrast(one: str, other: str) -> float:
 
 def themes() -> dict[str, dict[str, str]]:
     """The colours of the style sheet by theme and name, those of a theme over the light ones."""
-    light, dark, printed = re.findall(r":root \{(.*?)\}", html._asset("report.css"), re.DOTALL)
+    light, dark, printed = re.findall(r":root \{(.*?)\}", html._read_template("report.css"), re.DOTALL)
     named = [re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6});", text) for text in (light, dark, printed)]
     whole = [{name: f"#{c[1] * 2}{c[2] * 2}{c[3] * 2}" if len(c) == 4 else c for name, c in own} for own in named]
     return {"light": whole[0], "dark": whole[0] | whole[1], "print": whole[0] | whole[2]}
@@ -193,7 +197,7 @@ def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> No
     profile["layers"] = {HOSTILE: next(iter(profile["layers"].values()))}
     profile["dense_engine"] = HOSTILE
     files.profile.write_text(json.dumps(profile))
-    read = inputs.read(files.table, **files.files)
+    read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     hostile = read.table.assign(device=HOSTILE, kernel_used=HOSTILE, backend_version=HOSTILE)
     page = html.render(replace(read, table=hostile), command=["latbench", "report", HOSTILE])
     found = Structure(page)
@@ -237,16 +241,16 @@ def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
     many["m"] += copy  # each copy has shapes of its own
     many["point_id"] += copy.astype(str)
     many["c_out"] += copy
-    read = inputs.Inputs(table=many, table_hash="", environments=[])
+    read = report_inputs.ReportInputs(table=many, table_hash="", environments=[])
     page = html.render(read, command=[])
     assert len(page.encode()) < 10_000_000
-    assert "the 400 with the longest dense time" in page
+    assert "Only the 400 layer shapes with the longest dense time" in page
 
 
 def test_a_missing_plotly_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(EnvironmentUnusable, match=r"pip install 'latbench\[report\]'"):
-        html.plotly_script()
+        html.read_plotly()
 
 
 def run(*arguments: object) -> Any:
@@ -277,7 +281,7 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
 def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> None:
     brief = tmp_path / "summary.json"
     assert run(files.table, "-o", tmp_path / "report.html", "--summary", brief).exit_code == 0
-    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.OF_WEIGHTS])
+    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.WEIGHT_KEYS])
 
 
 @pytest.mark.parametrize(
@@ -297,25 +301,25 @@ def test_a_bad_file_is_named(
     path = files.files[name]
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(BadData, match=expected):
-        inputs.read(files.table, **files.files)
+        report_inputs.read_inputs(files.table, ReportFiles(**files.files))
 
 
 def test_a_bad_folder_is_named(files: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadData, match=r"verify\.json does not exist: make it with latbench verify"):
-        inputs.read(files.table, verify=tmp_path)
+    with pytest.raises(BadData, match=r"verify\.json does not exist: run latbench verify first"):
+        report_inputs.read_inputs(files.table, ReportFiles(verify=tmp_path))
     (tmp_path / "verify.json").write_text("{}")
     with pytest.raises(BadData, match=r"verify\.json is not what latbench verify writes"):
-        inputs.read(files.table, verify=tmp_path)
+        report_inputs.read_inputs(files.table, ReportFiles(verify=tmp_path))
     with pytest.raises(BadData, match="is no pruned model"):
-        inputs.read(files.table, pruned=tmp_path)
+        report_inputs.read_inputs(files.table, ReportFiles(pruned=tmp_path))
 
 
 def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
     rows = read_table(files.table)
-    dense = inputs.Inputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
+    dense = report_inputs.ReportInputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
     with pytest.raises(BadData, match="both a dense and a sparse time"):
         html.render(dense, command=[])
-    failed = inputs.Inputs(table=rows[rows["status"] == "unsupported"], table_hash="", environments=[])
+    failed = report_inputs.ReportInputs(table=rows[rows["status"] == "unsupported"], table_hash="", environments=[])
     with pytest.raises(BadData, match="no timed layer"):
         html.render(failed, command=[])
 
@@ -327,7 +331,7 @@ def test_a_failure_of_the_command_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_files_from_another_table_are_pointed_out(files: Any) -> None:
-    read = inputs.read(files.table, **files.files)
+    read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.profile
     assert "The pruned model follows this very profile." in Structure(html.render(read, command=[])).text
     other = replace(read, profile=replace(read.profile, table_hash="other"), manifest_hash="other")
@@ -336,11 +340,11 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     assert "The verification is of another pruned model." in text
     assert read.verdict
     foreign = replace(read, verdict=replace(read.verdict, device="elsewhere", target=7.0))
-    warned = [sentence for sentence, belongs in sections.belonging(foreign) if not belongs]
+    warned = [sentence for sentence, belongs in sections.check_sources(foreign) if not belongs]
     [device] = set(read.table["device"])
     assert f"The verification is of device elsewhere, the table of device {device}." in warned
     assert f"The verification is of target 7.0, the profile of target {read.profile.target}." in warned
-    assert not [line for line, belongs in sections.belonging(read) if not belongs and "device" in line]
+    assert not [line for line, belongs in sections.check_sources(read) if not belongs and "device" in line]
 
 
 @pytest.mark.parametrize(
@@ -354,16 +358,16 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     ],
 )
 def test_a_damaged_manifest_is_one_line(files: Any, damage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = dict(inputs.read(files.table, **files.files).manifest or {})
+    whole = dict(report_inputs.read_inputs(files.table, ReportFiles(**files.files)).manifest or {})
     monkeypatch.setattr("search.pruning.storage.model_folder.read_manifest", lambda folder: whole | damage)
-    with pytest.raises(BadData, match="is not as latbench prune wrote it"):
-        inputs.read(files.table, **files.files)
+    with pytest.raises(BadData, match="is not a manifest that latbench prune wrote"):
+        report_inputs.read_inputs(files.table, ReportFiles(**files.files))
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
     code = "import sys, latbench.cli.commands.report; "
     code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"
-    code += "import latbench.report.html, latbench.report.inputs;"
+    code += "import latbench.report.pages.html_page, latbench.report.report_inputs;"
     code += "print({'scipy', 'sklearn', 'torch', 'matplotlib'} & set(sys.modules))"  # nor for a table alone
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["set()", "set()"]
@@ -371,13 +375,18 @@ def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
 
 def test_a_database_without_its_workload_is_refused(files: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--database .* needs the --profile of its search and the --workload"):
-        inputs.read(files.table, profile=files.profile, database=files.database)
+        report_inputs.read_inputs(files.table, ReportFiles(profile=files.profile, database=files.database))
     with pytest.raises(UsageError, match="--workload names the layers of a --database"):
-        inputs.read(files.table, profile=files.profile, workload=str(files.workload))
+        report_inputs.read_inputs(files.table, ReportFiles(profile=files.profile, workload=str(files.workload)))
     with pytest.raises(BadData, match=r"database holds no pruned layer of the profile"):
-        inputs.read(files.table, profile=files.profile, workload=str(files.workload), database=tmp_path / "database")
+        report_inputs.read_inputs(
+            files.table,
+            ReportFiles(profile=files.profile, workload=str(files.workload), database=tmp_path / "database"),
+        )
     with pytest.raises(BadData, match=r"bert-base has no layer blocks\.0\.linear"):
-        inputs.read(files.table, profile=files.profile, workload="bert-base", database=files.database)
+        report_inputs.read_inputs(
+            files.table, ReportFiles(profile=files.profile, workload="bert-base", database=files.database)
+        )
 
 
 def test_a_comparison_is_one_page_with_both_sides(files: Any, tmp_path: Path) -> None:
@@ -448,8 +457,8 @@ def test_a_figure_for_papers_draws_no_more_points_than_one_can_see(
 ) -> None:
     from matplotlib.figure import Figure
 
-    read = inputs.read(files.table)
-    rows = contents.of(read).roofline
+    read = report_inputs.read_inputs(files.table)
+    rows = report_data.build_report_data(read).roofline
     monkeypatch.setattr(paper.roofline, "POINTS", 10)
     paper._roofline(figure := Figure(), rows)
     [axes] = figure.axes
@@ -462,8 +471,8 @@ def test_nothing_of_a_figure_for_papers_is_cut_off(files: Any) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    read = inputs.read(files.table, profile=files.profile, verify=files.verify)
-    for name, drawing in paper.drawings(contents.of(read), read).items():
+    read = report_inputs.read_inputs(files.table, ReportFiles(profile=files.profile, verify=files.verify))
+    for name, drawing in paper.list_drawings(report_data.build_report_data(read), read).items():
         with mpl.rc_context(paper.STYLE):
             figure = Figure(figsize=(drawing.width, drawing.height))
             FigureCanvasAgg(figure)
@@ -487,4 +496,8 @@ def test_a_missing_matplotlib_is_said_before_anything_is_written(
 def test_example_has_what_the_page_must_show(files: Any) -> None:
     table = read_table(files.table)
     assert {"ok", "noisy", "unsupported"} <= set(table["status"])
-    assert data.break_even(data.speedup(data.points(table)))["break_even"].isna().any()
+    assert (
+        point_frames.build_break_evens(point_frames.build_speedups(point_frames.build_points(table)))["break_even"]
+        .isna()
+        .any()
+    )

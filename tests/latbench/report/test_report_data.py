@@ -21,8 +21,8 @@ from latbench.base.number_format import (
     format_ratio,
     format_seconds,
 )
-from latbench.report import frames as data
-from latbench.report import overview
+from latbench.report import point_frames
+from latbench.report.pages import overview
 
 row, frame = rows_of.row, rows_of.frame
 
@@ -38,12 +38,12 @@ SMALL = frame(
 
 
 def test_the_fastest_dense_engine_is_named() -> None:
-    dense = data.fastest_dense(data.points(SMALL))
+    dense = point_frames.select_fastest_dense(point_frames.build_points(SMALL))
     assert dense[["dense_engine", "dense_seconds"]].to_numpy().tolist() == [["torch mkldnn", 8.0]]
 
 
 def test_speedup_is_over_the_fastest_dense_by_the_fastest_kernel() -> None:
-    gains = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"])
+    gains = point_frames.build_speedups(point_frames.build_points(SMALL)).set_index(["pattern", "sparsity"])
     assert gains["speedup"].to_dict() == {
         ("unstructured", 0.5): 0.5, ("unstructured", 0.75): 2.0, ("vector:2", 0.5): 1.0, ("vector:2", 0.75): 4.0,
     }  # fmt: skip
@@ -56,9 +56,9 @@ def test_the_fastest_dense_may_have_its_activations_in_another_order() -> None:
         row("dense", 0.0, 6.0, "torch", kernel_requested="prepacked", layout="nhwc"),
         row("vector:2", 0.75, 2.0),
     )
-    [gain] = data.speedup(data.points(rows)).to_dict("records")
+    [gain] = point_frames.build_speedups(point_frames.build_points(rows)).to_dict("records")
     assert (gain["dense_engine"], gain["speedup"]) == ("torch prepacked", 3.0)
-    assert data.settings(rows)["layout"] == "nhwc, token_major"
+    assert point_frames.summarise_settings(rows)["layout"] == "nhwc, token_major"
 
 
 def test_rounded_weights_stand_beside_dense_ones_that_are_not() -> None:
@@ -74,27 +74,34 @@ def test_rounded_weights_stand_beside_dense_ones_that_are_not() -> None:
         row("vector:2", 0.9, 1.0, **both),
     ]
     rows = frame(*entries)
-    gains = data.speedup(data.points(rows)).to_dict("records")
+    gains = point_frames.build_speedups(point_frames.build_points(rows)).to_dict("records")
     assert [(gain["setting"], gain["engine"], gain["speedup"]) for gain in gains] == [
         ("bfloat16", "numba bf16", 8.0), ("float32", "numba bf16-weights", 5.0)
     ]  # fmt: skip
-    assert data.settings(rows)["dtype_w"] == "bfloat16, float32" and data.without_dense(data.points(rows)) == 0
+    assert (
+        point_frames.summarise_settings(rows)["dtype_w"] == "bfloat16, float32"
+        and point_frames.count_without_dense(point_frames.build_points(rows)) == 0
+    )
     faster = frame(*entries, row("dense", 0.0, 3.0, "torch", **both))
-    gains = data.speedup(data.points(faster)).to_dict("records")
+    gains = point_frames.build_speedups(point_frames.build_points(faster)).to_dict("records")
     assert [(gain["dense_engine"], gain["speedup"]) for gain in gains] == [("torch bf16", 3.0), ("torch", 5.0)]
 
 
 def test_speedup_interval_takes_both_times_at_their_worst_and_best() -> None:
-    gain = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"]).loc[("unstructured", 0.75)]
+    gain = (
+        point_frames.build_speedups(point_frames.build_points(SMALL))
+        .set_index(["pattern", "sparsity"])
+        .loc[("unstructured", 0.75)]
+    )
     assert gain["speedup_low"] == pytest.approx((0.9 * 8) / (1.2 * 4))
     assert gain["speedup_high"] == pytest.approx((1.2 * 8) / (0.9 * 4))
 
 
 def test_times_of_different_settings_are_never_compared() -> None:
     mixed = frame(row("dense", 0.0, 8.0, "torch", threads=1), row("unstructured", 0.9, 1.0, threads=2))
-    points = data.points(mixed)
-    assert data.speedup(points).empty
-    assert data.without_dense(points) == 1
+    points = point_frames.build_points(mixed)
+    assert point_frames.build_speedups(points).empty
+    assert point_frames.count_without_dense(points) == 1
     assert set(points["setting"]) == {"1 thread", "2 threads"}
 
 
@@ -105,27 +112,29 @@ def test_failed_throttled_and_verification_rows_give_no_point() -> None:
         row("unstructured", 0.75, 1.0, status="throttled"),
         row("dense", 0.0, 1.0, "torch", purpose="verify", op="model"),
     )
-    assert data.points(bad)["seconds"].tolist() == [8.0]
+    assert point_frames.build_points(bad)["seconds"].tolist() == [8.0]
 
 
 def test_of_a_point_measured_twice_the_latest_counts() -> None:
     later = datetime(2026, 1, 2, tzinfo=UTC)
     twice = frame(row("unstructured", 0.5, 3.0, started_at=later), row("unstructured", 0.5, 1.0))
-    assert data.points(twice)["seconds"].tolist() == [3.0]
+    assert point_frames.build_points(twice)["seconds"].tolist() == [3.0]
 
 
 def test_nothing_is_certain_of_times_without_an_interval() -> None:
     unbounded = {"low_seconds": None, "high_seconds": None}
-    points = data.points(frame(row("dense", 0.0, 8.0, **unbounded), row("vector:2", 0.5, 4.0, **unbounded)))
+    points = point_frames.build_points(
+        frame(row("dense", 0.0, 8.0, **unbounded), row("vector:2", 0.5, 4.0, **unbounded))
+    )
     assert points[["low", "high"]].isna().all(axis=None)
-    speedups = data.speedup(points)
+    speedups = point_frames.build_speedups(points)
     assert speedups["speedup"].tolist() == [2.0] and speedups["speedup_low"].isna().all()
-    [start] = data.break_even(speedups).to_dict("records")
+    [start] = point_frames.build_break_evens(speedups).to_dict("records")
     assert start["break_even"] == 0.5 and math.isnan(start["certain"])
     fastest = speedups.to_dict("records")
-    assert overview.verdict_sentence([start], fastest) == "Use vector:2 at 50% (not certain: the noise is unknown)."
-    [place] = data.places(speedups)
-    table = overview.verdicts(speedups, data.break_even(speedups), [place])
+    assert overview.format_verdict([start], fastest) == "Use vector:2 at 50% (not certain: the noise is unknown)."
+    [place] = point_frames.list_places(speedups)
+    table = overview.build_verdicts(speedups, point_frames.build_break_evens(speedups), [place])
     assert "≈ 2.00×" in [cell.text for cell in table.rows[0]]
 
 
@@ -136,7 +145,9 @@ def test_break_even_is_interpolated_and_never_is_said() -> None:
         row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0),
         row("nm:2:4", 0.5, 9.0),
     )  # fmt: skip
-    starts = data.break_even(data.speedup(data.points(rows))).set_index("pattern")
+    starts = point_frames.build_break_evens(point_frames.build_speedups(point_frames.build_points(rows))).set_index(
+        "pattern"
+    )
     assert starts.loc["unstructured", "break_even"] == pytest.approx(0.625)  # halfway: log 1/2 to log 2
     assert starts.loc["vector:2", ["break_even", "at_lowest"]].tolist() == [0.5, True]
     assert math.isnan(starts.loc["nm:2:4", "break_even"])
@@ -145,9 +156,9 @@ def test_break_even_is_interpolated_and_never_is_said() -> None:
 
 def first_to_pay(**curves: list[tuple[float, float]]) -> tuple[str, float, bool]:
     rows = [row(name.replace("_", ":"), s, 8.0 / gain) for name, curve in curves.items() for s, gain in curve]
-    [found] = data.earliest(data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))).to_dict(
-        "records"
-    )
+    [found] = point_frames.build_earliest_starts(
+        point_frames.build_speedups(point_frames.build_points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
+    ).to_dict("records")
     return found["pattern"], found["break_even"], found["at_lowest"]
 
 
@@ -177,9 +188,9 @@ def test_where_patterns_take_turns_the_fastest_counts() -> None:
 def test_nothing_measured_loses_above_where_a_pattern_pays(gains: list[list[float]]) -> None:
     sparsity = [0.5, 0.75, 0.9]
     curves = {str(i): np.array([*zip(sparsity, own, strict=True)]) for i, own in enumerate(gains)}
-    start, pattern, at_lowest = data._first_to_pay(curves)
+    start, pattern, at_lowest = point_frames._first_to_pay(curves)
     best = np.max(gains, axis=0)
-    alone = [data.crossings(np.array(sparsity), np.array(own), np.array([0]))[0] for own in gains]
+    alone = [point_frames.find_crossings(np.array(sparsity), np.array(own), np.array([0]))[0] for own in gains]
     if math.isnan(start):
         assert best[-1] < 1 and not pattern
     else:
@@ -204,14 +215,14 @@ def test_crossing_is_the_last_one(gains: list[float], expected: float) -> None:
     sparsity = 0.5 + 0.2 * np.arange(len(gains))
     other = (np.array([0.1, 0.9]), np.array([0.5, 2.0]))  # before and after it, and of no influence on it
     sparsity, both = (np.concatenate([*ends]) for ends in zip(other, (sparsity, gains), other, strict=True))
-    found = data.crossings(sparsity, both, np.array([0, 2, 2 + len(gains)]))
+    found = point_frames.find_crossings(sparsity, both, np.array([0, 2, 2 + len(gains)]))
     assert found == pytest.approx([0.5, expected, 0.5], nan_ok=True)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_above_the_break_even_no_measured_sparsity_loses(gains: list[float]) -> None:
     sparsity = np.linspace(0.3, 0.99, len(gains))
-    [start] = data.crossings(sparsity, np.array(gains), np.array([0]))
+    [start] = point_frames.find_crossings(sparsity, np.array(gains), np.array([0]))
     if math.isnan(start):
         assert gains[-1] < 1
     else:
@@ -225,7 +236,7 @@ def test_noise_is_the_relative_interval_width() -> None:
         row("dense", 0.0, 10.0, "torch", m=5, low_seconds=9.9, high_seconds=10.0, status="noisy"),
         row("dense", 0.0, 10.0, "torch", m=6, low_seconds=None, high_seconds=None),
     )
-    found = data.noise(rows).iloc[0]
+    found = point_frames.build_noise(rows).iloc[0]
     assert found[["backend", "format", "rows", "noisy"]].tolist() == ["torch", "dense", 2, 1]
     assert (found["median"], found["largest"]) == pytest.approx((0.155, 0.3))
 
@@ -237,10 +248,12 @@ def test_failures_are_counted_by_reason() -> None:
         row("nm:2:4", 0.5, math.nan, m=5, status="unsupported", error="k must be divisible by 4"),
         row("vector:2", 0.5, math.nan, status="oom"),
     )
-    found = data.failures(rows)
+    found = point_frames.count_failures(rows)
     assert found["rows"].tolist() == [2, 1]
     assert found["reason"].tolist() == ["k must be divisible by 4", "no reason recorded"]
-    assert data.statuses(rows).set_index("backend").loc["numba", ["rows", "unsupported", "oom"]].tolist() == [3, 2, 1]
+    assert point_frames.count_statuses(rows).set_index("backend").loc[
+        "numba", ["rows", "unsupported", "oom"]
+    ].tolist() == [3, 2, 1]
 
 
 def test_a_convolution_is_named_by_what_is_unusual() -> None:
@@ -251,7 +264,7 @@ def test_a_convolution_is_named_by_what_is_unusual() -> None:
         row("dense", 0.0, 1.0, **conv, **{**usual, "stride_h": 2, "stride_w": 2, "padding_h": 0, "padding_w": 0}),
         row("dense", 0.0, 1.0),
     )
-    assert set(data.points(rows)["shape"]) == {
+    assert set(point_frames.build_points(rows)["shape"]) == {
         "conv 3×3, 8 → 16, 14×14, batch 1",
         "conv 3×3, 8 → 16, 14×14, batch 1, stride 2, padding 0",
         "linear 3 → 4, n=2",
@@ -260,19 +273,19 @@ def test_a_convolution_is_named_by_what_is_unusual() -> None:
 
 def test_shown_levels_are_few_and_measured() -> None:
     many = pd.DataFrame({"sparsity": np.linspace(0.4, 0.99, 41), "shape": "a"})
-    shown = data.levels(many)
+    shown = point_frames.select_levels(many)
     assert len(shown) == 5
     assert set(shown) <= set(many["sparsity"])
-    assert data.levels(pd.DataFrame({"sparsity": [0.5, 0.7], "shape": "a"})) == [0.5, 0.7]
+    assert point_frames.select_levels(pd.DataFrame({"sparsity": [0.5, 0.7], "shape": "a"})) == [0.5, 0.7]
 
 
 def verdict(*rows: dict[str, Any], exact: bool = True) -> str:
     table = frame(row("dense", 0.0, 8.0, "torch"), *rows)
     if exact:
         table["low_seconds"] = table["high_seconds"] = table["median_seconds"]
-    gains = data.speedup(data.points(table))
-    starts, best = data.break_even(gains), data.fastest_pattern(gains)
-    return overview.verdict_sentence(starts.to_dict("records"), best.to_dict("records"))
+    gains = point_frames.build_speedups(point_frames.build_points(table))
+    starts, best = point_frames.build_break_evens(gains), point_frames.select_fastest_patterns(gains)
+    return overview.format_verdict(starts.to_dict("records"), best.to_dict("records"))
 
 
 def test_verdicts_say_what_to_use() -> None:
@@ -286,7 +299,7 @@ def test_verdicts_say_what_to_use() -> None:
     assert verdict(slow, fast, *earlier) == "Use unstructured from 63%; block:2x2 pays at 25% and above."
     # One that gains only below the highest sparsity, and one whose loss there is within the noise.
     relapse = row("unstructured", 0.5, 4.0), row("unstructured", 0.75, 9.0)
-    assert verdict(*relapse, *vectors).endswith("; unstructured not for good, at best 2.00× at 50%.")
+    assert verdict(*relapse, *vectors).endswith("; unstructured not throughout, at best 2.00× at 50%.")
     assert verdict(row("unstructured", 0.75, 8.1), *vectors, exact=False).endswith(
         "; unstructured never, within the noise."
     )
@@ -301,9 +314,9 @@ def test_verdicts_say_what_is_not_certain() -> None:
 
 
 def test_verdicts_say_when_to_stay_dense() -> None:
-    assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: nothing measured is faster."
+    assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: no pattern is faster."
     assert verdict(row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 9.0)) == (
-        "Stay dense: nothing stays faster up to the highest sparsity; at best vector:2 at 50%, 2.00×."
+        "Stay dense: no pattern stays faster up to the highest sparsity; at best vector:2 at 50%, 2.00×."
     )
 
 
@@ -315,7 +328,7 @@ def test_inside_a_network_layers_of_one_shape_are_told_apart() -> None:
         for name, dense, sparse in (("conv1", 10.0, 3.0), ("conv2", 4.0, 3.5))
         for pattern, sparsity, seconds in (("dense", 0.0, dense), ("unstructured", 0.5, sparse))
     ]
-    gains = data.speedup(data.points(frame(*rows)))
+    gains = point_frames.build_speedups(point_frames.build_points(frame(*rows)))
     assert gains["shape"].str.rpartition(", ")[2].tolist() == ["net:conv1", "net:conv2"]
     assert gains["speedup"].tolist() == pytest.approx([10 / 3, 4 / 3.5])
 
@@ -326,16 +339,16 @@ def test_where_the_fastest_pattern_is_within_the_noise_is_counted() -> None:
         row("unstructured", 0.5, 4.0), row("vector:2", 0.5, 4.1),
         row("unstructured", 0.75, 4.0), row("vector:2", 0.75, 1.0), row("block:2x2", 0.9, 1.0),
     )  # fmt: skip
-    gains = data.speedup(data.points(rows))
-    assert data.contested(gains) == (1, 0, 2)  # of 50% and 75%; at 90% there is one pattern alone
-    assert data.contested(gains.assign(low=math.nan, high=math.nan)) == (0, 2, 2)
+    gains = point_frames.build_speedups(point_frames.build_points(rows))
+    assert point_frames.count_contested(gains) == (1, 0, 2)  # of 50% and 75%; at 90% there is one pattern alone
+    assert point_frames.count_contested(gains.assign(low=math.nan, high=math.nan)) == (0, 2, 2)
     assert set(gains["dense_engines"]) == {2}
 
 
 def test_threads_are_whole_numbers_where_some_rows_lack_them() -> None:
     table = frame(row("dense", 0.0, 8.0), row("vector:2", 0.5, 2.0)).assign(threads=[2.0, None])
-    assert data.settings(table)["threads"] == "2"
-    assert set(data.points(table)["setting"]) == {"2 threads", "threads unknown"}
+    assert point_frames.summarise_settings(table)["threads"] == "2"
+    assert set(point_frames.build_points(table)["setting"]) == {"2 threads", "threads unknown"}
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,13 @@ import report_rows as rows_of
 import scipy.stats
 
 from cost_models import AnchoredLookup, Boosted, Transfer
-from cost_models.storage import ModelFile
+from cost_models.model_file import ModelFile
 from latbench.errors import BadData
-from latbench.report import (
-    accuracy,
-    comparison,
-    figures,
-    overview,
-    predictions,
-    ranking,
-    roofline,
-    sections,
-    trade_off,
-)
-from latbench.report import frames as data
-from latbench.report import inputs as reading
-from latbench.report import report_data as content
-from latbench.report import speedup_map as maps
+from latbench.report import figures, point_frames, report_data, report_inputs
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import comparison, overview, speedup_map
+from latbench.report.sections import accuracy, predictions, ranking, trade_off
+from latbench.report.sections import roofline_chart as roofline
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import problem_from_frame
 
@@ -38,15 +28,15 @@ row, frame = rows_of.row, rows_of.frame
 
 
 def speedups(*rows: dict[str, Any]) -> pd.DataFrame:
-    return data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
+    return point_frames.build_speedups(point_frames.build_points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
 
 
 # The map -----------------------------------------------------------------------------------------------------------
 
 
 def map_of(*rows: dict[str, Any]) -> dict[str, Any]:
-    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
-    return dict(maps.slices(shown, shown.places))
+    shown = report_data.build_report_data(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
+    return dict(speedup_map.build_slices(shown, shown.places))
 
 
 def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
@@ -73,12 +63,12 @@ def test_a_pattern_that_ends_early_does_not_pay_to_the_right_of_its_end() -> Non
     rows = row("nm:2:4", 0.5, 4.0), row("vector:2", 0.5, 16.0), row("vector:2", 0.75, 9.0)
     line = map_of(*rows)["the fastest pattern, by sparsity"]["data"][1]
     assert line["x"] == [1.5, 1.5] and "not faster up to the highest" in line["text"][0]
-    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
-    page = overview.what_pays(shown, "cpu")
+    shown = report_data.build_report_data(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
+    page = overview.build_table_headline(shown, "cpu")
     assert {tile.label: tile.value for tile in page.tiles}["Pays from"] == "never"
     assert "use nm:2:4 at 1 of 1 layer shape" in page.lead  # at its sparsity, as the verdict says
     [verdict] = [
-        cell.text for cell in overview.verdicts(shown.speedups, shown.break_evens, shown.places).rows[0][1:2]
+        cell.text for cell in overview.build_verdicts(shown.speedups, shown.break_evens, shown.places).rows[0][1:2]
     ]
     assert verdict.startswith("Use nm:2:4 at 50%")
 
@@ -96,7 +86,7 @@ def test_patterns_differ_without_colour() -> None:
         "unstructured", "nm:1:4", "nm:2:4", *(f"vector:{v}" for v in (1, 2, 4, 8, 16, 32, 64)), "vectornm:16:2:4",
         "shflbw:32", "block:8x8",
     ]  # fmt: skip
-    found = figures.looks(names)
+    found = figures.assign_looks(names)
     assert len({(look.symbol, look.dash) for look in found.values()}) == len(names)
     assert len({found[name].symbol.split("-open")[0] for name in ("unstructured", "nm:1:4", "block:8x8")}) == 3
     assert len({found[name].hatch for name in names if found[name].colour == found["vector:16"].colour}) == 8
@@ -108,17 +98,17 @@ def test_bars_of_two_patterns_of_one_format_differ() -> None:
         "name": ["a", "b"], "pattern": ["vector:16", "vector:32"], "sparsity": 0.5, "seconds": 1.0,
         "low": 1.0, "high": 1.0,
     })  # fmt: skip
-    first, second = (trace["marker"] for trace in figures.profile(layers)["data"])
+    first, second = (trace["marker"] for trace in figures.draw_profile(layers)["data"])
     assert first["color"] == second["color"] and first["pattern"]["shape"] != second["pattern"]["shape"]
 
 
 def test_a_short_axis_has_more_ticks_than_one() -> None:
-    assert figures.log_ticks(0.9, 1.3, "×")["ticktext"].count("1.2×") == 1
-    assert [tick for tick in figures.log_ticks(0.02, 5, "")["tickvals"] if 0.05 < tick < 0.5] == [0.1, 0.2]
+    assert figures.build_log_ticks(0.9, 1.3, "×")["ticktext"].count("1.2×") == 1
+    assert [tick for tick in figures.build_log_ticks(0.02, 5, "")["tickvals"] if 0.05 < tick < 0.5] == [0.1, 0.2]
 
 
 def test_one_sparsity_is_no_beginning_and_a_gain_within_the_noise_is_marked() -> None:
-    starts = data.break_even(
+    starts = point_frames.build_break_evens(
         speedups(row("nm:2:4", 0.5, 4.0), row("unstructured", 0.5, 9.0), row("unstructured", 0.7, 7.9))
     )
     cells = {start["pattern"]: sections._start_cell(start) for start in starts.to_dict("records")}
@@ -129,26 +119,26 @@ def test_one_sparsity_is_no_beginning_and_a_gain_within_the_noise_is_marked() ->
 
 
 def test_patterns_are_explained_by_name() -> None:
-    said = overview.glossary(["nm:2:4", "vectornm:8:1:4", "block:32x16", "somebody's own"])
+    said = overview.format_glossary(["nm:2:4", "vectornm:8:1:4", "block:32x16", "somebody's own"])
     assert "nm:2:4: 2 of 4 neighbours in a row are kept" in said
     assert "vectornm:8:1:4: 8 rows of a column at once, 1 of 4" in said
     assert "block:32x16: blocks of 32 rows and 16 columns" in said
-    assert overview.glossary(["somebody's own"]) == ""
+    assert overview.format_glossary(["somebody's own"]) == ""
 
 
 # Ranking -----------------------------------------------------------------------------------------------------------
 
 
 def test_kernels_are_ranked_among_those_of_their_shape_and_sparsity() -> None:
-    points = data.points(frame(
+    points = point_frames.build_points(frame(
         row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 6.0, "onnxruntime"), row("vector:2", 0.75, 2.0),
         row("unstructured", 0.75, 3.0), row("dense", 0.0, 1.0, "torch", m=9), row("vector:2", 0.75, 9.0, m=9),
     ))  # fmt: skip
-    found = ranking.ranked(points).set_index(["shape", "pattern", "engine"])
+    found = ranking.rank_kernels(points).set_index(["shape", "pattern", "engine"])
     assert found.loc[("linear 3 → 4, n=2", "dense", "torch"), ["rank", "behind"]].tolist() == [2, 8 / 6]
     assert found.loc[("linear 3 → 4, n=2", "unstructured", "numba"), ["rank", "behind"]].tolist() == [2, 1.5]
     assert found.loc[("linear 3 → 9, n=2", "vector:2", "numba"), "rank"] == 1
-    overall = ranking.summary(ranking.ranked(points)).set_index(["pattern", "engine"])
+    overall = ranking.build_summary(ranking.rank_kernels(points)).set_index(["pattern", "engine"])
     assert overall.loc[("dense", "torch"), ["shapes", "first"]].tolist() == [2, 1]
     assert overall.loc[("dense", "torch"), "behind"] == pytest.approx((8 / 6 + 1) / 2)
 
@@ -158,16 +148,18 @@ def test_kernels_are_ranked_among_those_of_their_shape_and_sparsity() -> None:
 
 def test_a_point_is_set_beside_its_own_roof() -> None:
     known = {"flop_nnz": 40, "bytes_min": 10, "roofline_seconds": 2.0}
-    rows = roofline.tidy(data.points(frame(row("dense", 0.0, 8.0, **known), row("vector:2", 0.5, 1.0))))
+    rows = roofline.build_frame(
+        point_frames.build_points(frame(row("dense", 0.0, 8.0, **known), row("vector:2", 0.5, 1.0)))
+    )
     [found] = rows.to_dict("records")  # the other's work is not known
     assert (found["flop_per_byte"], found["flop_per_second"], found["roof_flop_per_second"]) == (4.0, 5.0, 20.0)
     assert found["share"] == 0.25
-    assert roofline.section(rows.iloc[:0]) is None
+    assert roofline.build_section(rows.iloc[:0]) is None
 
 
 def test_points_without_a_roof_are_drawn_without_one() -> None:
-    rows = roofline.tidy(data.points(frame(row("dense", 0.0, 8.0, flop_nnz=40, bytes_min=10))))
-    drawn = roofline.section(rows)
+    rows = roofline.build_frame(point_frames.build_points(frame(row("dense", 0.0, 8.0, flop_nnz=40, bytes_min=10))))
+    drawn = roofline.build_section(rows)
     assert drawn
     assert "did not measure" in drawn.sentences[1]
     assert [trace["name"] for trace in (drawn.charts[0].figure or {})["data"]] == ["dense"]
@@ -192,19 +184,23 @@ def swept(shapes: int, rng: np.random.Generator) -> pd.DataFrame:
 
 
 def test_a_lookup_predicts_sparsities_it_did_not_see(rng: np.random.Generator) -> None:
-    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
+    found = predictions.build_frame(ModelFile(AnchoredLookup(), ""), swept(12, rng))
     assert len(found) == 12 * (len(SPARSITIES) - 6)  # six anchors of each curve stay
     assert set(found["held_out"]) == {predictions.SPARSITIES}
     # Noise of the point and of its two neighbours, 1% each, so 1.2% together: 6 sigma, and the curve is smooth.
     assert (found["ratio"] - 1).abs().max() < 0.08
     inside = (found["low"] <= found["measured"]) & (found["measured"] <= found["high"])
     assert found["inside"].tolist() == inside.tolist()
-    assert predictions.sentence(found).startswith("Below, 48 held-out points with their 90% intervals: ")
+    assert predictions.format_coverage(found).startswith(
+        "The chart shows 48 held-out points with their 90% intervals. "
+    )
 
 
 def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator) -> None:
     table = swept(15, rng)
-    found = predictions.tidy(ModelFile(Boosted(max_iter=10, min_samples_leaf=2), "", {"backend": "numba"}), table)
+    found = predictions.build_frame(
+        ModelFile(Boosted(max_iter=10, min_samples_leaf=2), "", {"backend": "numba"}), table
+    )
     assert set(found["held_out"]) == {predictions.SHAPES}
     assert 0 < found["shape"].nunique() <= 3  # a fifth, less those at the ends, which it refuses
     assert found.groupby("shape").size().eq(len(SPARSITIES)).all()
@@ -212,14 +208,14 @@ def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator
 
 def test_a_long_table_is_represented_by_whole_shapes(rng: np.random.Generator, monkeypatch: Any) -> None:
     monkeypatch.setattr(predictions, "ROWS", 50)
-    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
+    found = predictions.build_frame(ModelFile(AnchoredLookup(), ""), swept(12, rng))
     assert found.groupby("shape").size().tolist() == [len(SPARSITIES) - 6] * 4  # as many as 50 rows hold, less one
 
 
 def test_one_shape_alone_leaves_nothing_to_hold_out(rng: np.random.Generator) -> None:
     model = ModelFile(Boosted(), "", {"backend": "numba"}, {"by hand": {"median": 0.1}})
-    assert predictions.tidy(model, swept(1, rng)).empty
-    page = sections.cost_model(model, None)  # figures of another way of judging lack most of ours
+    assert predictions.build_frame(model, swept(1, rng)).empty
+    page = sections.build_cost_model(model, None)  # figures of another way of judging lack most of ours
     assert "No point could be held out" in page.sentences[1]
     assert page.tables[0][1].rows[0][1].text == "10%" and page.tables[0][1].rows[1][1].text == "–"
 
@@ -228,8 +224,8 @@ def test_rows_of_no_known_shape_are_not_predicted(rng: np.random.Generator) -> N
     """Imported times may tell a layer's name alone; the others are as they would be without."""
     table, model = swept(12, rng), ModelFile(AnchoredLookup(), "")
     named = table.iloc[:20].assign(m=math.nan, model="net:conv1", point_id=[f"named{i}" for i in range(20)])
-    both = predictions.tidy(model, pd.concat([table, named], ignore_index=True))
-    pd.testing.assert_frame_equal(both, predictions.tidy(model, table))
+    both = predictions.build_frame(model, pd.concat([table, named], ignore_index=True))
+    pd.testing.assert_frame_equal(both, predictions.build_frame(model, table))
 
 
 def test_a_transfer_predicts_shapes_of_its_own_device(rng: np.random.Generator, monkeypatch: Any) -> None:
@@ -238,14 +234,14 @@ def test_a_transfer_predicts_shapes_of_its_own_device(rng: np.random.Generator, 
     ours["point_id"] = [f"mine{i}" for i in range(len(ours))]
     ours = ours[ours["m"] % 24 == 0]
     model = ModelFile(Transfer("mine", max_iter=10), "", {"backend": "numba"})
-    found = predictions.tidy(model, pd.concat([theirs, ours], ignore_index=True))
+    found = predictions.build_frame(model, pd.concat([theirs, ours], ignore_index=True))
     assert len(found) and set(found["held_out"]) == {predictions.SHAPES}
     assert set(found["measured"]) <= set(ours["median_seconds"])
     monkeypatch.setattr(predictions, "ROWS", 90)  # of each: fewer rows than either has
-    assert len(predictions.tidy(model, pd.concat([theirs, ours], ignore_index=True)))
+    assert len(predictions.build_frame(model, pd.concat([theirs, ours], ignore_index=True)))
 
 
-# What each speed costs ---------------------------------------------------------------------------------------------
+# Error at each speedup --------------------------------------------------------------------------------------------
 
 
 def profile_of(layers: dict[str, LayerChoice], **given: Any) -> Profile:
@@ -274,7 +270,7 @@ def test_the_frontier_is_that_of_all_mixtures_and_goes_through_the_prediction() 
         "a": LayerChoice("vector:2", 0.75, 1.5, 1.5, 1.5, 0.3),
         "b": LayerChoice("dense", 0.0, 6.0, 6.0, 6.0, 0.0),
     }
-    found = trade_off.tidy(problem, profile_of(chosen))
+    found = trade_off.build_frame(problem, profile_of(chosen))
     efficient = found[found["kind"] == "efficient"]
     sums = [
         (1 + 1.5 * (a[2] + b[2]), a[3] + b[3]) for a, b in itertools.product(options, options)
@@ -298,37 +294,39 @@ def results(**columns: Any) -> pd.DataFrame:
 
 def test_seeds_are_one_point_with_students_interval() -> None:
     values = [0.90, 0.91, 0.95]
-    [point] = accuracy.tidy(results(accuracy=values, speedup=[2.0, 2.1, 2.4], seed=[0, 1, 2])).to_dict("records")
+    [point] = accuracy.build_frame(results(accuracy=values, speedup=[2.0, 2.1, 2.4], seed=[0, 1, 2])).to_dict(
+        "records"
+    )
     low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
     assert (point["low"], point["high"]) == pytest.approx((low, high))
     assert (point["seeds"], point["speedup"], point["speedup_low"], point["speedup_high"]) == (3, 2.1, 2.0, 2.4)
 
 
 def test_one_seed_has_no_interval_and_unlike_speedups_without_sparsity_are_points_apart() -> None:
-    points = accuracy.tidy(results(speedup=[2.0, 3.0]).drop(columns="sparsity"))
+    points = accuracy.build_frame(results(speedup=[2.0, 3.0]).drop(columns="sparsity"))
     assert points["seeds"].tolist() == [1, 1]
     assert points["low"].isna().all()
     assert points["sparsity"].isna().all()
 
 
 def test_the_fastest_that_keeps_the_accuracy_is_named() -> None:
-    points = accuracy.tidy(results(
+    points = accuracy.build_frame(results(
         pattern=["dense", "vector:2", "vector:2", "unstructured"], speedup=[1.0, 2.0, 3.0, 1.5],
         accuracy=[0.92, 0.915, 0.90, 0.92], sparsity=[0.0, 0.5, 0.9, 0.5],
     ))  # fmt: skip
     assert (
-        "The fastest that loses no more than one percentage point on average is vector:2 with gmp: 2.00× at 91.50%, "
-        "92.00% dense." in accuracy.section(points).sentences
+        "The fastest point that loses at most one percentage point on average is vector:2 with gmp: 2.00× at 91.50%, "
+        "92.00% dense." in accuracy.build_section(points).sentences
     )
 
 
 def test_methods_and_patterns_can_each_be_set_side_by_side() -> None:
-    points = accuracy.tidy(results(
+    points = accuracy.build_frame(results(
         pattern=["dense", *["vector:2"] * 3, "unstructured"], method=["gmp", "gmp", "gmp", "acdc", "gmp"],
         speedup=[1.0, 2.0, 3.0, 4.0, 1.5], accuracy=[0.92, 0.915, 0.80, 0.75, 0.925],
         sparsity=[0.0, 0.5, 0.9, 0.5, 0.5],
     ))  # fmt: skip
-    found = accuracy.section(points)
+    found = accuracy.build_section(points)
     assert [name for name, _ in found.charts[0].choices] == [
         "acdc, every pattern", "gmp, every pattern", "unstructured, every method", "vector:2, every method",
     ]  # fmt: skip
@@ -363,72 +361,81 @@ def test_results_that_are_none_are_refused(tmp_path: Path, content: str | None, 
     if content is not None:
         path.write_text(content)
     with pytest.raises(BadData, match=expected):
-        accuracy.read(path)
+        accuracy.read_results(path)
 
 
 # The first page ----------------------------------------------------------------------------------------------------
 
 
-def inputs_of(*rows: dict[str, Any]) -> reading.Inputs:
-    return reading.Inputs(table=frame(*rows), table_hash="", environments=[])
+def inputs_of(*rows: dict[str, Any]) -> report_inputs.ReportInputs:
+    return report_inputs.ReportInputs(table=frame(*rows), table_hash="", environments=[])
 
 
 def test_the_first_page_counts_what_to_use_as_the_verdicts_do() -> None:
-    shown = content.of(inputs_of(
+    shown = report_data.build_report_data(inputs_of(
         row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0),
         row("unstructured", 0.75, 4.0),
         row("dense", 0.0, 8.0, "torch", m=5), row("vector:2", 0.75, 9.0, m=5),
         row("dense", 0.0, 8.0, "torch", m=6), row("unstructured", 0.75, 2.0, m=6),
     ))  # fmt: skip
-    assert overview.favourites(shown) == {"vector:2": 1, "dense": 1, "unstructured": 1}
-    page = overview.what_pays(shown, "cpu")
+    assert overview.count_favourites(shown) == {"vector:2": 1, "dense": 1, "unstructured": 1}
+    page = overview.build_table_headline(shown, "cpu")
     assert page.title == "At 75% sparsity, layers run 4.00× as fast as dense (0.889× to 4.00×)"
-    assert "and stay dense at 1 (from where on, below)" in page.lead
-    assert "At 75%, 2 of 3 shapes gain, 2 of them beyond doubt" in page.lead
+    assert "and stay dense at 1 (the table below gives the sparsities)" in page.lead
+    assert "At 75%, 2 of 3 shapes gain, 2 of them with certainty" in page.lead
 
 
 def test_the_first_page_says_when_nothing_pays() -> None:
-    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0)))
-    page = overview.what_pays(shown, "cpu")
+    shown = report_data.build_report_data(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0)))
+    page = overview.build_table_headline(shown, "cpu")
     assert page.title == "At 75% sparsity, layers run 0.889× as fast as dense"
-    assert "stay dense, nothing measured is faster" in page.lead
+    assert "stay dense, because no pattern stays faster up to the highest sparsity" in page.lead
 
 
 def test_the_first_page_says_where_one_dense_engine_alone_was_timed() -> None:
-    shown = content.of(inputs_of(
+    shown = report_data.build_report_data(inputs_of(
         row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 9.0, "openvino"), row("vector:2", 0.75, 4.0),
         row("dense", 0.0, 8.0, m=5), row("vector:2", 0.75, 4.0, m=5),
     ))  # fmt: skip
-    said = "At 1 of 2 shapes numba is the only one that was timed, and others may be faster."
-    assert said in overview.what_pays(shown, "cpu").lead
+    said = "At 1 of 2 shapes numba is the only dense engine that was timed; others may be faster."
+    assert said in overview.build_table_headline(shown, "cpu").lead
 
 
 def test_a_table_whose_times_are_none_is_refused() -> None:
     for wrong in ({"low_seconds": 0.0}, {"high_seconds": math.inf}, {"roofline_seconds": 0.0}):
-        with pytest.raises(BadData, match="1 rows have times that are none, such as vector:2 at linear 3 → 4"):
-            content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0, **wrong)))
+        with pytest.raises(BadData, match="1 rows contain invalid times, such as vector:2 at linear 3 → 4"):
+            report_data.build_report_data(
+                inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0, **wrong))
+            )
 
 
 def test_how_slow_the_machine_was_is_said() -> None:
     rows = [row("dense", 0.0, 8.0, "torch", reference_ratio=1.0, flags="in_cache"),
             row("vector:2", 0.75, 4.0, reference_ratio=1.3, flags="in_cache+spike")]  # fmt: skip
     given = inputs_of(*rows)
-    [said] = [line for line in sections.noise(given, content.of(given)).sentences if "Fixed work" in line]
-    assert "took 1.15× as long as usual at the median point, 1.30× at most; beside 1 of 2" in said
-    assert data.flag_counts(given.table) == {"in_cache": 2, "spike": 1}
-    assert sections.environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
+    [said] = [
+        line
+        for line in sections.build_noise(given, report_data.build_report_data(given)).sentences
+        if "Fixed work" in line
+    ]
+    assert "took 1.15× as long as usual at the median point, and 1.30× at most. Beside 1 of 2" in said
+    assert point_frames.count_flags(given.table) == {"in_cache": 2, "spike": 1}
+    assert sections.build_environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
 
 
 # Two tables --------------------------------------------------------------------------------------------------------
 
 
 def two(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> tuple[comparison.Side, comparison.Side]:
-    source = (reading.Source("table", Path("first"), ""), reading.Source("table", Path("second"), ""))
+    source = (
+        report_inputs.SourceFile("table", Path("first"), ""),
+        report_inputs.SourceFile("table", Path("second"), ""),
+    )
     made = [
-        reading.Inputs(frame(*rows), "", [], sources=(one,))
+        report_inputs.ReportInputs(frame(*rows), "", [], sources=(one,))
         for rows, one in zip((first, second), source, strict=True)
     ]
-    return comparison.sides(made[0], made[1])
+    return comparison.build_sides(made[0], made[1])
 
 
 def test_two_devices_are_compared_by_the_fastest_kernel_of_each() -> None:
@@ -437,7 +444,7 @@ def test_two_devices_are_compared_by_the_fastest_kernel_of_each() -> None:
         [row("dense", 0.0, 6.0, "cublas", device="gpu", threads=None), row("vector:2", 0.5, 1.0, device="gpu")],
     )
     assert (first.name, second.name) == ("cpu", "gpu")
-    [pair] = comparison.paired(first, second).to_dict("records")
+    [pair] = comparison.build_pairs(first, second).to_dict("records")
     assert (pair["pattern"], pair["ratio"]) == ("dense", 3.0)
     assert (pair["first_engine"], pair["second_engine"]) == ("onnxruntime", "cublas")
     assert (pair["low"], pair["high"]) == pytest.approx((0.9 * 6 / (1.2 * 2), 1.2 * 6 / (0.9 * 2)))
@@ -448,7 +455,7 @@ def test_the_title_tells_dense_and_sparse_apart() -> None:
         [row("dense", 0.0, 4.0, "torch"), row("vector:2", 0.75, 1.0)],
         [row("dense", 0.0, 2.0, "cublas", device="gpu"), row("vector:2", 0.75, 3.0, device="gpu")],
     )
-    page = comparison.build(*sides, None, [])
+    page = comparison.build_page(*sides, None, [])
     assert page["headline"].title == "gpu is 2.00× as fast as cpu, dense; cpu is 3.00× as fast, sparse"
     assert "Sparse, cpu is faster at 1 of 1 points, gpu at 0." in page["headline"].lead
 
@@ -459,7 +466,7 @@ def test_the_fastest_pattern_of_either_device_may_be_another() -> None:
         [row("dense", 0.0, 4.0, device="gpu"), row("vector:2", 0.75, 9.0, device="gpu"),
          row("unstructured", 0.75, 3.0, device="gpu")],
     )  # fmt: skip
-    [found] = comparison.best_of(comparison.paired(first, second), 0.75).to_dict("records")
+    [found] = comparison.select_best(comparison.build_pairs(first, second), 0.75).to_dict("records")
     assert (found["pattern"], found["second_pattern"], found["ratio"]) == ("vector:2", "unstructured", 3.0)
     assert (found["low"], found["high"]) == pytest.approx((0.9 * 3 / 1.2, 1.2 * 3 / 0.9))
 
@@ -473,13 +480,13 @@ def test_break_evens_of_two_devices_are_set_side_by_side() -> None:
         device("cpu", (4, 0.5, 2.0), (4, 0.9, 4.0), (5, 0.5, 0.5), (5, 0.9, 2.0), (6, 0.5, 0.5), (6, 0.9, 0.7)),
         device("gpu", (4, 0.5, 2.0), (4, 0.9, 4.0), (5, 0.5, 2.0), (5, 0.9, 2.0), (6, 0.5, 0.5), (6, 0.9, 2.0)),
     )
-    found = comparison.earliest_starts(first, second).set_index("shape")
+    found = comparison.build_starts(first, second).set_index("shape")
     ends = {shape.split(" → ")[1][0]: (one, other) for shape, one, other in found[["first", "second"]].itertuples()}
     assert ends == {"4": (0.5, 0.5), "5": (pytest.approx(0.7), 0.5), "6": (math.inf, pytest.approx(0.7))}
     [said] = [
-        text for text in comparison.build(first, second, None, [])["sections"][0].sentences if "earlier" in text
+        text for text in comparison.build_page(first, second, None, [])["sections"][0].sentences if "earlier" in text
     ]
-    assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2;")
+    assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2. ")
 
 
 def test_a_start_is_rounded_up_and_levels_are_those_that_were_measured() -> None:
@@ -491,9 +498,9 @@ def test_a_start_is_rounded_up_and_levels_are_those_that_were_measured() -> None
 
     first, second = two(device("cpu"), device("gpu"))
     assert comparison._start(first) == comparison._pattern_start(first, "vector:2").text == "67%"  # 66.1%
-    page = comparison.build(first, second, None, [])
+    page = comparison.build_page(first, second, None, [])
     [shapes] = [part for part in page["sections"] if part.anchor == "pays"]
-    assert "at 80% it is that of the fastest" in shapes.sentences[0]
+    assert "the ratio at 80% is that of the fastest" in shapes.sentences[0]
     assert shapes.tables[0][1].rows[0][4].text == "≈ 1.00×"
 
 
@@ -502,10 +509,15 @@ def test_points_without_an_interval_do_not_hide_what_the_others_show() -> None:
     ours = [row("dense", 0.0, 1.0, m=m, device="cpu") for m in (4, 5, 6)]
     theirs = [row("dense", 0.0, 3.0, m=m, device="gpu") for m in (4, 5, 6)]
     for lacking, said in (
-        (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; of 1 the noise is unknown."),
-        (3, "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; how sure that is cannot be told: the noise of none is"),
+        (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; the noise of 1 is unknown."),
+        (
+            3,
+            "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; the certainty is unknown, because the noise of no",
+        ),
     ):
-        page = comparison.build(*two([one | unknown for one in ours[:lacking]] + ours[lacking:], theirs), None, [])
+        page = comparison.build_page(
+            *two([one | unknown for one in ours[:lacking]] + ours[lacking:], theirs), None, []
+        )
         assert page["headline"].title == "cpu is 3.00× as fast as gpu, dense"
         assert said in page["headline"].lead
 
@@ -516,7 +528,7 @@ def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
         [row("dense", 0.0, 4.0, "torch", threads=1)],
     )
     assert (first.name, second.name) == ("first", "second")
-    assert comparison.paired(first, second)["ratio"].tolist() == [1.0]
+    assert comparison.build_pairs(first, second)["ratio"].tolist() == [1.0]
 
 
 def test_times_of_other_threads_are_no_baseline_on_either_device() -> None:
@@ -532,15 +544,15 @@ def test_nobody_wins_within_the_noise_and_the_order_does_not_matter() -> None:
     def device(name: str, *times: float) -> list[dict[str, Any]]:
         return [row("dense", 0.0, time, m=m, device=name) for m, time in enumerate(times, start=4)]
 
-    close = comparison.build(*two(device("cpu", 2.0), device("gpu", 2.001)), None, [])
+    close = comparison.build_page(*two(device("cpu", 2.0), device("gpu", 2.001)), None, [])
     assert close["headline"].title == "cpu and gpu are about equally fast, dense"
     far = device("cpu", 1.0, 4.5), device("gpu", 4.5, 1.0)
     for sides in (far, far[::-1]):
-        assert "about equally fast" in comparison.build(*two(*sides), None, [])["headline"].title
+        assert "about equally fast" in comparison.build_page(*two(*sides), None, [])["headline"].title
 
 
 def test_tables_of_dense_times_alone_are_compared() -> None:
-    page = comparison.build(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 8.0, device="gpu")]), None, [])
+    page = comparison.build_page(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 8.0, device="gpu")]), None, [])
     assert page["headline"].title == "cpu is 2.00× as fast as gpu, dense"
     assert [caption for caption, _ in page["sections"][0].tables] == [
         "Dense times, and the pattern that is fastest most often"
@@ -549,13 +561,13 @@ def test_tables_of_dense_times_alone_are_compared() -> None:
 
 def test_tables_with_nothing_in_common_are_refused() -> None:
     with pytest.raises(BadData, match="nothing can be compared"):
-        comparison.paired(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 4.0, m=9)]))
+        comparison.build_pairs(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 4.0, m=9)]))
 
 
 def test_a_pruned_model_that_was_saved_without_stages_has_its_weights_alone() -> None:
     """As a user's own training saves it."""
     layer = {"weights": 200, "kept_weights": 50, "packed_bytes": 240}
-    found = sections.pruned({"layers": {"fc": layer}})
+    found = sections.build_pruned({"layers": {"fc": layer}})
     assert found.sentences == [
         "50 of 200 weights are kept in 1 layers (75% pruned); packed they take 240 bytes, dense 800 bytes."
     ]
@@ -578,12 +590,15 @@ def test_an_axis_of_errors_has_ticks_on_both_sides(low: float, high: float, text
 
 
 def test_a_legend_shows_a_point_whose_interval_holds_where_there_is_one(rng: np.random.Generator) -> None:
-    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
+    found = predictions.build_frame(ModelFile(AnchoredLookup(), ""), swept(12, rng))
     inside = np.ones(len(found), bool)
     inside[:3] = False
-    for trace in predictions.figure(found.assign(inside=inside))["data"]:
+    for trace in predictions.draw_figure(found.assign(inside=inside))["data"]:
         assert trace["marker"]["symbol"][0] != "x"
     assert (
-        sum(trace["marker"]["symbol"].count("x") for trace in predictions.figure(found.assign(inside=inside))["data"])
+        sum(
+            trace["marker"]["symbol"].count("x")
+            for trace in predictions.draw_figure(found.assign(inside=inside))["data"]
+        )
         == 3
     )

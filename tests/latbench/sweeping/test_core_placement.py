@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import reference
+from latbench.backends.cpu import cpu_reference
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.core_placement import BURST_SECONDS, HANDOVER_TASK, MOST_DEATHS, PREPARE_SECONDS, CorePlacement
 from latbench.timing.sampling import Burst
@@ -118,7 +118,7 @@ needs_cores = pytest.mark.skipif(
 @needs_cores
 def test_each_core_finds_what_the_one_before_has_changed() -> None:
     allowed, visited = os.sched_getaffinity(0), []
-    work = reference.handed_on(2)
+    work = cpu_reference.build_hand_over(2)
 
     class Noted(np.ndarray):
         def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
@@ -134,4 +134,4 @@ def test_each_core_finds_what_the_one_before_has_changed() -> None:
 
 def test_one_thread_hands_nothing_on() -> None:
     with pytest.raises(NotImplementedError):
-        reference.handed_on(1)
+        cpu_reference.build_hand_over(1)

@@ -47,7 +47,7 @@ def test_processes_draw_their_weights_side_by_side() -> None:
 
 
 def test_a_search_for_parameters_takes_what_it_is_given() -> None:
-    from latbench.backends.torch_sparse import TUNE_SECONDS
+    from latbench.backends.gpu.torch_sparse import TUNE_SECONDS
 
     plain, tuned = (of((backend, kernel, "feature_major")) for backend, kernel in (
         ("torch_sparse", "bsr"), ("torch_sparse", "bsr_tuned"),

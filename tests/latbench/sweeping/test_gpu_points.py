@@ -41,7 +41,7 @@ def test_what_tells_most_comes_first(standard: list[list[Point]]) -> None:
     }
     # The first shape meets every backend, in well under a quarter of the points.
     of_first = [each for block in standard for each in block if each.shape == first[0].shape]
-    assert {each.backend for each in of_first} == set(points.BACKENDS) and len(of_first) < 100
+    assert {each.backend for each in of_first} == set(points.GPU_ENGINES) and len(of_first) < 100
 
 
 def test_what_the_kernels_have_to_show_are_the_first_blocks(standard: list[list[Point]]) -> None:

@@ -28,7 +28,7 @@ class FakeWorker:
 
     def prepare(self, function: str, timeout: float) -> Any:
         assert timeout == PREPARE_SECONDS
-        assert function.startswith("latbench.backends.reference:")
+        assert function.startswith("latbench.backends.cpu.cpu_reference:")
         self.prepared, self.alive = self.prepared + 1, True
         return SimpleNamespace(function=function)
 

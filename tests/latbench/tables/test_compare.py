@@ -97,7 +97,7 @@ def test_it_fails_on_what_it_was_told_to(latbench: Any, table: Any, at: Any, fai
     ran = latbench("compare", before, after, "--fail-on", fail_on)
     assert ran.code == code
     if fail_on == "slower":
-        assert ran.refused(1) == f"latbench: of 3 points 1 SLOWER: {after} fails on slower"
+        assert ran.refused(1) == f"latbench: 1 SLOWER of 3 points: {after} fails --fail-on slower"
 
 
 def test_a_point_that_fails_now_is_missing_and_says_why(latbench: Any, table: Any, at: Any) -> None:
@@ -173,7 +173,7 @@ def test_a_damaged_or_missing_table_is_bad_data(latbench: Any, table: Any, at: A
 
 def test_an_unknown_word_is_a_wrong_request(latbench: Any, table: Any, at: Any) -> None:
     before = table("before", at(1e-3))
-    assert "--fail-on knows slower, missing" in latbench("compare", before, before, "--fail-on", "slow").refused(2)
+    assert "--fail-on takes slower, missing" in latbench("compare", before, before, "--fail-on", "slow").refused(2)
 
 
 def test_too_few_samples_are_unclear_whatever_they_say(latbench: Any, table: Any, at: Any) -> None:

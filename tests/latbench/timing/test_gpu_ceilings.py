@@ -165,11 +165,11 @@ class Slowing:
     """A reference worker on a GPU whose units fall to half their speed, and whose memory stays as it is."""
 
     def __init__(self) -> None:
-        self.seconds = {"product": PRODUCT, "total": READS}
+        self.seconds = {"build_product": PRODUCT, "build_sum": READS}
 
     def prepare(self, function: str, timeout: float) -> Any:
         module, _, name = function.partition(":")
-        assert module == "latbench.backends.gpu_reference" and name in self.seconds
+        assert module == "latbench.backends.gpu.gpu_reference" and name in self.seconds
         return name
 
     def holds(self, prepared: Any) -> bool:
@@ -188,7 +188,7 @@ def test_work_is_as_much_slower_as_what_bounds_it(flop: float, size: float, slow
     pace.turn()
     quiet = pace.reference([0.0], flop, size)
     assert quiet is not None and quiet.seconds[0] == pytest.approx(quiet.usual_seconds)
-    worker.seconds["product"] *= 2
+    worker.seconds["build_product"] *= 2
     pace = GpuPace(worker, Kept(FOUND))  # type: ignore[arg-type]
     pace.turn()
     found = pace.reference([0.0], flop, size)
@@ -214,7 +214,7 @@ class FakeWorker:
         self.closed += 1
 
     def call(self, function: str, timeout: float) -> GpuCeilings:
-        assert function == "latbench.backends.gpu_reference:find" and timeout < 120
+        assert function == "latbench.backends.gpu.gpu_reference:measure_ceilings" and timeout < 120
         self.asked += 1
         answer = self.found.pop(0)
         if answer is None:

@@ -148,7 +148,7 @@ def test_tied_layers_need_one_option_in_a_profile(rng: np.random.Generator) -> N
     p = problem_from_frame(frame(rng).assign(tied="all"))
     option = Option("vector:8", 0.9)
     assert p.selection(dict.fromkeys(("fc0", "fc1", "fc2"), option)).choice == (2,)
-    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: they have one option"):
+    with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: give them one option"):
         p.selection({"fc0": option})
 
 
@@ -253,7 +253,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     with pytest.raises(BadData, match="the frame has a row without a layer"):
         read_problem(str(tmp_path / "blank.csv"))
     assert read_problem(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
-    with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
+    with pytest.raises(UsageError, match="is no table that latbench measured: it does not take threads"):
         read_problem(str(tmp_path / "t.txt"), threads=2)
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(BadData, match=r"broken\.parquet: no CSV or Parquet file that can be read"):
@@ -267,7 +267,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
 def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
     p = problem_from_frame(frame(rng), fixed_seconds=1.0)
     assert repr(p).startswith("<Problem of 3 layers with 12 options: ")
-    assert repr(p.layers[0]) == "<Layer fc0 with 4 options>"
+    assert repr(p.layers[0]) == "<LayerOptions fc0 with 4 options>"
     assert repr(p.solve(1.5)).endswith("proven least>") and repr(p.selection({})) == (
         "<Selection: 1x, total error 0>"
     )

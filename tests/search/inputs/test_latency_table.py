@@ -11,7 +11,7 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup
-from latbench.backends.deepsparse import Operation
+from latbench.backends.cpu.deepsparse import Operation
 from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
@@ -94,7 +94,7 @@ def test_a_cost_model_gives_sparsities_that_were_not_measured() -> None:
 def test_what_a_table_does_not_settle_has_to_be_said() -> None:
     t = a_table()
     both = pd.concat([t, t.assign(threads=1, point_id=lambda it: it["point_id"] + "1")])
-    with pytest.raises(UsageError, match=r"the table has threads 1 and 2: say which, threads=\.\.\."):
+    with pytest.raises(UsageError, match=r"the table has threads 1 and 2: choose one, threads=\.\.\."):
         problem_from_table(both, {"a": A})
     assert problem_from_table(both, {"a": A}, threads=1).layers[0].seconds[0] == 4.0
     with pytest.raises(UsageError, match="the table has no threads 3, but 2"):
@@ -181,7 +181,7 @@ def analysed(folder: Path, batch: int, seconds: float, run: str, tokens: int = 3
 def test_a_network_timed_at_two_batches_is_two_problems(tmp_path: Path) -> None:
     analysed(tmp_path, 1, 1e-3, "a")
     analysed(tmp_path, 16, 8e-3, "b")
-    with pytest.raises(UsageError, match=r"the table has batch 1 and 16: say which, batch=\.\.\. \(--batch\)"):
+    with pytest.raises(UsageError, match=r"the table has batch 1 and 16: choose one, batch=\.\.\. \(--batch\)"):
         problem_from_table(tmp_path)
     for batch, seconds in ((1, 1e-3), (16, 8e-3)):
         p = problem_from_table(tmp_path, batch=batch)
@@ -196,7 +196,7 @@ def test_a_network_timed_at_two_batches_is_two_problems(tmp_path: Path) -> None:
 def test_of_several_devices_or_backends_it_has_to_be_said_which(tmp_path: Path) -> None:
     analysed(tmp_path, 1, 1e-3, "a", device="one")
     analysed(tmp_path, 1, 2e-3, "b", device="two")
-    with pytest.raises(UsageError, match=r"the table has device one and two: say which, device=\.\.\. \(--device\)"):
+    with pytest.raises(UsageError, match=r"the table has device one and two: choose one, device=\.\.\. \(--device\)"):
         problem_from_table(tmp_path)
     assert problem_from_table(tmp_path, device="two").dense.value == pytest.approx(4e-3)
 
@@ -224,6 +224,8 @@ def test_what_goes_with_a_network_narrows_it_and_what_does_not_is_refused(tmp_pa
         problem_from_table(tmp_path, model=AnchoredLookup())
     with pytest.raises(UsageError, match="shapes have theirs"):
         problem_from_table(a_table(), {"a": A}, batch=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):
+        problem_from_table(a_table(), {"a": A}, thread=1)  # type: ignore[call-arg]
 
 
 def test_rounded_weights_are_no_option_unless_a_profile_can_ask_for_them() -> None:
@@ -299,7 +301,7 @@ def test_how_the_first_times_were_taken_is_not_said_of_the_second(
     assert (code, err) == (0, "") and f"\n{phone}: " in out
     code, _, err = run(str(table))
     assert code == 2 and "the table has device one and two: say which" in err
-    assert err.endswith("; of --also that is said by --also-with\n")
+    assert err.endswith("; give it for --also by --also-with\n")
     code, out, err = run(str(table), "--also-with", "device=two")
     assert (code, err) == (0, "") and out.count("over deepsparse") == 2
 

@@ -83,7 +83,7 @@ def test_a_layer_s_name_is_no_number_whatever_it_looks_like(tmp_path: Path) -> N
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,1\n0,vector:2,0.5,2\n", "layer 0 has two errors as vector:2"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,high\n", "layer 0: .*high"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,\n", "layer 0 has no error as vector:2 at 0.5: write inf"),
-        ("layer,pattern,sparsity,error\n0,dense,0,0\n,vector:2,0.5,1\n", "for no layer: its name is blank"),
+        ("layer,pattern,sparsity,error\n0,dense,0,0\n,vector:2,0.5,1\n", "for a layer whose name is blank"),
         ("", r"errors\.csv: no CSV or Parquet file that can be read"),
     ],
 )  # fmt: skip

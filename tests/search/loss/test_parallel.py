@@ -23,7 +23,7 @@ from search.loss.pools import open_pool
 from search.loss.process_pool import _as_raised_there
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
-from search.strategies.run_strategy import run_strategy
+from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 
@@ -73,7 +73,7 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
             answers.append(
                 evaluator.losses(every[:1], 1) + evaluator.losses(every, 3) + evaluator.losses(every[3:5], 6)
             )
-            found.append(run_strategy("staged", PROBLEM, 2.0, evaluator, seed=0, evaluations=8))
+            found.append(run_strategy(StrategySettings("staged", 8, 0), PROBLEM, 2.0, evaluator))
     assert answers[0] == answers[1]  # bit for bit
     assert found[0] == found[1]
     files = [(tmp_path / str(processes) / "trials.jsonl").read_text() for processes in (1, 2)]
@@ -229,7 +229,7 @@ def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database: Database, tmp_path: Path) -> None:
     with evaluating(database, LossCache(["conv", "fc"])) as evaluator:
-        expected = run_strategy("staged", PROBLEM, 2.0, evaluator, seed=3, evaluations=8)
+        expected = run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator)
 
     class Interrupted(Exception):
         pass
@@ -239,19 +239,19 @@ def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database:
             raise Interrupted
 
     with evaluating(database, cached(tmp_path)) as evaluator, pytest.raises(Interrupted):
-        run_strategy("staged", PROBLEM, 2.0, evaluator, seed=3, evaluations=8, progress=stop_at_four)
+        run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator, progress=stop_at_four)
     path = tmp_path / "trials.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-20])  # killed in the middle of a line
     whole = len(before.splitlines()) - 1
     with evaluating(database, cached(tmp_path)) as evaluator:
-        assert run_strategy("staged", PROBLEM, 2.0, evaluator, seed=3, evaluations=8) == expected
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator) == expected
     after = path.read_bytes().splitlines()
     assert after[:whole] == before.splitlines()[:whole]
     judged = [tuple(json.loads(line)[part] for part in ("held", "first")) for line in after if line.endswith(b"}")]
     assert len({str(one) for one in judged}) == len(judged)  # nothing was judged twice
     with evaluating(database, cached(tmp_path)) as evaluator:  # and a third time nothing is
-        assert run_strategy("staged", PROBLEM, 2.0, evaluator, seed=3, evaluations=8) == expected
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator) == expected
     assert path.read_bytes().splitlines() == after
 
 

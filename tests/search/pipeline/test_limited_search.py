@@ -14,7 +14,7 @@ from torch import nn
 from latbench.errors import BadData, UsageError
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.inputs import layer_errors
 from search.loss.parallel import Workers
 from search.pipeline import search_setup
@@ -27,7 +27,7 @@ from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
-from search.pruning.one_shot.fill_database import describe_provenance
+from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
 from search.whole_model.overhead import name_options
@@ -97,7 +97,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     monkeypatch.setattr(search_setup, "_find_probes", lambda *arguments: probes)
     table = parse_place(tmp_path / "table")
     return SearchInputs(
-        task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", describe_provenance(task)
+        task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", hash_pruning_inputs(task)
     )
 
 
@@ -156,7 +156,7 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     problem = set_up_search(inputs, asked).problem
     assert problem.layers[0].errors.tolist() == [0.0, 4.0, 6.0]
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
-    monkeypatch.setattr(search_setup, "build_database", lambda *_, **__: pytest.fail("layers were pruned"))
+    monkeypatch.setattr(search_setup, "fill_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
         set_up_search(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), asked)
 

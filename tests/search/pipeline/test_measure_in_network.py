@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.importers.text_formats import convert_rows_to_spdy, convert_spdy_to_rows, read_spdy, write_spdy
 from latbench.tables.table import read_table

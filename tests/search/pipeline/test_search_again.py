@@ -14,7 +14,7 @@ from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.runners.worker import load_function
 from search.artifacts.profile import Profile, read_profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.knapsack.arrays import Infeasible
 from search.loss.parallel import Workers
 from search.pipeline import search_job as job
@@ -22,10 +22,10 @@ from search.pipeline import search_request, search_setup, verify
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.problem.layers import DENSE, LayerOptions, Option
-from search.pruning.one_shot.fill_database import build_database
+from search.pruning.one_shot.fill_database import fill_database
 from search.task import load_task
 from search.whole_model import overhead
-from search.whole_model.end_to_end import BUILDS, ModelEngine
+from search.whole_model.end_to_end import BUILDS, EngineBuilder
 from search.whole_model.sessions import write_sessions
 from search.whole_model.timings import Timings
 from sparse_kernels.formats import pack
@@ -65,7 +65,7 @@ class Machine:
     def __init__(self, slowness: float = 1.0) -> None:
         self.slowness, self.sessions = slowness, 0
 
-    def time_engines(self, engines: Mapping[str, ModelEngine], **_: Any) -> Timings:
+    def time_engines(self, engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
         self.sessions += 1
         blocks = {}
         for name, engine in engines.items():
@@ -156,9 +156,9 @@ def test_layers_are_pruned_in_as_many_processes_as_judge(
 
     def counted(*arguments: Any, processes: int, **options: Any) -> int:
         asked.append(processes)
-        return build_database(*arguments, **options)
+        return fill_database(*arguments, **options)
 
-    monkeypatch.setattr(search_setup, "build_database", counted)
+    monkeypatch.setattr(search_setup, "fill_database", counted)
     search_setup.set_up_search(inputs, request(processes=3))
     assert asked == [3]
 
@@ -191,7 +191,7 @@ def test_an_interrupted_search_goes_on(
         if path.name != "database.json":
             path.unlink()
 
-    def interrupted(engines: Mapping[str, ModelEngine], **_: Any) -> Timings:
+    def interrupted(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
         if machine.sessions == needed + 2:
             raise KeyboardInterrupt
         return machine.time_engines(engines)
@@ -215,8 +215,8 @@ def test_another_target_is_another_search(inputs: SearchInputs, machine: Machine
 def verification(inputs: SearchInputs, machine: Machine, found: Profile, folder: Path, **others: Any) -> Path:
     """What `latbench verify` leaves of this profile on the machine."""
     chosen = {name: (choice.pattern, choice.sparsity) for name, choice in found.layers.items()}
-    engines = {name: ModelEngine(name, "", ("little",)) for name in ("torch", "openvino")}
-    engines[verify.PRUNED] = ModelEngine("pruned", "", (chosen,))
+    engines = {name: EngineBuilder(name, "", ("little",)) for name in ("torch", "openvino")}
+    engines[verify.PRUNED] = EngineBuilder("pruned", "", (chosen,))
     session = verify.build_session(machine.time_engines(engines), chosen)
     write_sessions([session], {**SearchHistory(inputs, REQUEST).conditions(), **others}, folder / verify.SESSION)
     return folder

@@ -12,25 +12,26 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from latbench.backends import deepsparse, deepsparse_environment
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINES
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
 from search.artifacts.layer_database import Database, hash_model
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.pipeline import search_job as job
 from search.pipeline.measure_in_network import build_layer_rows
 from search.pipeline.search_request import CandidateOptions, SearchInputs
 from search.pipeline.search_setup import build_layers
 from search.pipeline.speedup_loop import pool_sessions
 from search.problem.layers import DENSE, Option
-from search.pruning.one_shot.fill_database import build_database, describe_provenance
+from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.task import Task, load_task
 from search.whole_model import model_engines as engines
 from search.whole_model import overhead
-from search.whole_model.end_to_end import ModelEngine
+from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 from sparse_kernels.oracle import WrongResult
@@ -52,6 +53,8 @@ def score(model): return float(model(*example()).mean())
 SHAPES = {"fc1": LinearShape(32, 24, 3), "fc2": LinearShape(5, 32, 3)}
 ON_DEEPSPARSE = Deployment(2, "deepsparse")
 CHOICES = {"fc1": ("unstructured", 0.75), "fc2": (DENSE, 0.0)}
+
+BFLOAT16_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
 
 
 class Compiled:
@@ -85,13 +88,15 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepsparse_environment, "find", lambda: Environment(Path("python"), Path("engine")))
-    monkeypatch.setattr(deepsparse, "load", lambda path, inputs, **_: Compiled(path, inputs))
+    monkeypatch.setattr(
+        deepsparse_environment, "find_environment", lambda: Environment(Path("python"), Path("engine"))
+    )
+    monkeypatch.setattr(deepsparse, "load_model", lambda path, inputs, **_: Compiled(path, inputs))
 
 
 def inputs_of(task: Task, table: Path, database: Path) -> SearchInputs:
     model = task.model()
-    return SearchInputs(task, model, table, None, database, hash_model(model), "table", describe_provenance(task))
+    return SearchInputs(task, model, table, None, database, hash_model(model), "table", hash_pruning_inputs(task))
 
 
 def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:
@@ -122,17 +127,17 @@ def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(lit
     assert list(overhead.build_dense_engines(little, Deployment(2, "deepsparse"))) == [*own, "deepsparse"]
     assert list(overhead.build_dense_engines(little, Deployment(2, "numba-bf16"))) == [
         *own,
-        *engines.BFLOAT16_ENGINES,
+        *BFLOAT16_ENGINES,
     ]
 
 
-@pytest.mark.parametrize("backend", engines.BACKENDS)
+@pytest.mark.parametrize("backend", PRUNED_ENGINES)
 def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     backend: str, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, ModelEngine] = {}
+    asked: dict[str, EngineBuilder] = {}
 
-    def timed(wanted: dict[str, ModelEngine], **_: Any) -> Timings:
+    def timed(wanted: dict[str, EngineBuilder], **_: Any) -> Timings:
         asked.update(wanted)
         times = {"deepsparse": 2e-3, "pruned": 1e-3}
         return Timings({name: [[times.get(name, 3e-3)] * 5] * 4 for name in wanted}, {})
@@ -151,15 +156,15 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
     job.time_profiles(inputs, Deployment(2, backend), profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse", *engines.BFLOAT16_ENGINES)] == own
-    assert (set(engines.BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")
+    assert [name for name in asked if name not in ("pruned", "deepsparse", *BFLOAT16_ENGINES)] == own
+    assert (set(BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
     little: Task, installed: None, tmp_path: Path
 ) -> None:
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
-    build_database(
+    fill_database(
         little, inputs.model, {"fc1": [("unstructured", 0.75)]}, Database(inputs.database, inputs.model_hash)
     )
     stored = str(inputs.database), inputs.model_hash
@@ -187,8 +192,8 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
-        (["--model", "m.json", "--time-budget", "soon"], 2, "a time is a number with s, m or h behind it"),
-        ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
+        (["--model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
+        ([], 2, "--model is missing: give the cost model that `latbench fit` makes of the table"),
         (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
         (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
         (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
@@ -208,7 +213,7 @@ def test_options_that_do_not_go_together_are_refused_before_any_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(deepsparse_environment, "refusal", lambda: None)
+    monkeypatch.setattr(deepsparse_environment, "explain_refusal", lambda: None)
     monkeypatch.chdir(tmp_path)
     given = ["--target", "2", "--table", "absent", "--database", "database", "-o", "profile.json", *options]
     monkeypatch.setattr(sys, "argv", ["latbench", "search", "digits", *given])

@@ -32,7 +32,7 @@ from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
 from search.strategies.evaluation_budget import SearchResult
-from search.strategies.run_strategy import STRATEGIES, run_strategy
+from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
@@ -423,21 +423,15 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
 def test_every_strategy_keeps_a_second_budget(strategy: str) -> None:
     # What is in the first layers is heavy: without the budget they are pruned least.
     costs = {f"fc{i}": {it: (LAYERS - i) * (1 - it.sparsity) for it in OPTIONS} for i in range(LAYERS)}
-    free = run_strategy(strategy, problem(), 2.0, Evaluator(), seed=0, evaluations=100)
+    free = run_strategy(StrategySettings(strategy, 100, 0), problem(), 2.0, Evaluator())
     used = sum(costs[name][it] for name, it in expand_choice(problem().layers, free.choice).items())
     asked = replace(problem(), second_budget=SecondBudget(costs, 0.9 * used))
-    found = run_strategy(strategy, asked, 2.0, Evaluator(), seed=0, evaluations=100, known={free.choice: "before"})
+    found = run_strategy(StrategySettings(strategy, 100, 0), asked, 2.0, Evaluator(), known={free.choice: "before"})
     assert found.trace and all(asked.keeps(one.choice, 2.0) for one in found.trace)
     assert found.loss >= free.loss
+    heavy = replace(problem(), second_budget=SecondBudget(costs, 0.1))
     with pytest.raises(Infeasible, match="that budget alone is too small"):
-        run_strategy(
-            strategy,
-            replace(problem(), second_budget=SecondBudget(costs, 0.1)),
-            2.0,
-            Evaluator(),
-            seed=0,
-            evaluations=9,
-        )
+        run_strategy(StrategySettings(strategy, 9, 0), heavy, 2.0, Evaluator())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -450,7 +444,7 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
 
 
 def test_a_first_round_that_ruins_the_model_is_not_the_last() -> None:
-    once = run_strategy("once", problem(), 2.0, Evaluator(), seed=0, evaluations=1).choice
+    once = run_strategy(StrategySettings("once", 1, 0), problem(), 2.0, Evaluator()).choice
     evaluator = Evaluator(lambda choice: math.inf if choice == once else loss(choice))
     kept = promised(problem(), evaluator, machine(1.0)[0], 2.0)
     assert kept.found.choice != once and math.isfinite(kept.found.loss)

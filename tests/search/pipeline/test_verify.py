@@ -14,7 +14,7 @@ from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from search.artifacts.profile import LayerChoice, Profile
-from search.backends import Deployment
+from search.deployment import Deployment
 from search.pipeline.verify import (
     PRUNED,
     SESSION,
@@ -105,7 +105,7 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
     timed = Timings({"torch": steady(6.0), "deepsparse": steady(3.0), PRUNED: steady(2.0)}, {})
     verdict = build_verdict(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
-        "promise missed: 1.50x (1.50-1.50x) measured on deepsparse against deepsparse, 2x promised"
+        "promise missed: 1.50x (1.50-1.50x) measured on DeepSparse against deepsparse, 2x promised"
     )
     write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]

@@ -120,7 +120,9 @@ def test_limits_may_be_set_in_steps(rng: np.random.Generator) -> None:
     at_once = p.limited(minimum={"head": 0.6}, tied=[["block.0.q", "block.1.k", "head"]])
     assert [it.name for it in steps.layers] == [it.name for it in at_once.layers]
     assert steps.solve(2.0) == at_once.solve(2.0)
-    with pytest.raises(UsageError, match=r"layer block\.0\.q and 1 tied to it is tied already, and excluded now"):
+    with pytest.raises(
+        UsageError, match=r"layer block\.0\.q and 1 tied to it is tied already: it cannot be excluded now"
+    ):
         p.limited(**stated[0]).limited(excluded=["head"])
 
 
@@ -135,13 +137,15 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.q, .*,
-        head"), ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"), ({"tied_in_each": [["*.v",
-        "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"), ({"excluded": ["tail"]}, "excluded: no layer is called
-        'tail'"), ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"), ({"fixed":
-        {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"), ({"excluded": ["*"]}, "every
-        layer is excluded"), ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed
-        names it"), (
+        ({"minimum": {"block.7.*": 0.5}}, r"minimum: no layer is called 'block.7.\*'; the model has block.0.*head"),
+        ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"),
+        ({"tied_in_each": [["*.v", "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"),
+        ({"excluded": ["tail"]}, "excluded: no layer is called 'tail'"),
+        ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"),
+        ({"fixed": {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"),
+        ({"excluded": ["*"]}, "every layer is excluded"),
+        ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed names it"),
+        (
             {"minimum": {"*": 0.75}, "maximum": {"head": 0.5}},
             "layer head must have a sparsity of at least 0.75 and of at most 0.5",
         ),
@@ -153,7 +157,7 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
         ({"fixed": {"head": "vector:8 at 0.6"}}, "the limits leave layer head no option"),
         (
             {"fixed": {"head": "nm:2:4", "block.0.q": "dense"}, "tied": [["head", "block.0.q"]]},
-            "block.0.q, head are tied, and no option",
+            "block.0.q, head are tied, and have no option",
         ),
     ],
 )  # fmt: skip
@@ -182,7 +186,7 @@ def test_limits_that_cannot_hold_are_refused_in_a_line(stated: dict, said: str, 
         ("patterns: {a: [rows]}", "rows"),
         ("excluded: a", "expected a list of names, not 'a'"),
         ("fixed: {a: dense, a: dense}", "'a' is given twice"),
-        ("fixed: {", "not readable YAML"),
+        ("fixed: {", "no YAML that can be read"),
     ],
 )
 def test_a_file_that_states_no_limits_is_refused_with_its_name(text: str, said: str, tmp_path: Path) -> None:

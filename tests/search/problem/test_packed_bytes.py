@@ -68,8 +68,8 @@ def test_layers_that_stay_dense_weigh_the_same_excluded_or_not(known: str) -> No
 
 
 def test_a_layer_whose_shape_nobody_knows_is_named() -> None:
-    with pytest.raises(UsageError, match="bytes of weights: the shape of layer b is not known"):
+    with pytest.raises(UsageError, match="bytes of weights: the shape of layer b is unknown"):
         problem().byte_budget(1e6, {"a": SHAPES["a"], "c": SHAPES["c"]})
-    with pytest.raises(UsageError, match="the shape of layer c is not known"):
+    with pytest.raises(UsageError, match="the shape of layer c is unknown"):
         p = problem().limited(excluded=["c"])
         p.byte_budget(1e6, {"a": SHAPES["a"], "b": SHAPES["b"]})

@@ -23,16 +23,22 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.pruning import pipeline
-from search.pruning.masks.bits import apply_masks
-from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.one_shot.fill_database import build_database, describe_provenance
-from search.pruning.one_shot.global_adaprune import global_adaprune
+from search.pruning import prune_model as pipeline
+from search.pruning.masks.apply_masks import apply_masks
+from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
+from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
+from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_adaprune
 from search.pruning.one_shot.stitch import stitch
-from search.pruning.storage.model_folder import FILES, beside, load_pruned, save_pruned, unshared
-from search.pruning.storage.packed_file import write_packed
+from search.pruning.storage.model_folder import (
+    FILES,
+    copy_shared_tensors,
+    list_hidden_siblings,
+    load_pruned,
+    save_pruned,
+)
+from search.pruning.storage.packed_file import save_packed
 from search.pruning.training.recipe import Recipe
-from search.pruning.training.train import Trained, train
+from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, Unstructured, VectorWise
@@ -51,7 +57,7 @@ def task() -> Task:
 def database(task: Task, tmp_path: Path) -> Database:
     model = task.model()
     filled = Database(tmp_path / "database", hash_model(model))
-    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled)
+    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled)
     return filled
 
 
@@ -81,7 +87,9 @@ def test_joint_tuning_comes_nearer_the_dense_activations_and_masks_hold(task: Ta
     masks = stitch(model, CHOICES, database)
     statistics = model.get_buffer("norm.running_mean").clone()
     rng = np.random.default_rng(0)
-    losses = global_adaprune(task, model, masks, task.calibration(), rng=rng, steps=60, learning_rate=5e-3)
+    losses = run_global_adaprune(
+        task, model, masks, task.calibration(), settings=TuningSettings(steps=60, learning_rate=5e-3), rng=rng
+    )
     assert np.mean(losses[-6:]) < 0.9 * np.mean(losses[:6])  # six batches a pass
     assert zeros_hold(model, masks)
     assert torch.equal(model.get_buffer("norm.running_mean"), statistics)
@@ -100,8 +108,13 @@ def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Ta
         pruned = model()
         masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
         apply_masks(pruned, masks)
-        return global_adaprune(
-            with_model(task, model), pruned, masks, task.calibration(), rng=np.random.default_rng(0), steps=3
+        return run_global_adaprune(
+            with_model(task, model),
+            pruned,
+            masks,
+            task.calibration(),
+            settings=TuningSettings(steps=3),
+            rng=np.random.default_rng(0),
         )
 
     assert tuned(True) == tuned(False)
@@ -117,21 +130,20 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
     pruned = model()
     masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
     apply_masks(pruned, masks)
-    global_adaprune(
+    run_global_adaprune(
         with_model(task, model),
         pruned,
         masks,
         task.calibration(),
+        settings=TuningSettings(steps=1, learning_rate=1e-3),
         rng=np.random.default_rng(0),
-        steps=1,
-        learning_rate=1e-3,
     )
     changed = (pruned.get_parameter("2.weight") - model().get_parameter("2.weight")).detach().abs().max()
     assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
 
 
 def tuned_with(
-    task: Task, make: Callable[[], nn.Module], inputs: Callable[[nn.Module, Tensor], Tensor], **options: Any
+    task: Task, make: Callable[[], nn.Module], inputs: Callable[[nn.Module, Tensor], Tensor], **settings: Any
 ) -> nn.Module:
     """A model whose layer "0" keeps half its weights, after joint tuning on made-up (9, 8) inputs."""
     batches = list(torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)))
@@ -143,7 +155,9 @@ def tuned_with(
     model = make()
     masks = {"0": torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5}
     apply_masks(model, masks)
-    global_adaprune(made, model, masks, batches, rng=np.random.default_rng(0), steps=2, **options)
+    run_global_adaprune(
+        made, model, masks, batches, TuningSettings(steps=2, **settings), rng=np.random.default_rng(0)
+    )
     assert zeros_hold(model, masks)
     return model
 
@@ -214,14 +228,16 @@ def test_joint_tuning_takes_models_that_compute_with_the_weights_of_layers(task:
     model = make()
     masks = {name: torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5 for name in ("0", "2")}
     apply_masks(model, masks)
-    global_adaprune(made, model, masks, batches, rng=np.random.default_rng(0), steps=2)
+    run_global_adaprune(made, model, masks, batches, settings=TuningSettings(steps=2), rng=np.random.default_rng(0))
     assert zeros_hold(model, masks)
 
 
 def test_joint_tuning_keeps_how_a_weight_lies(task: Task, database: Database) -> None:
     model = task.model().to(memory_format=torch.channels_last)
     masks = stitch(model, CHOICES, database)
-    global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
+    run_global_adaprune(
+        task, model, masks, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
+    )
     assert model.get_parameter("conv.weight").is_contiguous(memory_format=torch.channels_last)
 
 
@@ -241,7 +257,10 @@ def test_joint_tuning_follows_the_first_of_what_a_layer_returns(task: Task) -> N
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
     model = task.model()
     rng = np.random.default_rng(0)
-    assert global_adaprune(task, model, {}, task.calibration(), rng=rng, steps=2) == [0.0, 0.0]
+    assert run_global_adaprune(task, model, {}, task.calibration(), settings=TuningSettings(steps=2), rng=rng) == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> None:
@@ -249,7 +268,9 @@ def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> 
     with torch.no_grad():
         model.get_parameter("fc.bias")[0] = torch.inf
     with pytest.raises(BadData, match="layer fc: its outputs"):
-        global_adaprune(task, model, {}, task.calibration(), rng=np.random.default_rng(0), steps=1)
+        run_global_adaprune(
+            task, model, {}, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
+        )
 
 
 def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: Database) -> None:
@@ -257,13 +278,15 @@ def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: 
     masks = stitch(model, CHOICES, database)
     model.get_parameter("fc.bias").register_hook(lambda gradient: gradient * torch.nan)
     with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: prune with --no-global"):
-        global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
+        run_global_adaprune(
+            task, model, masks, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
+        )
 
 
 def test_tuned_batch_norms_have_the_statistics_of_the_calibration_data(task: Task) -> None:
     model = task.model()
     norm = model.get_submodule("norm")
-    assert batchnorms(model) == [norm]
+    assert list_batchnorms(model) == [norm]
     tune_batchnorm(task, model, task.calibration())
     outputs = [model.get_submodule("conv")(images).detach() for images, _ in task.calibration()]
     means = torch.stack([y.mean(dim=(0, 2, 3)) for y in outputs]).mean(dim=0)
@@ -285,7 +308,7 @@ def test_batch_norms_are_tuned_where_that_lowers_the_loss_and_else_as_they_were(
         return -moved if better else moved
 
     judged = replace(task, implementation=SimpleNamespace(loss=loss))
-    found = pipeline._with_norms(judged, model, task.calibration())
+    found = pipeline._tune_norms(judged, model, task.calibration())
     assert (found < 0) == better
     for name, buffer in model.get_submodule("norm").named_buffers():
         assert torch.equal(buffer, old[name]) != better
@@ -298,7 +321,7 @@ def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
     before = copy.deepcopy(model.state_dict())
     judged = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).square().sum()))
     batches = [torch.ones(1, 8)]
-    assert pipeline._with_norms(judged, model, batches) == pipeline.calibration_loss(judged, model, batches)
+    assert pipeline._tune_norms(judged, model, batches) == pipeline.compute_calibration_loss(judged, model, batches)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not model.training
 
@@ -306,8 +329,10 @@ def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
 def test_a_frozen_model_cannot_be_trained_and_is_refused_before_any_work(task: Task, database: Database) -> None:
     frozen = with_model(task, lambda: task.implementation.model().requires_grad_(False))
     with pytest.raises(UsageError, match="task tiny: no parameter of its model requires a gradient"):
-        pipeline.prune(frozen, profile_of(task, CHOICES), database, recipe=Recipe())
-    assert pipeline.prune(frozen, profile_of(task, CHOICES), database).kept.name == "one-shot"
+        pipeline.prune_model(
+            frozen, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(recipe=Recipe())
+        )
+    assert pipeline.prune_model(frozen, profile_of(task, CHOICES), database).selected.name == "one-shot"
 
 
 TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
@@ -315,27 +340,33 @@ TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (
 
 def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
     model = task.model()
-    before = pipeline.calibration_loss(task, model, task.calibration())
+    before = pipeline.compute_calibration_loss(task, model, task.calibration())
     trained = train(task, model, TARGETS, Recipe(method="gmp", steps=40, learning_rate=1e-2))
     assert zeros_hold(model, trained.masks)
     assert set(trained.masks) == {"conv", "fc"}
     assert trained.masks["conv"].sum() == 8 * 54 / 4
-    assert pipeline.calibration_loss(task, model, task.calibration()) < before
+    assert pipeline.compute_calibration_loss(task, model, task.calibration()) < before
 
 
 def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
     profile = profile_of(task, CHOICES)
     result, again = (
-        pipeline.prune(task, profile, database, seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)) for _ in range(2)
+        pipeline.prune_model(
+            task,
+            profile,
+            database,
+            settings=pipeline.PruneSettings(seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)),
+        )
+        for _ in range(2)
     )
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global", "gmp"]
-    assert result.kept.loss == min(stage.loss for stage in result.stages[1:])
-    assert result.kept.loss == pipeline.calibration_loss(task, result.model, task.calibration())
-    assert result.kept.score == task.score(result.model)
+    assert result.selected.loss == min(stage.loss for stage in result.stages[1:])
+    assert result.selected.loss == pipeline.compute_calibration_loss(task, result.model, task.calibration())
+    assert result.selected.score == task.score(result.model)
     assert zeros_hold(result.model, dict(result.masks))
     assert again.stages == result.stages
     assert hash_model(again.model) == hash_model(result.model)
-    alone = pipeline.prune(task, profile, database, joint=False)
+    alone = pipeline.prune_model(task, profile, database, settings=pipeline.PruneSettings(joint=False))
     assert alone.stages == result.stages[:2]
 
 
@@ -357,7 +388,9 @@ def test_one_shot_pruning_holds_the_weights_once(task: Task, database: Database)
     watched = replace(
         task, implementation=SimpleNamespace(**{**vars(task.implementation), "model": model, "loss": loss})
     )
-    result = pipeline.prune(watched, profile_of(task, CHOICES), database, joint=False)
+    result = pipeline.prune_model(
+        watched, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(joint=False)
+    )
     assert [reference() for reference in models] == [result.model]
     assert most == 1
 
@@ -369,11 +402,13 @@ def test_joint_tuning_that_does_harm_is_undone(
         with torch.no_grad():
             model.get_parameter("head.bias")[0] += 50  # always the same answer
 
-    alone = pipeline.prune(task, profile_of(task, CHOICES), database, joint=False)
-    monkeypatch.setattr(pipeline, "global_adaprune", harm)
-    result = pipeline.prune(task, profile_of(task, CHOICES), database)
+    alone = pipeline.prune_model(
+        task, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(joint=False)
+    )
+    monkeypatch.setattr(pipeline, "run_global_adaprune", harm)
+    result = pipeline.prune_model(task, profile_of(task, CHOICES), database)
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global"]
-    assert result.kept.name == "one-shot" and result.kept.loss == alone.kept.loss
+    assert result.selected.name == "one-shot" and result.selected.loss == alone.selected.loss
     assert hash_model(result.model) == hash_model(alone.model)
 
 
@@ -388,7 +423,9 @@ def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, 
         return task.implementation.loss(net, batch)
 
     watched = replace(task, implementation=SimpleNamespace(**{**vars(task.implementation), "loss": loss}))
-    global_adaprune(watched, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=2)
+    run_global_adaprune(
+        watched, model, masks, task.calibration(), settings=TuningSettings(steps=2), rng=np.random.default_rng(0)
+    )
     dense = task.model()
     biases = {
         name: sum(p.numel() for part, p in dense.get_submodule(name).named_parameters() if part == "bias")
@@ -404,7 +441,7 @@ def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, 
 def test_only_tensors_that_share_memory_are_copied_to_be_saved() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    found = unshared(model.state_dict())
+    found = copy_shared_tensors(model.state_dict())
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
     own = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert [name for name in found if found[name].data_ptr() != own[name]] == ["1.weight"]
@@ -416,19 +453,21 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     """Shfl-BW's row groups are found by a heuristic: drawn anew from other weights they would be others."""
     choices = {"conv": ("shflbw:4", 0.5), "fc": ("vector:4", 0.75)}
     built = Database(tmp_path, hash_model(task.model()))
-    build_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
+    fill_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
     profile = profile_of(task, choices)
-    one_shot = hash_model(pipeline.prune(task, profile, built, joint=False).model)
+    one_shot = hash_model(
+        pipeline.prune_model(task, profile, built, settings=pipeline.PruneSettings(joint=False)).model
+    )
     started: list[str] = []
 
-    def seen(task: Task, model: nn.Module, *args: Any, **kwargs: Any) -> Trained:
+    def seen(task: Task, model: nn.Module, *args: Any, **kwargs: Any) -> TrainingResult:
         started.append(hash_model(model))
         return train(task, model, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "train", seen)
     held = Recipe(method="held", start="one_shot", steps=40, learning_rate=1e-2, weight_decay=0.1)
-    result = pipeline.prune(task, profile, built, joint=False, recipe=held)
-    assert result.kept.name == "held"
+    result = pipeline.prune_model(task, profile, built, settings=pipeline.PruneSettings(joint=False, recipe=held))
+    assert result.selected.name == "held"
     assert zeros_hold(result.model, dict(result.masks))
     for layer, choice in choices.items():
         assert torch.equal(result.masks[layer], built.get(layer, *choice).mask)
@@ -458,23 +497,23 @@ def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
     members = {name: it for name, it in vars(task.implementation).items() if name != missing}
     monkeypatch.setattr(pipeline, "stitch", lambda *_: pytest.fail("work was done"))
     with pytest.raises(UsageError, match=sentence):
-        pipeline.prune(
+        pipeline.prune_model(
             replace(task, implementation=SimpleNamespace(**members)), profile_of(task, CHOICES), database,
-            recipe=recipe,
+            pipeline.PruneSettings(recipe=recipe),
         )  # fmt: skip
 
 
 def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, database: Database) -> None:
     with pytest.raises(BadData, match=r"of another model .*layer conv9, .* has no such layer"):
-        pipeline.prune(task, profile_of(task, {"conv9": ("dense", 0.0)}), database)
+        pipeline.prune_model(task, profile_of(task, {"conv9": ("dense", 0.0)}), database)
     with pytest.raises(BadData, match=r"layer norm, .*BatchNorm2d has no sparse kernel"):
-        pipeline.prune(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
+        pipeline.prune_model(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
     with pytest.raises(BadData, match=r"model with other weights .0000"):
-        pipeline.prune(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
+        pipeline.prune_model(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
     with pytest.raises(
         BadData, match=r"cannot be followed: layer conv: nm:2:4 needs input channels in multiples of 4"
     ):
-        pipeline.prune(task, profile_of(task, {"conv": ("nm:2:4", 0.5)}), database)
+        pipeline.prune_model(task, profile_of(task, {"conv": ("nm:2:4", 0.5)}), database)
 
 
 def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Database, tmp_path: Path) -> None:
@@ -556,8 +595,8 @@ def test_a_folder_whose_name_goes_on_is_another_one(tmp_path: Path) -> None:
     names = [".a.0123456789abcdef.training", ".a.b.0123456789abcdef.training", ".a.17.tmp", ".a.b.17.tmp"]
     for name in names:
         (tmp_path / name).touch()
-    assert [path.name for path in beside(tmp_path / "a", r"\d+\.tmp")] == [".a.17.tmp"]
-    assert [path.name for path in beside(tmp_path / "a", r"[0-9a-f]{16}\.training")] == [names[0]]
+    assert [path.name for path in list_hidden_siblings(tmp_path / "a", r"\d+\.tmp")] == [".a.17.tmp"]
+    assert [path.name for path in list_hidden_siblings(tmp_path / "a", r"[0-9a-f]{16}\.training")] == [names[0]]
 
 
 def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tmp_path: Path) -> None:
@@ -565,7 +604,7 @@ def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tm
     dying = (
         "import os, signal, search.pruning.storage.model_folder as folder\n"
         "from pathlib import Path\n"
-        "folder.layer_facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "folder.describe_layers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from latbench.cli.commands.prune import prune\n"
         f"prune({str(TASK)!r}, Path('profile.json'), Path('database'), Path('pruned'), joint=False)\n"
     )
@@ -613,15 +652,15 @@ def test_another_database_or_another_task_is_pruned_anew(
     model = task.model()
 
     def run(method: str) -> str:
-        filled = Database(tmp_path / method, hash_model(model), describe_provenance(task, method))
-        build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
+        filled = Database(tmp_path / method, hash_model(model), hash_pruning_inputs(task, method))
+        fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
         prune_command(str(mine), profile, filled.folder, pruned, joint=False)
         return capsys.readouterr().out
 
     for method in ("magnitude", "obs"):
         assert "pruned is written" in run(method)
         assert f"layers pruned by {method};" in run(method)
-        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == describe_provenance(task, method)
+        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == hash_pruning_inputs(task, method)
     assert "pruned is up to date" in run("obs")
     mine.write_text(TASK.read_text().replace("rng.integers(1000)", "rng.integers(2000)"))  # other training data
     assert "pruned is written" in run("obs")
@@ -650,5 +689,5 @@ def test_what_killed_writers_of_packed_weights_left_goes_and_nothing_else(
     names = [f".{name}.{NOBODY}.x_1.tmp" for name in ("packed.safetensors", "manifest.json", "thesis.tex")]
     for name in names:
         (pruned / name).write_bytes(b"half")
-    write_packed(pruned)
+    save_packed(pruned)
     assert [path.name for path in pruned.glob(".*")] == [names[-1]]

@@ -46,7 +46,7 @@ def search(rng: np.random.Generator, allowed: int = 10_000, budget: float = BUDG
     evaluations = EvaluationBudget(Judge(), allowed)
     with contextlib.suppress(BudgetExhausted):
         run_spdy_search(evaluations, within(SECONDS, budget), PRIOR, rng, **options)
-    return evaluations.found
+    return evaluations.result
 
 
 def as_published(rng: np.random.Generator, draws: int, trials: int) -> tuple[Choice, float]:
@@ -116,7 +116,7 @@ def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
 def test_one_layer_is_enough(rng: np.random.Generator) -> None:
     evaluations = EvaluationBudget(Judge(), 5)
     run_spdy_search(evaluations, within([np.array([2.0, 1.0])], 1.5), [np.array([0.0, 1.0])], rng)
-    assert evaluations.found.choice == (1,)
+    assert evaluations.result.choice == (1,)
 
 
 def test_the_published_prior() -> None:
@@ -131,4 +131,4 @@ def test_a_loss_that_is_infinite_never_wins(rng: np.random.Generator) -> None:
     evaluations = EvaluationBudget(Judge(lambda choice: math.inf if choice[0] == first[0] else 1.0), 300)
     with contextlib.suppress(BudgetExhausted):
         run_spdy_search(evaluations, within(SECONDS, BUDGET), PRIOR, rng, draws=20, trials=5)
-    assert evaluations.found.loss == 1.0
+    assert evaluations.result.loss == 1.0

@@ -60,7 +60,7 @@ def search(judge: Judge, seed: int = 0, allowed: int = 60, **options: Sequence[C
     evaluations = EvaluationBudget(judge, allowed)
     with contextlib.suppress(BudgetExhausted):
         run_staged_search(evaluations, SOLVER, PRIORS, np.random.default_rng(seed), **options)
-    return evaluations.found
+    return evaluations.result
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -72,7 +72,7 @@ def test_it_comes_near_the_optimum_in_a_few_evaluations(seed: int) -> None:
     published = EvaluationBudget(Judge(), 60)
     with contextlib.suppress(BudgetExhausted):
         run_spdy_search(published, SOLVER, ERRORS, np.random.default_rng(seed))
-    assert found.loss <= published.found.loss
+    assert found.loss <= published.result.loss
 
 
 def test_only_what_few_batches_like_is_judged_by_all_and_parts_count_as_their_share() -> None:
@@ -146,7 +146,7 @@ def test_small_problems_end_by_themselves(
     evaluations = EvaluationBudget(Judge(lambda choice: 1.0), 1000)
     priors = build_layer_priors(errors, errors)
     run_staged_search(evaluations, within(seconds, 3.0 if len(seconds) > 1 else 1.5), priors, rng)
-    assert evaluations.found.choice == expected
+    assert evaluations.result.choice == expected
 
 
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
@@ -200,7 +200,7 @@ def test_what_measured_errors_hide_is_found() -> None:
     with contextlib.suppress(BudgetExhausted):
         run_staged_search(evaluations, SOLVER, priors, np.random.default_rng(0))
     assert sensitive(solve(SECONDS, errors, BUDGET).choice) > 3 * min(map(sensitive, PROFILES))
-    assert evaluations.found.loss < 1.05 * min(map(sensitive, PROFILES))
+    assert evaluations.result.loss < 1.05 * min(map(sensitive, PROFILES))
 
 
 # The account -------------------------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def test_what_is_asked_is_paid_once_and_in_parts() -> None:
     assert evaluations.losses([(0,), (1,), (0,)], 1) == judge.losses([(0,), (1,), (0,)], 1)
     evaluations.losses([(0,)], found_by="staged")
     evaluations.losses([(0,)], 2)
-    assert evaluations.found.spent == 1.25
+    assert evaluations.result.spent == 1.25
     with pytest.raises(BudgetExhausted):
         evaluations.losses([(2,), (3,)], 2)
     assert evaluations.known == {(0,): 4, (1,): 1, (2,): 2}
-    assert [one.choice for one in evaluations.found.trace] == [(0,)]
+    assert [one.choice for one in evaluations.result.trace] == [(0,)]
 
 
 def test_time_ends_a_search_but_not_before_it_has_a_result() -> None:
@@ -225,7 +225,7 @@ def test_time_ends_a_search_but_not_before_it_has_a_result() -> None:
     evaluations.losses([(1,)], found_by="staged")
     with pytest.raises(BudgetExhausted):
         evaluations.losses([(2,)], 1)
-    assert evaluations.found.out_of_time
+    assert evaluations.result.out_of_time
     assert (2,) not in evaluations.known
 
 
@@ -234,7 +234,7 @@ def test_time_is_watched_within_a_long_list() -> None:
     evaluations = EvaluationBudget(Judge(), 100, deadline=1.0, clock=lambda: float(next(moments)))
     with pytest.raises(BudgetExhausted):
         evaluations.losses([(i,) for i in range(50)], found_by="spdy")
-    assert len(evaluations.found.trace) == 2 * EVALUATED_TOGETHER
+    assert len(evaluations.result.trace) == 2 * EVALUATED_TOGETHER
 
 
 def test_a_search_needs_an_evaluation() -> None:
@@ -245,7 +245,7 @@ def test_a_search_needs_an_evaluation() -> None:
 def test_what_is_spent_is_told_with_the_least_loss() -> None:
     told: list[tuple[float, float]] = []
     evaluations = EvaluationBudget(
-        Judge(lambda choice: 1.0 + choice[0], (1.0,)), 9, tell=lambda *now: told.append(now)
+        Judge(lambda choice: 1.0 + choice[0], (1.0,)), 9, report=lambda *now: told.append(now)
     )
     for choice in [(2,), (0,), (1,)]:
         evaluations.losses([choice], found_by="spdy")

@@ -16,7 +16,7 @@ from search.whole_model.end_to_end import (
     EXTRA_BUILDS,
     MAX_BURST_TRIES,
     MAX_ROUND_FACTOR,
-    ModelEngine,
+    EngineBuilder,
     RoundSchedule,
     time_engines,
 )
@@ -65,10 +65,10 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     path = tmp_path / "engines.py"
     path.write_text(ENGINES)
     engines = {
-        "slow": ModelEngine("a", f"{path}:sleeper", (0.04,)),
-        "fast": ModelEngine("b", f"{path}:sleeper", (0.01,)),
-        "other": ModelEngine("b", f"{path}:sleeper", (0.02,)),
-        "absent": ModelEngine("c", f"{path}:broken", ()),
+        "slow": EngineBuilder("a", f"{path}:sleeper", (0.04,)),
+        "fast": EngineBuilder("b", f"{path}:sleeper", (0.01,)),
+        "other": EngineBuilder("b", f"{path}:sleeper", (0.02,)),
+        "absent": EngineBuilder("c", f"{path}:broken", ()),
     }
     told: list[tuple[str, int | None, int | None]] = []
     timings = time_engines(
@@ -94,7 +94,7 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
 def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(ENGINES)
     engines = {
-        name: ModelEngine(worker, f"{tmp_path / 'engines.py'}:traced", (str(tmp_path / name),))
+        name: EngineBuilder(worker, f"{tmp_path / 'engines.py'}:traced", (str(tmp_path / name),))
         for name, worker in (("one", "a"), ("two", "b"), ("three", "b"))
     }
     timings = time_engines(engines, threads=1, required=["one"], schedule=RoundSchedule(3, 3, 0.01))
@@ -204,7 +204,7 @@ def test_engines_are_built_again_in_place_of_a_disturbed_building(
     monkeypatch.setattr(Busy, "disturbed", disturbed)
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
-    engines = {name: ModelEngine("a", name, ()) for name in ("4.0", "3.0")}
+    engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "3.0")}
     timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(3, 9))
     assert set(timings.builds) == counted
     assert timings.seconds("4.0", 0.9).value == (8.0 if disturbed == (1, 2, 3) else 4.0)
@@ -217,7 +217,7 @@ def test_a_machine_of_another_pace_is_waited_for_during_one_building(
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
     timings = time_engines(
-        {"4.0": ModelEngine("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(rounds=9), known=known
+        {"4.0": EngineBuilder("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(rounds=9), known=known
     )
     assert set(timings.builds) == {1, 2, 3}
     assert len(timings.builds) == rounds  # three a building, and three times as many in the one that waits
@@ -245,7 +245,7 @@ def test_bursts_from_when_cores_were_apart_are_taken_again(
     monkeypatch.setattr(Moving, "bursts", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Moving)
     monkeypatch.setattr("search.whole_model.end_to_end.CorePlacement.apart", lambda self: apart(Moving.bursts))
-    engines = {name: ModelEngine(name, name, ()) for name in ("4.0", "3.0")}
+    engines = {name: EngineBuilder(name, name, ()) for name in ("4.0", "3.0")}
     timings = time_engines(engines, threads=2, required=[], schedule=RoundSchedule(1, 6))
     pace = 2 if slow else 1
     for name in engines:
@@ -269,7 +269,7 @@ def test_engines_take_turns_in_each_round_in_another_order(monkeypatch: pytest.M
     monkeypatch.setattr(Told, "turns", [])
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Told)
     names = ["4.0", "3.0", "2.0", "1.0"]
-    engines = {name: ModelEngine("a", name, ()) for name in names}
+    engines = {name: EngineBuilder("a", name, ()) for name in names}
     timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(2, 12))
     rounds = [Told.turns[i : i + len(names)] for i in range(0, len(Told.turns), len(names))]
     assert len(rounds) == len(timings.builds) == 12
@@ -290,7 +290,7 @@ class Failing(Busy):
 def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Failing)
-    engines = {name: ModelEngine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
+    engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "5.0", "3.0")}
     timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 9))
     assert (list(timings.blocks), set(timings.builds)) == (["4.0", "3.0"], {1, 2, 3})
     assert timings.left_out == {"5.0": "killed by signal 11"}
@@ -320,7 +320,7 @@ def test_an_engine_that_dies_while_it_is_timed_is_left_out_and_its_building_begi
 ) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Dying)
-    engines = {name: ModelEngine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
+    engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "5.0", "3.0")}
     timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 9))
     assert Busy.buildings == 4
     assert list(timings.blocks) == ["4.0", "3.0"] and timings.left_out == {"5.0": "killed by signal 11"}

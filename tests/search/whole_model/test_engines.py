@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from latbench.backends import openvino
+from latbench.backends.cpu import openvino
 from search.problem.layers import DENSE
-from search.pruning.storage.model_folder import in_precision
+from search.pruning.storage.model_folder import set_precision
 from search.whole_model.model_engines import (
     build_dense_numba_bf16,
     build_dense_openvino_bf16,
@@ -102,10 +102,10 @@ CHOICES = {"conv": ("vector:4", 0.5), "fc": ("vector:8", 0.5)}
 def test_in_bfloat16_layers_are_whose_rows_share_columns() -> None:
     patterns = [Dense(), VectorWise(8), ShflBW(4), BlockWise(4, 4), VectorWise(1), Unstructured(), NM(2, 4)]
     choices = {str(pattern): LayerPattern(pattern) for pattern in patterns}
-    found = [choice.precision for choice in in_precision(choices, "numba-bf16").values()]
+    found = [choice.precision for choice in set_precision(choices, "numba-bf16").values()]
     assert found == ["bfloat16"] * 4 + ["float32"] * 3
-    assert in_precision(choices, "numba") == in_precision(choices, "deepsparse") == choices
-    assert in_precision(in_precision(choices, "numba-bf16"), "numba") == choices
+    assert set_precision(choices, "numba") == set_precision(choices, "deepsparse") == choices
+    assert set_precision(set_precision(choices, "numba-bf16"), "numba") == choices
 
 
 def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None:

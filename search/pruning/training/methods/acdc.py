@@ -1,4 +1,4 @@
-"""AC/DC: phases under a mask and dense phases take turns (Peste et al. 2021); training ends under a mask.
+"""AC/DC: compressed phases under a mask and dense phases alternate (Peste et al. 2021); the last phase is compressed.
 
 A mask is drawn from the weights at the start of each compressed phase and holds through it. In a dense phase all
 weights train, the dropped ones from zero, and the layers' momentum starts from zero. The defaults are the paper's for
@@ -11,13 +11,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from latbench.errors import UsageError
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.pruner import DENSE, Pruner, Stage, When
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.pruner import DENSE, Moment, Pruner, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ACDC(Pruner):
-    """Lengths of phases as shares of all steps; `period` is that of one compressed, and of one dense phase."""
+    """AC/DC; lengths of phases are shares of all steps.
+
+    Parameters
+    ----------
+    warmup : float
+        First dense phase.
+    period : float
+        Each compressed phase, and each dense one.
+    last_dense : float
+        Last dense phase.
+    final : float
+        Last compressed phase.
+    score : Score
+        How much each weight matters.
+    """
 
     warmup: float = 0.10
     period: float = 0.05
@@ -31,30 +45,30 @@ class ACDC(Pruner):
             raise UsageError("AC/DC's first, last dense and final phases take more than all steps")
 
     def phases(self, total: int) -> list[tuple[int, bool]]:
-        """(first step, compressed) of each phase, in order; two in a row are never alike."""
+        """Return the first step of each phase in order, and whether it is compressed; phases alternate."""
         last_dense = 1 - self.final - self.last_dense
-        found = [(0, False)]
+        starts = [(0, False)]
         turns = 0
         while (start := self.warmup + turns * self.period) < last_dense - 1e-9:
-            found.append((round(start * total), turns % 2 == 0))
+            starts.append((round(start * total), turns % 2 == 0))
             turns += 1
-        found += [(round(last_dense * total), False), (round((1 - self.final) * total), True)]
+        starts += [(round(last_dense * total), False), (round((1 - self.final) * total), True)]
         merged: list[tuple[int, bool]] = []
-        for start, compressed in found:
-            if merged and merged[-1][0] == start:  # a phase of no steps
+        for start, compressed in starts:
+            if merged and merged[-1][0] == start:  # a phase without steps
                 merged.pop()
             if not merged or merged[-1][1] != compressed:
                 merged.append((start, compressed))
         return merged
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """Of the phase that this step is in."""
-        phases = self.phases(when.total)
-        start, compressed = [phase for phase in phases if phase[0] <= when.step][-1]
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the stage of the current phase."""
+        phases = self.phases(moment.total)
+        start, compressed = [phase for phase in phases if phase[0] <= moment.step][-1]
         if compressed:
-            return Stage(target, fixed=True, last=start == phases[-1][0])
-        return Stage(forget=True) if start > 0 and when.step == start else DENSE
+            return Stage(target, fixed_mask=True, last_mask=start == phases[-1][0])
+        return Stage(reset_momentum=True) if start > 0 and moment.step == start else DENSE
 
-    def changes(self, target: Target, when: When) -> Iterable[int]:
-        """Where phases begin."""
-        return (start for start, _ in self.phases(when.total))
+    def list_stage_starts(self, target: LayerTarget, moment: Moment) -> Iterable[int]:
+        """Return the starts of phases."""
+        return (start for start, _ in self.phases(moment.total))

@@ -1,11 +1,12 @@
-"""Given masks are kept while the model trains on: fine-tuning after one-shot pruning, whatever the optimizer does.
+"""Given masks hold while the model trains: fine-tuning after one-shot pruning, with any optimizer.
 
     model, choices = load_pruned(folder, task.model())
-    pruner = Held(given={name: choice.mask for name, choice in choices.items() if choice.mask is not None})
+    masks = {name: choice.mask for name, choice in choices.items() if choice.mask is not None}
+    pruner = FixedMask(given_masks=masks)
     pruner.prepare(model, profile, total_steps=...)
 
-Masks cannot be read off the weights: a kept one may be zero, and Shfl-BW's row groups are found by a heuristic, which
-drawing anew would run again.
+Weights do not define their masks: a kept weight may be zero. Drawing again would also repeat the heuristic that finds
+the row groups of Shfl-BW.
 """
 
 from __future__ import annotations
@@ -20,46 +21,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.pruner import Layer, Pruner, Stage, When
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.pruner import Moment, PrunedLayer, Pruner, Stage
 from sparse_kernels.nn import as_matrix
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held(Pruner):
-    """`given` is {layer: mask (m, k), True = kept}, of exactly the layers that `prepare` is told to prune."""
+class FixedMask(Pruner):
+    """Training under given masks.
 
-    given: Mapping[str, Tensor | NDArray[np.bool_]] = field(default_factory=dict, repr=False)
+    Parameters
+    ----------
+    given_masks : mapping of str to bool Tensor or ndarray of shape (m, k)
+        Masks of exactly the layers to prune; True marks a kept weight.
+    """
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """The mask, from the first step on."""
-        return Stage(target, fixed=True, last=True)
+    given_masks: Mapping[str, Tensor | NDArray[np.bool_]] = field(default_factory=dict, repr=False)
 
-    def changes(self, target: Target, when: When) -> Iterable[int]:
-        """None."""
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the masked stage, from the first step on."""
+        return Stage(target, fixed_mask=True, last_mask=True)
+
+    def list_stage_starts(self, target: LayerTarget, moment: Moment) -> Iterable[int]:
+        """Return no step: there is one stage."""
         return ()
 
     def start(self) -> None:
-        """Refuse masks that are missing, left over or of another shape."""
+        """Raise UsageError for masks that are missing, left over or of another shape."""
         layers = self.state.layers
-        if extra := [name for name in self.given if name not in layers]:
+        if extra := [name for name in self.given_masks if name not in layers]:
             raise UsageError(f"layer {extra[0]}: a mask is given for it, but no target: it would not be held")
         for name, layer in layers.items():
-            if name not in self.given:
+            if name not in self.given_masks:
                 raise UsageError(f"layer {name}: no mask is given for it, and `held` draws none")
-            mask, weight = self.given[name], as_matrix(layer.weight)
+            mask, weight = self.given_masks[name], as_matrix(layer.weight)
             if mask.dtype not in (torch.bool, np.bool_) or tuple(mask.shape) != tuple(weight.shape):
                 raise UsageError(
                     f"layer {name}: its mask must be bool {tuple(weight.shape)}, not {mask.dtype} {tuple(mask.shape)}"
                 )
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """As any pruner's; raises BadData also where the checkpoint holds other masks than the given ones."""
+        """Raise BadData as any pruner, and if the checkpoint holds other masks than the given ones."""
         super().check_state(state)
-        for name, given in self.given.items():
+        for name, given in self.given_masks.items():
             if not torch.equal(as_matrix(state["layers"][name]["mask"]).cpu(), torch.as_tensor(given).cpu()):
                 raise BadData(f"layer {name}: the checkpoint has another mask than the given one")
 
-    def draw(self, layer: Layer, target: Target) -> Tensor:
-        """The given mask."""
-        return torch.as_tensor(self.given[layer.name], device=layer.weight.device)
+    def draw(self, layer: PrunedLayer, target: LayerTarget) -> Tensor:
+        """Return the given mask."""
+        return torch.as_tensor(self.given_masks[layer.name], device=layer.weight.device)

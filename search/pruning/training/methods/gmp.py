@@ -1,8 +1,8 @@
-"""Gradual magnitude pruning (Zhu & Gupta 2017): sparsity rises along a cubic while the model trains.
+"""Gradual magnitude pruning (Zhu & Gupta 2017): the sparsity rises along a cubic curve while the model trains.
 
-s(t) = final + (initial - final) (1 - (t - begin)/(end - begin))^3, dense before `begin` and exactly `final` from
-`end` on. Masks are drawn anew among the surviving weights at every update, so what is pruned stays pruned as far as
-the pattern allows. N:M patterns have one sparsity: their N falls step by step.
+s(t) = final + (initial - final) (1 - (t - begin)/(end - begin))^3; dense before `begin`, and exactly `final` from
+`end` on. Every update draws the mask among the remaining weights, so pruned weights stay pruned as far as the pattern
+allows. An N:M pattern has one sparsity: its N falls step by step.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from latbench.errors import UsageError
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.pruner import DENSE, Pruner, Stage, When
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.pruner import DENSE, Moment, Pruner, Stage
 from sparse_kernels.patterns import NM, VectorNM
 
 
-def cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float = 0.0) -> float:
-    """The sparsity after `step` optimizer steps: `initial` up to `begin`, exactly `final` from `end` on."""
+def compute_cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float = 0.0) -> float:
+    """Return the sparsity after `step` optimizer steps: `initial` until `begin`, and exactly `final` from `end`."""
     if step >= end:
         return final
     if step <= begin:
@@ -28,7 +28,19 @@ def cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GMP(Pruner):
-    """From `begin` to `end`, as shares of all steps, masks are updated `updates` times at even distances."""
+    """Gradual magnitude pruning.
+
+    Parameters
+    ----------
+    begin, end : float
+        First and last update of the masks, as shares of all steps.
+    updates : int
+        Number of updates, at equal distances.
+    initial : float
+        Sparsity of the first update.
+    score : Score
+        How much each weight matters.
+    """
 
     begin: float = 0.0
     end: float = 0.5
@@ -43,25 +55,27 @@ class GMP(Pruner):
         if not 0 <= self.initial < 1:
             raise UsageError(f"the initial sparsity lies in [0, 1), not at {self.initial}")
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """The target of the latest update."""
-        begin, end = round(self.begin * when.total), round(self.end * when.total)
-        if when.step >= end:
-            return Stage(target, fixed=True, last=True)
-        # The update that came last: number u of `updates` is due u/updates of the way.
-        update = max(0, when.step - begin) * self.updates // max(1, end - begin)
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the stage of the latest update."""
+        begin, end = round(self.begin * moment.total), round(self.end * moment.total)
+        if moment.step >= end:
+            return Stage(target, fixed_mask=True, last_mask=True)
+        # Update number u of `updates` is due at the share u/updates of the interval.
+        update = max(0, moment.step - begin) * self.updates // max(1, end - begin)
         due = begin + -(-update * (end - begin) // self.updates)
-        now = on_the_way(target, cubic_sparsity(due, begin, end, target.sparsity, min(self.initial, target.sparsity)))
-        return DENSE if now is None or when.step < begin else Stage(now, fixed=True)
+        current = build_intermediate_target(
+            target, compute_cubic_sparsity(due, begin, end, target.sparsity, min(self.initial, target.sparsity))
+        )
+        return DENSE if current is None or moment.step < begin else Stage(current, fixed_mask=True)
 
-    def changes(self, target: Target, when: When) -> Iterable[int]:
-        """The updates, and the end of them."""
-        begin, end = round(self.begin * when.total), round(self.end * when.total)
+    def list_stage_starts(self, target: LayerTarget, moment: Moment) -> Iterable[int]:
+        """Return the steps of the updates."""
+        begin, end = round(self.begin * moment.total), round(self.end * moment.total)
         return (begin + -(-update * (end - begin) // self.updates) for update in range(self.updates + 1))
 
 
-def on_the_way(target: Target, sparsity: float) -> Target | None:
-    """The target at an intermediate sparsity, at most its own; None while that is dense."""
+def build_intermediate_target(target: LayerTarget, sparsity: float) -> LayerTarget | None:
+    """Return the target at an intermediate sparsity, at most its own; None for a dense one."""
     if sparsity >= target.sparsity:
         return target
     if not isinstance(target.pattern, NM | VectorNM):

@@ -1,11 +1,12 @@
 """Mask decay: dropped weights fade out of the forward (Kao et al. 2022; Bambhaniya et al. 2024).
 
-W~ = W (m + D (1 - m)), m the mask of the dense W, drawn anew from it. Three phases: dense (D = 1); decay, whose clock
-t starts at its first step, with D = max(1 - rate t, 0) or D = exp(-rate t); and the last, with D = 0 whatever the
-rate.
+The forward uses W~ = W (m + D (1 - m)). The mask m is drawn from the dense W again and again. There are three phases.
+D is 1 in the dense phase. In the decay phase D = max(1 - rate t, 0) or D = exp(-rate t), where t counts from the
+phase's first step. In the final phase D is 0, whatever the rate.
 
-The authors' two codes differ in the backward. "scaled" is the derivative: a dropped weight gets D of the gradient,
-less and less of it. "straight_through" gives it all. On vectors, blocks and Shfl-BW groups whole units fade.
+The authors' two implementations differ in the backward. "scaled" is the derivative: a dropped weight gets the share D
+of the gradient. "straight_through" gives it all of the gradient. For vectors, blocks and Shfl-BW groups whole units
+fade.
 """
 
 from __future__ import annotations
@@ -17,20 +18,33 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from latbench.errors import UsageError
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.phases import check_decay, phase_bounds
-from search.pruning.training.pruner import DENSE, Pruner, Stage, When
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.phases import check_decay, find_phase_bounds
+from search.pruning.training.pruner import DENSE, Moment, Pruner, Stage
 
 SHAPES = ("linear", "exponential")
-FAINT = 0.01  # where an exponential decay without a rate of its own ends
+FAINT = 0.01  # the last D of an exponential decay without a rate
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskDecay(Pruner):
-    """`dense` and `final` are the first and last phase, as shares of all steps.
+    """Mask decay.
 
-    `rate` is the loss of D a step (linear), or of its logarithm (exponential); without one a linear D reaches 0 with
-    the end of its phase, an exponential one 0.01. Masks are drawn every `every` steps.
+    Parameters
+    ----------
+    shape : {"linear", "exponential"}
+        Curve of D.
+    rate : float or None
+        Loss of D a step (linear), or of its logarithm (exponential). Without a rate a linear D reaches 0 at the end
+        of its phase, and an exponential one 0.01.
+    dense, final : float
+        First and last phase, as shares of all steps.
+    backward : {"scaled", "straight_through"}
+        Gradient of dropped weights.
+    every : int
+        Steps between two masks.
+    score : Score
+        How much each weight matters.
     """
 
     keeps_dense: ClassVar[bool] = True
@@ -48,23 +62,23 @@ class MaskDecay(Pruner):
             raise UsageError(f"the decay's rate is above 0, not {self.rate}")
         check_decay(self.dense, self.final, self.backward, self.every)
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """Dense, faded, masked."""
-        start, end = phase_bounds(self.dense, self.final, when.total)
-        if when.step < start:
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the dense, the fading or the masked stage."""
+        start, end = find_phase_bounds(self.dense, self.final, moment.total)
+        if moment.step < start:
             return DENSE
-        fade = 0.0 if when.step >= end else self.decay(when.step - start, end - start)
+        fade = 0.0 if moment.step >= end else self.decay(moment.step - start, end - start)
         backward = fade if self.backward == "scaled" else 1.0
-        return Stage(target, fade=fade, backward=backward, redraw=(when.step - start) % self.every == 0)
+        return Stage(target, fade=fade, backward=backward, redraw=(moment.step - start) % self.every == 0)
 
-    def changes(self, target: Target, when: When) -> Iterable[int]:
-        """Where weights begin to fade, where nothing is left of them, and the final phase."""
-        start, end = phase_bounds(self.dense, self.final, when.total)
-        gone = bisect_left(range(start, end), True, key=lambda step: self.decay(step - start, end - start) == 0)
-        return start, start + gone, end
+    def list_stage_starts(self, target: LayerTarget, moment: Moment) -> Iterable[int]:
+        """Return the steps at which weights begin to fade, have faded completely, and the final phase begins."""
+        start, end = find_phase_bounds(self.dense, self.final, moment.total)
+        faded = bisect_left(range(start, end), True, key=lambda step: self.decay(step - start, end - start) == 0)
+        return start, start + faded, end
 
     def decay(self, step: int, steps: int) -> float:
-        """D after `step` steps of a decay phase of `steps`."""
+        """Return D after `step` steps of a decay phase of `steps`."""
         if self.shape == "linear":
             return max(0.0, 1 - (self.rate if self.rate is not None else 1 / steps) * step)
         return math.exp(-(self.rate if self.rate is not None else -math.log(FAINT) / steps) * step)

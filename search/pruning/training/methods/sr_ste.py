@@ -1,7 +1,6 @@
-"""SR-STE: straight through, and what is dropped is pulled to zero (Zhou et al. 2021): g + penalty (1 - m) W.
+"""SR-STE: straight-through, with dropped weights pulled to zero (Zhou et al. 2021): g + penalty (1 - m) W.
 
-The term steadies the masks: a weight that was dropped has to be worth it to come back. It enters the gradient, so
-that the optimizer's momentum and scaling act on it.
+The penalty stabilizes the masks. It enters the gradient, so the optimizer's momentum and scaling act on it.
 """
 
 from __future__ import annotations
@@ -9,14 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from latbench.errors import UsageError
-from search.pruning.masks.layer_targets import Target
+from search.pruning.masks.layer_targets import LayerTarget
 from search.pruning.training.methods.ste import STE
-from search.pruning.training.pruner import Stage, When
+from search.pruning.training.pruner import Moment, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SRSTE(STE):
-    """`penalty` is the paper's lambda_W; its value for SGD on ImageNet is the default."""
+    """SR-STE.
+
+    Parameters
+    ----------
+    penalty : float
+        The paper's lambda_W; the default is its value for SGD on ImageNet.
+    dense, every, score
+        As of `STE`.
+    """
 
     penalty: float = 2e-4
 
@@ -25,7 +32,7 @@ class SRSTE(STE):
         if self.penalty < 0:
             raise UsageError(f"SR-STE's penalty pulls towards zero: it is not negative, as {self.penalty} is")
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """Straight through, with the penalty once there is a mask."""
-        stage = super().stage(target, when)
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the straight-through stage, with the penalty once there is a mask."""
+        stage = super().stage(target, moment)
         return stage if stage.target is None else replace(stage, penalty=self.penalty)

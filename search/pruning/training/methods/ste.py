@@ -1,6 +1,7 @@
-"""Magnitude pruning straight through: the forward uses the largest weights, the gradient reaches all (Bengio 2013).
+"""Magnitude pruning with a straight-through estimator: the gradient reaches all weights (Bengio et al. 2013).
 
-Masks are drawn from the dense weights, so that a dropped weight comes back when it has grown.
+The forward uses the largest weights. Masks are drawn from the dense weights, so a dropped weight returns when it has
+grown.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from search.pruning.masks.layer_targets import Target
+from search.pruning.masks.layer_targets import LayerTarget
 from search.pruning.training.phases import check_dense, check_every
-from search.pruning.training.pruner import DENSE, Pruner, Stage, When
+from search.pruning.training.pruner import DENSE, Moment, Pruner, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class STE(Pruner):
-    """After `dense`, a share of all steps, masks are drawn every `every` steps."""
+    """Magnitude pruning with a straight-through estimator.
+
+    Parameters
+    ----------
+    dense : float
+        Dense phase at the start, as a share of all steps.
+    every : int
+        Steps between two masks.
+    score : Score
+        How much each weight matters.
+    """
 
     keeps_dense: ClassVar[bool] = True
     dense: float = 0.0
@@ -26,13 +37,13 @@ class STE(Pruner):
         check_dense(self.dense)
         check_every(self.every)
 
-    def stage(self, target: Target, when: When) -> Stage:
-        """Dense, then under masks that follow the weights."""
-        start = round(self.dense * when.total)
-        if when.step < start:
+    def stage(self, target: LayerTarget, moment: Moment) -> Stage:
+        """Return the dense stage, then the stage under masks that follow the weights."""
+        start = round(self.dense * moment.total)
+        if moment.step < start:
             return DENSE
-        return Stage(target, backward=1.0, redraw=(when.step - start) % self.every == 0)
+        return Stage(target, backward=1.0, redraw=(moment.step - start) % self.every == 0)
 
-    def changes(self, target: Target, when: When) -> Iterable[int]:
-        """Where the first mask is drawn."""
-        return (round(self.dense * when.total),)
+    def list_stage_starts(self, target: LayerTarget, moment: Moment) -> Iterable[int]:
+        """Return the step of the first mask."""
+        return (round(self.dense * moment.total),)

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from latbench import backends
-from latbench.backends import Engine, Layer, Rotation, Unsupported
+from latbench.backends import installed_engines
+from latbench.backends.cpu import prepare_point
+from latbench.backends.cpu.prepare_point import Engine, Rotation, SyntheticLayer
+from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import CPU_ENGINES
 from latbench.workloads.points import KERNELS, Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen import cpu_target as target
@@ -35,7 +38,7 @@ SHAPES: list[Shape] = [
 def one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several would share a pool of threads, and no session of this process could have its own any more."""
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("latbench.backends.onnxruntime.MOST_SESSIONS", 1)
+    monkeypatch.setattr("latbench.backends.cpu.onnxruntime.MOST_SESSIONS", 1)
 
 
 def point(
@@ -55,8 +58,7 @@ DENSE = [("torch", 0), ("torch", 1), ("torch", 2), ("onnxruntime", 0), ("openvin
 
 def test_onnxruntime_runs_a_layer_that_needs_no_copies_after_one_that_does() -> None:
     code = """
-from latbench import backends
-from latbench.backends import onnxruntime
+from latbench.backends.cpu import onnxruntime, prepare_point
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import Dense
 from sparse_kernels.shapes import LinearShape
@@ -64,7 +66,7 @@ from sparse_kernels.shapes import LinearShape
 for sessions in (2, 1):
     onnxruntime.MOST_SESSIONS = sessions
     point = Point("cpu", "onnxruntime", "auto", LinearShape(17, 13, 5), Dense(), 0.0, threads=2)
-    engine = onnxruntime.prepare(point, backends.synthetic_layer(point))
+    engine = onnxruntime.prepare(point, prepare_point.synthetic_layer(point))
     print(len(engine.calls), *engine.output(engine.calls[0]()).shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -74,7 +76,7 @@ for sessions in (2, 1):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("backend", "position"), DENSE)
 def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int, shape: Shape) -> None:
-    rotation = backends.prepare(point(backend, KERNELS[backend][shape.op][position], shape))
+    rotation = prepare_point.prepare_point(point(backend, KERNELS[backend][shape.op][position], shape))
     assert rotation.facts["max_rel_err"] < 1e-5
     assert rotation.facts["nnz"] == shape.m * shape.k and rotation.facts["sparsity_actual"] == 0
     assert rotation.facts["flop_dense"] == rotation.facts["flop_nnz"] == shape.flop
@@ -93,18 +95,18 @@ def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int
 def test_a_row_says_how_many_copies_took_turns_and_whether_they_passed_the_caches(
     monkeypatch: pytest.MonkeyPatch, backend: str, cache_bytes: int, copies: int, flags: str
 ) -> None:
-    monkeypatch.setattr(backends, "rotated_bytes", lambda: cache_bytes)
-    monkeypatch.setattr(backends, "copies_for", lambda size, most=6: min(most, -(-cache_bytes // size)))
+    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: cache_bytes)
+    monkeypatch.setattr(prepare_point, "count_copies", lambda size, most=6: min(most, -(-cache_bytes // size)))
     for module in ("numba", "openvino"):
-        monkeypatch.setattr(f"latbench.backends.{module}.copies_for", backends.copies_for)
-    monkeypatch.setattr("latbench.backends.openvino.MOST_SESSIONS", 4)
-    facts = backends.prepare(point(backend, "auto", LinearShape(32, 16, 3))).facts
+        monkeypatch.setattr(f"latbench.backends.cpu.{module}.copies_for", prepare_point.count_copies)
+    monkeypatch.setattr("latbench.backends.cpu.openvino.MOST_SESSIONS", 4)
+    facts = prepare_point.prepare_point(point(backend, "auto", LinearShape(32, 16, 3))).facts
     assert (facts["weight_copies"], facts["flags"]) == (copies, flags)
 
 
 @pytest.mark.parametrize("pattern", [VectorWise(8), ShflBW(8), BlockWise(8, 4), Unstructured(), NM(2, 4)], ids=str)
 def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
-    rotation = backends.prepare(point("numba", "auto", LinearShape(24, 16, 3), pattern, 0.5))
+    rotation = prepare_point.prepare_point(point("numba", "auto", LinearShape(24, 16, 3), pattern, 0.5))
     assert rotation.facts["sparsity_actual"] == pytest.approx(0.5, abs=0.05)
     assert rotation.facts["flop_nnz"] == 2 * rotation.facts["nnz"] * 3
 
@@ -112,7 +114,7 @@ def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("kernel", KERNELS["torch"]["conv2d"])
 def test_a_convolution_by_torch_ends_in_the_order_of_memory_that_its_row_names(kernel: str, layout: str) -> None:
-    y = backends.prepare(point("torch", kernel, Conv2dShape(2, 5, 9, 7, 6, 3, 3), layout=layout))()
+    y = prepare_point.prepare_point(point("torch", kernel, Conv2dShape(2, 5, 9, 7, 6, 3, 3), layout=layout))()
     assert y.is_contiguous(memory_format=torch.channels_last) == (layout == "nhwc")
     assert y.is_contiguous() == (layout == "nchw")
 
@@ -120,7 +122,7 @@ def test_a_convolution_by_torch_ends_in_the_order_of_memory_that_its_row_names(k
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
 def test_openvino_takes_and_gives_images_in_the_order_that_the_row_names(shape: Conv2dShape, layout: str) -> None:
-    rotation = backends.prepare(point("openvino", "auto", shape, layout=layout))
+    rotation = prepare_point.prepare_point(point("openvino", "auto", shape, layout=layout))
     size = (shape.c_out, shape.out_h, shape.out_w) if layout == "nchw" else (shape.out_h, shape.out_w, shape.c_out)
     assert rotation()[0].shape == (shape.batch, *size)
 
@@ -142,19 +144,19 @@ def test_libraries_of_sparse_matrices_are_right(
     backend: str, shape: Shape, pattern: Pattern, sparsity: float, format: str
 ) -> None:
     wanted = point(backend, "auto", shape, pattern, sparsity, threads=1)
-    rotation = backends.prepare(wanted)
+    rotation = prepare_point.prepare_point(wanted)
     assert rotation.facts["kernel_used"] == f"{backend}.{format}"
     assert rotation.facts["max_rel_err"] < 1e-5
-    assert rotation.facts["nnz"] == np.count_nonzero(backends.synthetic_layer(wanted).weight)
+    assert rotation.facts["nnz"] == np.count_nonzero(prepare_point.build_synthetic_layer(wanted).weight)
     y = np.asarray(rotation())
     assert y.flags.c_contiguous and y.shape == (shape.n, shape.m)
 
 
 def test_scipy_has_blocks_that_are_not_square_and_torch_has_not() -> None:
     wanted = point("scipy", "auto", LinearShape(24, 15, 2), BlockWise(8, 3), 0.5, threads=1)
-    assert backends.prepare(wanted).facts["kernel_used"] == "scipy.bsr"
+    assert prepare_point.prepare_point(wanted).facts["kernel_used"] == "scipy.bsr"
     with pytest.raises(Unsupported, match="takes square ones, not block:8x3"):
-        backends.prepare(replace(wanted, backend="torch_sparse_cpu"))
+        prepare_point.prepare_point(replace(wanted, backend="torch_sparse_cpu"))
 
 
 @pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
@@ -173,7 +175,7 @@ def test_libraries_of_sparse_matrices_refuse_the_rest(
 ) -> None:
     sparsity = 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=f"{backend} .*{said}"):
-        backends.prepare(point(backend, "auto", shape, pattern, sparsity, threads=1))
+        prepare_point.prepare_point(point(backend, "auto", shape, pattern, sparsity, threads=1))
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(), BlockWise(4, 4)], ids=str)
@@ -181,7 +183,7 @@ def test_libraries_of_sparse_matrices_refuse_the_rest(
 def test_a_lost_weight_of_a_sparse_matrix_is_caught(
     monkeypatch: pytest.MonkeyPatch, backend: str, pattern: Pattern
 ) -> None:
-    module = importlib.import_module(f"latbench.backends.{backend}")
+    module = importlib.import_module(f"latbench.backends.cpu.{backend}")
     whole = module.compressed
 
     def without_the_last(*arguments: Any) -> Any:
@@ -192,25 +194,28 @@ def test_a_lost_weight_of_a_sparse_matrix_is_caught(
 
     monkeypatch.setattr(module, "compressed", without_the_last)
     with pytest.raises(WrongResult, match="results are wrong"):
-        backends.prepare(point(backend, "auto", LinearShape(12, 8, 3), pattern, 0.5, threads=1))
+        prepare_point.prepare_point(point(backend, "auto", LinearShape(12, 8, 3), pattern, 0.5, threads=1))
 
 
 def test_torch_without_mkl_has_no_sparse_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     with pytest.raises(Unsupported, match="this build of torch has none"):
-        backends.prepare(point("torch_sparse_cpu", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5))
+        prepare_point.prepare_point(point("torch_sparse_cpu", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5))
 
 
 def test_torch_without_onednn_has_its_own_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
     with pytest.raises(Unsupported, match="prepacked kernel is oneDNN's, and this build of torch has none"):
-        backends.prepare(point("torch", "prepacked", LinearShape(8, 8, 1)))
-    assert backends.prepare(point("torch", "linear", LinearShape(8, 8, 1))).facts["kernel_used"] == "torch.linear"
+        prepare_point.prepare_point(point("torch", "prepacked", LinearShape(8, 8, 1)))
+    assert (
+        prepare_point.prepare_point(point("torch", "linear", LinearShape(8, 8, 1))).facts["kernel_used"]
+        == "torch.linear"
+    )
 
 
 def test_an_unknown_kernel_of_torch_is_refused() -> None:
     with pytest.raises(Unsupported, match="no dense conv2d kernel linear: known are conv2d, mkldnn, prepacked"):
-        backends.prepare(point("torch", "linear", Conv2dShape(1, 4, 5, 5, 8, 1, 1)))
+        prepare_point.prepare_point(point("torch", "linear", Conv2dShape(1, 4, 5, 5, 8, 1, 1)))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -220,7 +225,7 @@ def test_torch_has_as_many_threads_as_its_row_says(backend: str, kernel: str, th
     torch.set_num_threads(3)
     try:
         pattern = Dense() if backend == "torch" else Unstructured()
-        backends.prepare(point(backend, kernel, LinearShape(8, 8, 1), pattern, 0.0, threads))
+        prepare_point.prepare_point(point(backend, kernel, LinearShape(8, 8, 1), pattern, 0.0, threads))
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -228,28 +233,28 @@ def test_torch_has_as_many_threads_as_its_row_says(backend: str, kernel: str, th
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_openvino_has_as_many_threads_as_its_row_says(threads: int) -> None:
-    from latbench.backends import openvino
+    from latbench.backends.cpu import openvino
 
     wanted = point("openvino", "auto", LinearShape(8, 8, 1), threads=threads)
-    model = openvino.compiled(wanted, backends.synthetic_layer(wanted))
+    model = openvino.compile_layer(wanted, prepare_point.build_synthetic_layer(wanted))
     assert model.get_property("INFERENCE_NUM_THREADS") == threads and model.get_property("NUM_STREAMS") == 1
 
 
 def test_scipy_refuses_threads_that_it_would_not_use() -> None:
     with pytest.raises(Unsupported, match="scipy multiplies with one thread, not 2"):
-        backends.prepare(point("scipy", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5, threads=2))
+        prepare_point.prepare_point(point("scipy", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5, threads=2))
 
 
 def test_openvino_in_bfloat16_gives_no_float32_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from latbench.backends import openvino
+    from latbench.backends.cpu import openvino
 
     wanted = point("openvino", "auto", LinearShape(64, 4096, 8))
-    assert backends.prepare(wanted).facts["kernel_used"].endswith("f32")
+    assert prepare_point.prepare_point(wanted).facts["kernel_used"].endswith("f32")
     if "BF16" not in openvino.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this processor has no bfloat16")
-    monkeypatch.setattr(openvino, "compiled", partial(openvino.compiled, precision="bf16"))
+    monkeypatch.setattr(openvino, "compile_layer", partial(openvino.compile_layer, precision="bf16"))
     with pytest.raises(Unsupported, match="computes this layer in bf16 here"):
-        backends.prepare(wanted)
+        prepare_point.prepare_point(wanted)
 
 
 def test_openvino_reports_to_nobody() -> None:
@@ -257,7 +262,7 @@ def test_openvino_reports_to_nobody() -> None:
         "import socket, sys\n"
         "def refuse(*_): raise AssertionError('a connection was tried')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "import latbench.backends.openvino\n"
+        "import latbench.backends.cpu.openvino\n"
         "print([name for name in sys.modules if name.startswith('openvino_telemetry.')])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -267,22 +272,24 @@ def test_openvino_reports_to_nobody() -> None:
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime", "openvino"])
 def test_a_dense_engine_refuses_a_sparse_point(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"{backend} runs dense layers, not vector:8"):
-        backends.prepare(point(backend, "auto", LinearShape(8, 8, 1), VectorWise(8), 0.5))
+        prepare_point.prepare_point(point(backend, "auto", LinearShape(8, 8, 1), VectorWise(8), 0.5))
 
 
 def test_a_pattern_that_does_not_fit_is_unsupported() -> None:
     with pytest.raises(Unsupported, match="channels"):
-        backends.prepare(point("numba", "auto", Conv2dShape(1, 3, 5, 5, 8, 3, 3), NM(2, 4), 0.5))
+        prepare_point.prepare_point(point("numba", "auto", Conv2dShape(1, 3, 5, 5, 8, 3, 3), NM(2, 4), 0.5))
 
 
 def test_rounded_weights_are_held_to_the_rounded_product_and_refused_where_they_gain_nothing() -> None:
     shape = LinearShape(64, 48, 3)
-    rotation = backends.prepare(replace(point("numba", "bf16-weights", shape, ShflBW(32), 0.5), dtype_w="bfloat16"))
+    rotation = prepare_point.prepare_point(
+        replace(point("numba", "bf16-weights", shape, ShflBW(32), 0.5), dtype_w="bfloat16")
+    )
     assert ".bf16." in rotation.facts["kernel_used"] and rotation.facts["max_rel_err"] < 1e-5
     exact = point("numba", "auto", shape, ShflBW(32), 0.5)
-    assert rotation.facts["bytes_min"] < backends.prepare(exact).facts["bytes_min"]
+    assert rotation.facts["bytes_min"] < prepare_point.prepare_point(exact).facts["bytes_min"]
     with pytest.raises(Unsupported, match="which those of nm:2:4 do not"):
-        backends.prepare(replace(point("numba", "bf16-weights", shape, NM(2, 4), 0.5), dtype_w="bfloat16"))
+        prepare_point.prepare_point(replace(point("numba", "bf16-weights", shape, NM(2, 4), 0.5), dtype_w="bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +298,7 @@ def test_rounded_weights_are_held_to_the_rounded_product_and_refused_where_they_
 def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: str, pattern: Pattern) -> None:
     exact = point(backend, "bf16", LinearShape(64, 4096, 64), pattern, 0.0 if pattern == Dense() else 0.5)
     try:
-        rotation = backends.prepare(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
+        rotation = prepare_point.prepare_point(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
     except Unsupported as reason:  # the processor lacks it, and says so
         assert "bfloat16" in str(reason) or "bf16" in str(reason) or "f32" in str(reason)
         assert backend != "numba" or not (target.host().pairs or target.host().matrix)
@@ -300,63 +307,65 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
     if backend != "numba" or (target.host().pairs and not target.host().matrix):
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
-        assert rotation.facts["bytes_min"] < 0.9 * backends.prepare(usual).facts["bytes_min"]
+        assert rotation.facts["bytes_min"] < 0.9 * prepare_point.prepare_point(usual).facts["bytes_min"]
 
 
 def test_what_bfloat16_does_not_explain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A column left out, of 48, or an eighth of the precision."""
-    wrong: list[Callable[[Layer], np.ndarray]] = [
+    wrong: list[Callable[[SyntheticLayer], np.ndarray]] = [
         lambda layer: layer.x[:, :-1] @ layer.weight[:, :-1].T + layer.bias,
         lambda layer: layer.x @ (layer.weight * np.float32(1.02)).T + layer.bias,
     ]
     exact = point("numba", "bf16", LinearShape(64, 48, 60))
     for compute in wrong:
 
-        def prepare(_: Point, layer: Layer, compute: Callable[[Layer], np.ndarray] = compute) -> Engine:
+        def prepare(
+            _: Point, layer: SyntheticLayer, compute: Callable[[SyntheticLayer], np.ndarray] = compute
+        ) -> Engine:
             return Engine("planted", layer.weight.nbytes, [lambda: compute(layer)])
 
-        monkeypatch.setattr("latbench.backends.numba.prepare", prepare)
+        monkeypatch.setattr("latbench.backends.cpu.numba.prepare", prepare)
         with pytest.raises(WrongResult):
-            backends.prepare(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
+            prepare_point.prepare_point(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
 
 
 def test_exact_weights_in_place_of_rounded_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(_: Point, layer: Layer) -> Engine:
+    def prepare(_: Point, layer: SyntheticLayer) -> Engine:
         return Engine("planted", layer.weight.nbytes, [lambda: layer.x @ layer.weight.T + layer.bias])
 
-    monkeypatch.setattr("latbench.backends.numba.prepare", prepare)
+    monkeypatch.setattr("latbench.backends.cpu.numba.prepare", prepare)
     exact = point("numba", "bf16-weights", LinearShape(64, 48, 3), ShflBW(32), 0.5)
-    backends.prepare(exact)
+    prepare_point.prepare_point(exact)
     with pytest.raises(WrongResult):
-        backends.prepare(replace(exact, dtype_w="bfloat16"))
+        prepare_point.prepare_point(replace(exact, dtype_w="bfloat16"))
 
 
-def _drops_the_last_input(layer: Layer) -> np.ndarray:
+def _drops_the_last_input(layer: SyntheticLayer) -> np.ndarray:
     return layer.x[:, :-1] @ layer.weight[:, :-1].T + layer.bias
 
 
-def _forgets_the_bias(layer: Layer) -> np.ndarray:
+def _forgets_the_bias(layer: SyntheticLayer) -> np.ndarray:
     return layer.x @ layer.weight.T
 
 
-def _rounds_to_half(layer: Layer) -> np.ndarray:
+def _rounds_to_half(layer: SyntheticLayer) -> np.ndarray:
     return (layer.x.astype(np.float16) @ layer.weight.T.astype(np.float16)).astype(np.float32) + layer.bias
 
 
 @pytest.mark.parametrize("wrong", [_drops_the_last_input, _forgets_the_bias, _rounds_to_half])
 @pytest.mark.parametrize("copy", [0, 1])
 def test_a_wrong_engine_is_caught_in_any_copy(
-    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Layer], np.ndarray], copy: int
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[SyntheticLayer], np.ndarray], copy: int
 ) -> None:
-    def prepare(_: Point, layer: Layer) -> Engine:
+    def prepare(_: Point, layer: SyntheticLayer) -> Engine:
         right = layer.x @ layer.weight.T + layer.bias
         calls: list[Callable[[], Any]] = [lambda: right, lambda: right]
         calls[copy] = lambda: wrong(layer)
         return Engine("planted", layer.weight.nbytes, calls)
 
-    monkeypatch.setattr("latbench.backends.torch.prepare", prepare)
+    monkeypatch.setattr("latbench.backends.cpu.torch.prepare", prepare)
     with pytest.raises(WrongResult):
-        backends.prepare(point("torch", "linear", LinearShape(8, 16, 4)))
+        prepare_point.prepare_point(point("torch", "linear", LinearShape(8, 16, 4)))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -364,8 +373,8 @@ def test_calls_keep_what_they_read(backend: str) -> None:
     pattern = Unstructured() if backend in ("torch_sparse_cpu", "scipy") else Dense()
     for kernel in KERNELS[backend]["linear"]:
         wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=1 if backend == "scipy" else 2)
-        layer = backends.synthetic_layer(wanted)
-        rotation = backends.prepare(wanted)
+        layer = prepare_point.build_synthetic_layer(wanted)
+        rotation = prepare_point.prepare_point(wanted)
         others = [np.full_like(it, 7) for it in (layer.x, layer.weight, layer.bias) for _ in range(100)]
         y = rotation()
         y = np.asarray(y[0] if backend in ("onnxruntime", "openvino") else y)
@@ -382,19 +391,19 @@ def test_copies_take_turns() -> None:
     ("weight_bytes", "copies"), [(0, 256), (1, 256), (2**18, 192), (9 * 2**20, 6), (48 * 2**20, 1), (2**26, 1)]
 )
 def test_copies_fill_the_caches_and_no_more(monkeypatch: pytest.MonkeyPatch, weight_bytes: int, copies: int) -> None:
-    monkeypatch.setattr(backends, "rotated_bytes", lambda: 48 * 2**20)
-    assert backends.copies_for(weight_bytes) == copies
-    assert backends.copies_for(weight_bytes, 32) == min(copies, 32)
+    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: 48 * 2**20)
+    assert prepare_point.count_copies(weight_bytes) == copies
+    assert prepare_point.count_copies(weight_bytes, 32) == min(copies, 32)
 
 
 @pytest.mark.parametrize(("granted", "copies"), [(None, 64), (2**30, 16), (2**33, 64)])
 def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_shows(
     monkeypatch: pytest.MonkeyPatch, granted: int | None, copies: int
 ) -> None:
-    monkeypatch.setattr(backends, "rotated_bytes", lambda: 720 * 2**20)
-    monkeypatch.setattr(backends, "read_memory_bytes", lambda: 2**32)
-    monkeypatch.setattr(backends, "read_available_bytes", lambda: granted)
-    assert backends.copies_for(4 * 2**20) == copies
+    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: 720 * 2**20)
+    monkeypatch.setattr(prepare_point.devices, "memory_bytes", lambda: 2**32)
+    monkeypatch.setattr(prepare_point.cgroups, "available_bytes", lambda: granted)
+    assert prepare_point.count_copies(4 * 2**20) == copies
 
 
 @pytest.mark.parametrize(("told", "mebibytes"), [("32768K", 96), ("1024K\n", 3), ("", 64), ("32M", 64), (None, 64)])
@@ -409,15 +418,15 @@ def test_weights_rotate_past_the_last_cache(
 
 def test_the_same_point_always_gets_the_same_layer() -> None:
     wanted = point("numba", "auto", LinearShape(16, 24, 3), VectorWise(8), 0.5)
-    first, again = backends.synthetic_layer(wanted), backends.synthetic_layer(wanted)
+    first, again = prepare_point.build_synthetic_layer(wanted), prepare_point.build_synthetic_layer(wanted)
     np.testing.assert_array_equal(first.weight, again.weight)
     np.testing.assert_array_equal(first.x, again.x)
-    assert not np.array_equal(first.weight, backends.synthetic_layer(replace(wanted, seed=1)).weight)
+    assert not np.array_equal(first.weight, prepare_point.build_synthetic_layer(replace(wanted, seed=1)).weight)
 
 
 @pytest.mark.parametrize("m", [1, 7, 8, 20, 64])
 def test_a_shuffled_mask_is_one_that_packs_and_is_not_in_order(rng: np.random.Generator, m: int) -> None:
-    mask = backends.synthetic_mask(rng, ShflBW(8), (m, 40), 0.75)
+    mask = prepare_point.build_synthetic_mask(rng, ShflBW(8), (m, 40), 0.75)
     pack(np.ones((m, 40), np.float32), mask, ShflBW(8))
     if m == 64:
         first = mask.reshape(8, 8, 40)
@@ -425,6 +434,7 @@ def test_a_shuffled_mask_is_one_that_packs_and_is_not_in_order(rng: np.random.Ge
 
 
 def test_an_engine_whose_package_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backends.available()["numba"]
-    monkeypatch.setitem(backends.BACKENDS, "numba", ("latbench.backends.numba", ("numba", "no-such-package")))
-    assert backends.available()["numba"] is None
+    assert installed_engines.list_cpu_versions()["numba"]
+    lacking = replace(CPU_ENGINES["numba"], packages=(("numba",), ("no-such-package",)))
+    monkeypatch.setitem(CPU_ENGINES, "numba", lacking)
+    assert installed_engines.list_cpu_versions()["numba"] is None

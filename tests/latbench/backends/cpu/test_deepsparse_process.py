@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
-from latbench.backends import deepsparse, deepsparse_worker
-from latbench.backends.deepsparse import Operation, Process, analyse, load
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse, deepsparse_worker
+from latbench.backends.cpu.deepsparse import Operation, Process, load_model, time_operations
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
 
 FAKE = Environment(Path(sys.executable), Path(deepsparse_fake.__file__))
@@ -44,7 +44,7 @@ def ended(pid: int) -> bool:
 
 
 def test_a_model_gets_its_inputs_threads_and_batch_and_gives_its_outputs(model: Any) -> None:
-    with load(model(), INPUTS, threads=5, environment=FAKE) as loaded:
+    with load_model(model(), INPUTS, threads=5, environment=FAKE) as loaded:
         total, facts = loaded.outputs()
     np.testing.assert_array_equal(total, [19.0, 19.0])
     assert total.dtype == np.float32
@@ -52,7 +52,7 @@ def test_a_model_gets_its_inputs_threads_and_batch_and_gives_its_outputs(model: 
 
 
 def test_calls_are_timed_where_they_run(model: Any) -> None:
-    with load(model(seconds=0.004), INPUTS, threads=1, environment=FAKE) as loaded:
+    with load_model(model(seconds=0.004), INPUTS, threads=1, environment=FAKE) as loaded:
         assert loaded.inner_loops == 1
         assert loaded.facts == {}
         burst = loaded.burst(0.02)
@@ -62,7 +62,7 @@ def test_calls_are_timed_where_they_run(model: Any) -> None:
 
 
 def test_short_calls_are_timed_by_the_dozen(model: Any) -> None:
-    with load(model(), INPUTS, threads=1, environment=FAKE) as loaded:
+    with load_model(model(), INPUTS, threads=1, environment=FAKE) as loaded:
         assert loaded.inner_loops > 1
         assert max(loaded.burst(0.01).samples) * loaded.inner_loops > 1e-5
 
@@ -78,7 +78,7 @@ def test_a_burst_that_others_cut_into_is_called_that(switches: int, preempted: b
 
 
 def test_what_the_engine_prints_stays_in_its_log(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    with load(model(), INPUTS, threads=1, environment=FAKE):
+    with load_model(model(), INPUTS, threads=1, environment=FAKE):
         pass
     assert capfd.readouterr() == ("", "")
 
@@ -86,7 +86,7 @@ def test_what_the_engine_prints_stays_in_its_log(model: Any, capfd: pytest.Captu
 def test_a_refusal_has_the_engines_words_and_the_process_lives(model: Any) -> None:
     path = model(refuses="no such operator")
     with pytest.raises(EnvironmentUnusable, match="DeepSparse refuses this: RuntimeError: no such operator"):
-        load(path, INPUTS, threads=1, environment=FAKE)
+        load_model(path, INPUTS, threads=1, environment=FAKE)
     with Process(FAKE) as process:
         with pytest.raises(EnvironmentUnusable, match="knows load, run, burst, analyse, not 'serve'"):
             process.ask("serve")
@@ -97,7 +97,7 @@ def test_a_refusal_has_the_engines_words_and_the_process_lives(model: Any) -> No
 def test_a_death_is_told_with_the_last_words(model: Any) -> None:
     said = "the DeepSparse process ended by signal SIGABRT: contact support"
     with pytest.raises(EnvironmentUnusable, match=said):
-        load(model(dies="a long story\ncontact support"), INPUTS, threads=1, environment=FAKE)
+        load_model(model(dies="a long story\ncontact support"), INPUTS, threads=1, environment=FAKE)
     with (
         pytest.raises(EnvironmentUnusable, match=r"ended with exit code 1: .*Error"),
         Process(Environment(FAKE.python, FAKE.engine.with_name("absent.py"))) as process,
@@ -106,25 +106,25 @@ def test_a_death_is_told_with_the_last_words(model: Any) -> None:
 
 
 def test_a_silent_engine_is_given_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with load(model(seconds=0.2), INPUTS, threads=1, environment=FAKE) as loaded:
+    with load_model(model(seconds=0.2), INPUTS, threads=1, environment=FAKE) as loaded:
         monkeypatch.setattr(deepsparse, "ANSWER_SECONDS", 0.1)
         with pytest.raises(EnvironmentUnusable, match=r"DeepSparse gave no answer for 0\.1 s"):
             loaded.outputs()
 
 
 def test_closing_ends_the_process(model: Any) -> None:
-    with load(model(), INPUTS, threads=1, environment=FAKE) as loaded:
+    with load_model(model(), INPUTS, threads=1, environment=FAKE) as loaded:
         pid = loaded._process._process.pid
         assert psutil.pid_exists(pid)
     assert ended(pid)
 
 
 def test_an_analysis_names_kernels_and_values(model: Any) -> None:
-    dense, fused = analyse(model(), INPUTS, threads=1, environment=FAKE, calls=7)
+    dense, fused = time_operations(model(), INPUTS, threads=1, environment=FAKE, calls=7)
     assert dense == Operation("gemm", ("/fc1/Gemm_output_0",), 0.0, 2e-3)
     # 7 calls and 1 before: the fake gives back what it was asked for
     assert fused == Operation("pyramid", ("/a_output_0", "/b_output_0"), 0.0, 8e-3)
-    sparse = analyse(model(), INPUTS, threads=1, environment=FAKE, sparsity=0.9)[0]
+    sparse = time_operations(model(), INPUTS, threads=1, environment=FAKE, sparsity=0.9)[0]
     assert sparse == Operation("ks_gemm_hyb", ("/fc1/Gemm_output_0",), 0.9, 2e-3)
 
 

@@ -11,10 +11,11 @@ import gpu_fakes as fakes
 import numpy as np
 import pytest
 
-from latbench.backends import Unsupported, on_gpu
-from latbench.backends import gpu_layers as layers
-from latbench.backends.gpu_layers import GpuLayer, rounded
-from latbench.backends.on_gpu import GpuEngine
+from latbench.backends.gpu import gpu_layers, prepare_gpu_point
+from latbench.backends.gpu.gpu_layers import GpuLayer, round_to
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine
+from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import bench
@@ -23,7 +24,6 @@ from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
-from latbench.timing.gpu_events import NotCaptured
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
@@ -47,7 +47,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     settings = SimpleNamespace(
         copies=3, corrupt=lambda y, copy: y, device=device, capture_fails=False, fresh=False, ran=[], bytes=100
     )
-    monkeypatch.setattr(on_gpu, "OPEN_DRIVERS", [device])
+    monkeypatch.setattr(prepare_gpu_point.drivers, "STARTED", [device])
 
     def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         shape = point.shape
@@ -62,7 +62,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def call_of(copy: int) -> Callable[[], np.ndarray]:
             def value() -> np.ndarray:
                 settings.ran.append(copy)
-                return settings.corrupt(rounded(y.astype(np.float32), point.dtype), copy)
+                return settings.corrupt(round_to(y.astype(np.float32), point.dtype), copy)
 
             own = value()
 
@@ -79,9 +79,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = ModuleType("fake_gpu_engine")
     module.prepare = prepare  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_gpu_engine", module)
-    monkeypatch.setitem(
-        on_gpu.BACKENDS, "cupy", dataclasses.replace(on_gpu.BACKENDS["cupy"], module="fake_gpu_engine")
-    )
+    monkeypatch.setitem(GPU_ENGINES, "cupy", dataclasses.replace(GPU_ENGINES["cupy"], module="fake_gpu_engine"))
     return settings
 
 
@@ -97,7 +95,7 @@ def point(shape: Shape = LINEAR, pattern: Pattern = VECTORS, sparsity: float = 0
 @pytest.mark.parametrize("shape", [LINEAR, CONV, LinearShape(5, 7, 3), Conv2dShape(1, 4, 3, 3, 8, 1, 1)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_point_is_checked_and_ready_to_be_timed(engine: SimpleNamespace, shape: Shape, dtype: str) -> None:
-    timed = on_gpu.prepare(point(shape, dtype=dtype))
+    timed = prepare_gpu_point.prepare_gpu_point(point(shape, dtype=dtype))
     facts = timed.facts
     assert facts["kernel_used"] == "fake" and 0 <= facts["max_rel_err"] < 2.0**-7
     assert facts["nnz"] == round((1 - facts["sparsity_actual"]) * shape.m * shape.k)
@@ -111,7 +109,7 @@ def test_a_point_is_checked_and_ready_to_be_timed(engine: SimpleNamespace, shape
 def test_a_wrong_result_of_any_copy_is_found(engine: SimpleNamespace, shape: Shape, wrong: int) -> None:
     engine.corrupt = lambda y, copy: y + (copy == wrong) * np.float32(0.5)
     with pytest.raises(WrongResult, match="results are wrong"):
-        on_gpu.prepare(point(shape))
+        prepare_gpu_point.prepare_gpu_point(point(shape))
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -124,7 +122,7 @@ def test_what_is_checked_is_what_the_graph_computes(engine: SimpleNamespace, fre
 
     engine.corrupt = wrong_later
     with pytest.raises(WrongResult, match="results are wrong"):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -138,11 +136,11 @@ def test_a_graph_that_computes_nothing_is_found(engine: SimpleNamespace, fresh: 
 
     engine.device.capture = empty
     with pytest.raises(WrongResult, match="got nan"):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 def test_no_copy_writes_where_another_has_its_result() -> None:
-    kept = [on_gpu.Kept(lambda: np.zeros(3)) for _ in range(3)]
+    kept = [prepare_gpu_point.LastResult(lambda: np.zeros(3)) for _ in range(3)]
     for _ in range(2):
         for call in kept:
             call()
@@ -152,18 +150,18 @@ def test_no_copy_writes_where_another_has_its_result() -> None:
 @pytest.mark.parametrize(("weight_bytes", "flags"), [(100, "in_l2"), (2**26, "")])
 def test_rows_that_the_cache_may_hold_are_marked(engine: SimpleNamespace, weight_bytes: int, flags: str) -> None:
     engine.bytes = weight_bytes
-    assert on_gpu.prepare(point()).facts["flags"] == flags
+    assert prepare_gpu_point.prepare_gpu_point(point()).facts["flags"] == flags
     engine.copies = 1
-    assert on_gpu.prepare(dataclasses.replace(point(), cache_mode="warm")).facts["flags"] == ""
+    assert prepare_gpu_point.prepare_gpu_point(dataclasses.replace(point(), cache_mode="warm")).facts["flags"] == ""
 
 
 def test_copies_may_differ_by_rounding(engine: SimpleNamespace) -> None:
     engine.corrupt = lambda y, copy: y.astype(np.float64) * (1 + copy * 2.0**-24)
-    assert on_gpu.prepare(point()).facts["max_rel_err"] > 0
+    assert prepare_gpu_point.prepare_gpu_point(point()).facts["max_rel_err"] > 0
 
 
 def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_gpu, "COLUMNS_AT_ONCE", 5)
+    monkeypatch.setattr(prepare_gpu_point, "COLUMNS_AT_ONCE", 5)
 
     def last_column(y: np.ndarray, copy: int) -> np.ndarray:
         y[:, -1] += 1
@@ -171,14 +169,14 @@ def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monke
 
     engine.corrupt = last_column
     with pytest.raises(WrongResult, match="results are wrong"):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine: SimpleNamespace) -> None:
     engine.capture_fails = True
     said = "fake cannot be captured into a CUDA graph: operation failed due to a prev"
-    with pytest.raises(NotCaptured, match=said) as caught:
-        on_gpu.prepare(point())
+    with pytest.raises(timing.NotCaptured, match=said) as caught:
+        prepare_gpu_point.prepare_gpu_point(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
     outcome = bench._failed(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
@@ -186,21 +184,25 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
 
 def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packs: list[Pattern] = []
-    packed = layers.pack
-    monkeypatch.setattr(layers, "pack", lambda w, mask, pattern: packs.append(pattern) or packed(w, mask, pattern))
+    packed = gpu_layers.pack
+    monkeypatch.setattr(
+        gpu_layers, "pack", lambda w, mask, pattern: packs.append(pattern) or packed(w, mask, pattern)
+    )
     for kernel, times in ((points.OURS[0], 1), (points.DENSE[0], 0), (points.BSR[0], 1), (points.CUSPARSELT[0], 0)):
-        layers._layer.cache_clear()
+        gpu_layers._layer.cache_clear()
         packs.clear()
         wanted = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, kernel)
-        on_gpu.draw(wanted)
-        on_gpu.draw(wanted)
+        prepare_gpu_point.pack_gpu_point(wanted)
+        prepare_gpu_point.pack_gpu_point(wanted)
         assert len(packs) == times, kernel
-    on_gpu.draw(build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0]))  # refused when it is prepared
+    prepare_gpu_point.pack_gpu_point(
+        build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0])
+    )  # refused when it is prepared
 
 
 def test_a_pattern_that_does_not_fit_is_unsupported(engine: SimpleNamespace) -> None:
     with pytest.raises(Unsupported, match="one block of block:64x64 covers the whole 48x64 layer"):
-        on_gpu.prepare(point(pattern=BlockWise(64, 64)))
+        prepare_gpu_point.prepare_gpu_point(point(pattern=BlockWise(64, 64)))
 
 
 class Ended(BaseException):
@@ -214,7 +216,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(code: int) -> None:
         raise Ended(code)
 
-    monkeypatch.setattr(on_gpu.os, "_exit", end)
+    monkeypatch.setattr(prepare_gpu_point.os, "_exit", end)
 
 
 @pytest.mark.usefixtures("ends")
@@ -222,9 +224,9 @@ def test_a_broken_context_ends_the_process(engine: SimpleNamespace, capsys: pyte
     def broken() -> None:
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered\nmore")
 
-    timed = on_gpu.prepare(point())
+    timed = prepare_gpu_point.prepare_gpu_point(point())
     engine.device.wait = broken
-    with pytest.raises(Ended, match=str(on_gpu.BROKEN)):
+    with pytest.raises(Ended, match=str(prepare_gpu_point.BROKEN)):
         timed.burst(0.0)
     assert capsys.readouterr().err == (
         "RuntimeError: cudaErrorIllegalAddress: an illegal memory access was encountered\n"
@@ -242,11 +244,11 @@ def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
         raise Unsupported("an internal error")
 
     engine.corrupt = refuses
-    monkeypatch.setattr(on_gpu, "OPEN_DRIVERS", [])
+    monkeypatch.setattr(prepare_gpu_point.drivers, "STARTED", [])
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     with pytest.raises(Ended):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNamespace) -> None:
@@ -255,7 +257,7 @@ def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNames
 
     engine.corrupt = fails
     with pytest.raises(KeyError, match="out of something"):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 @pytest.mark.usefixtures("ends")
@@ -268,10 +270,10 @@ def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(engine: S
 
     engine.corrupt = refuses
     with pytest.raises(Unsupported):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
     engine.device.wait = broken
     with pytest.raises(Ended):
-        on_gpu.prepare(point())
+        prepare_gpu_point.prepare_gpu_point(point())
 
 
 # Each engine, as far as it goes without a GPU ---------------------------------------------------------------------
@@ -303,15 +305,15 @@ def test_what_an_engine_does_not_do_is_a_sentence(
         pytest.importorskip("cupy")
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=said):
-        on_gpu.prepare(build_gpu_point("x", shape, pattern, sparsity, (backend, kernel, layout)))
+        prepare_gpu_point.prepare_gpu_point(build_gpu_point("x", shape, pattern, sparsity, (backend, kernel, layout)))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize("n", [64, 128, 2048, 192, 16])
 def test_parameters_of_the_triton_kernel_cut_the_tokens_into_powers_of_two(rows: int, n: int) -> None:
-    from latbench.backends.torch_sparse import metas
+    from latbench.backends.gpu.torch_sparse import list_parameters
 
-    first, *others = metas(rows, n)
+    first, *others = list_parameters(rows, n)
     assert first is None  # what torch chooses
     assert len(others) <= 9 and (others or n == 16)
     for meta in others:
@@ -346,24 +348,24 @@ class Times:
     ],
 )
 def test_the_fastest_candidate_wins_and_refusals_are_passed_over(results: Any, best: int) -> None:
-    from latbench.backends.torch_sparse import fastest
+    from latbench.backends.gpu.torch_sparse import find_fastest
 
-    assert fastest(range(3), Times(*results), limit=99.0, clock=lambda: 0.0) == best
+    assert find_fastest(range(3), Times(*results), limit=99.0, clock=lambda: 0.0) == best
 
 
 def test_a_search_ends_in_time_and_always_with_a_candidate() -> None:
-    from latbench.backends.torch_sparse import fastest
+    from latbench.backends.gpu.torch_sparse import find_fastest
 
     for limit, tried in ((-1.0, [0]), (1.5, [0, 1]), (9.0, [0, 1, 2])):
         times = Times(2.0, 1.0, 3.0)
-        assert fastest(range(3), times, limit=limit, clock=times.clock) == min(1, len(tried) - 1)
+        assert find_fastest(range(3), times, limit=limit, clock=times.clock) == min(1, len(tried) - 1)
         assert times.tried == tried
     with pytest.raises(RuntimeError, match="the first"):
-        fastest(range(2), Times(RuntimeError("the first"), RuntimeError("the second")))
+        find_fastest(range(2), Times(RuntimeError("the first"), RuntimeError("the second")))
 
 
 def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
-    from latbench.backends.torch_sparse import _try
+    from latbench.backends.gpu.torch_sparse import _try
 
     def refuses() -> None:
         raise RuntimeError("Supported only on GPUs with compute capability 8.x")
@@ -377,7 +379,7 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
 def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
     import torch
 
-    from latbench.backends.torch_sparse import _try
+    from latbench.backends.gpu.torch_sparse import _try
 
     def runs_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -389,9 +391,9 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
     planned = {each.backend for block in list_standard_blocks("x") for each in block}
-    assert planned == set(on_gpu.BACKENDS)
-    root = Path(on_gpu.__file__).parent
-    for backend in on_gpu.BACKENDS.values():
+    assert planned == set(GPU_ENGINES)
+    root = Path(prepare_gpu_point.__file__).parent
+    for backend in GPU_ENGINES.values():
         assert (root / f"{backend.module.rpartition('.')[2]}.py").is_file()
 
 
@@ -399,8 +401,8 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
     assert machine.device == "nvidia-h200"
     worker = machine.worker("cupy")
-    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
-    shared = [name for name in on_gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
+    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[prepare_gpu_point.UUID] == "GPU-3f2a"
+    shared = [name for name in GPU_ENGINES if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
 
 

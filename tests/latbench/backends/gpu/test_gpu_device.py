@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from latbench.backends.gpu_installation import installed
+from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.machines.gpu_discovery import list_gpus
 from latbench.runners.worker_process import START_SECONDS, PreparedTask, TaskFailed, Worker
 from latbench.sweeping import gpu_points as points
@@ -54,7 +54,7 @@ class Workers:
 
     def prepare(self, point: Point) -> PreparedTask:
         """The point, ready to be timed; skips what its backend does not do, raises where it is wrong."""
-        if point.backend not in installed():
+        if point.backend not in find_installed():
             pytest.skip(f"{point.backend} is not installed")
         worker = self.worker(point)
         seconds = SECONDS + (0 if worker.generation else START_SECONDS)
@@ -179,7 +179,7 @@ def test_cold_calls_are_slower_than_warm_ones(workers: Workers) -> None:
 @pytest.mark.timed
 def test_the_ceilings_are_in_order(workers: Workers) -> None:
     with workers.machine.worker("reference") as worker:
-        found = worker.call("latbench.backends.gpu_reference:find", timeout=START_SECONDS + SECONDS)
+        found = worker.call("latbench.backends.gpu.gpu_reference:measure_ceilings", timeout=START_SECONDS + SECONDS)
     assert found.tensor_flop_per_second["float16"] > found.ordinary_flop_per_second > 1e11
     rates = [found.read_bytes_per_second[size] for size in WORKING_SETS]
     assert rates == sorted(rates, reverse=True) and rates[0] > 1.2 * rates[-1] > 1e10  # from the L2, and past it
@@ -190,9 +190,9 @@ def test_the_ceilings_are_in_order(workers: Workers) -> None:
 @pytest.mark.timed
 def test_fixed_work_of_a_sweep_takes_what_it_took_when_the_ceilings_were_found(workers: Workers) -> None:
     with workers.machine.worker("reference") as worker:
-        found = worker.call("latbench.backends.gpu_reference:find", timeout=START_SECONDS + SECONDS)
-        for name, usual in (("product", found.product_seconds), ("total", found.sum_seconds)):
-            prepared = worker.prepare(f"latbench.backends.gpu_reference:{name}")
+        found = worker.call("latbench.backends.gpu.gpu_reference:measure_ceilings", timeout=START_SECONDS + SECONDS)
+        for name, usual in (("build_product", found.product_seconds), ("build_sum", found.sum_seconds)):
+            prepared = worker.prepare(f"latbench.backends.gpu.gpu_reference:{name}")
             assert np.median(worker.sample(prepared, READING_SECONDS)) == pytest.approx(usual, rel=SLOW_SPELL - 1)
 
 

@@ -7,7 +7,14 @@ import zlib
 import numpy as np
 import pytest
 
-from latbench.backends.gpu_layers import ROUNDOFF, bits, check, random_mask, rounded, synthetic_layer
+from latbench.backends.gpu.gpu_layers import (
+    ROUNDOFF,
+    build_gpu_layer,
+    build_random_mask,
+    check_product,
+    convert_to_bits,
+    round_to,
+)
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_points import build_gpu_point
 from sparse_kernels import formats
@@ -29,7 +36,7 @@ def test_random_masks_are_of_their_pattern(
 ) -> None:
     if isinstance(pattern, NM | VectorNM):
         sparsity = pattern.sparsity
-    mask = random_mask(rng, pattern, size, sparsity)
+    mask = build_random_mask(rng, pattern, size, sparsity)
     weight = rng.standard_normal(size).astype(np.float32) * mask
     packed = formats.pack(weight, mask, pattern)  # refuses what is not of the pattern
     assert np.array_equal(formats.unpack(packed), weight)
@@ -38,14 +45,14 @@ def test_random_masks_are_of_their_pattern(
 @pytest.mark.parametrize("pattern", [Unstructured(), BlockWise(8, 8), VectorWise(16), ShflBW(16)])
 def test_random_masks_keep_as_many_as_asked_for(rng: np.random.Generator, pattern: Pattern) -> None:
     for sparsity in (0.5, 0.75, 0.95):
-        mask = random_mask(rng, pattern, (128, 160), sparsity)
+        mask = build_random_mask(rng, pattern, (128, 160), sparsity)
         unit = 64 if isinstance(pattern, BlockWise) else 16
         assert abs(int(mask.sum()) - (1 - sparsity) * mask.size) <= unit / 2
-    assert random_mask(rng, Dense(), (3, 5), 0.0).all()
+    assert build_random_mask(rng, Dense(), (3, 5), 0.0).all()
 
 
 def test_every_choice_of_a_group_occurs(rng: np.random.Generator) -> None:
-    groups = random_mask(rng, NM(2, 4), (200, 40), 0.5).reshape(-1, 4)
+    groups = build_random_mask(rng, NM(2, 4), (200, 40), 0.5).reshape(-1, 4)
     kinds, counts = np.unique(groups, axis=0, return_counts=True)
     assert len(kinds) == 6 and (groups.sum(axis=1) == 2).all()
     assert np.abs(counts - 2000 / 6).max() < 6 * math.sqrt(2000 * 5 / 36)
@@ -57,8 +64,8 @@ def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generato
         build_gpu_point("x", shape, VectorWise(8), sparsity, points.OURS[0], seed=seed)
         for sparsity, seed in ((0.5, 0), (0.75, 0), (0.5, 1))
     ]
-    layers = [synthetic_layer(point) for point in three]
-    assert np.array_equal(synthetic_layer(three[0]).weight, layers[0].weight)
+    layers = [build_gpu_layer(point) for point in three]
+    assert np.array_equal(build_gpu_layer(three[0]).weight, layers[0].weight)
     assert not np.array_equal(layers[1].mask, layers[0].mask) and not np.array_equal(layers[2].mask, layers[0].mask)
     assert np.array_equal(layers[1].x, layers[0].x)  # the same activations for every pattern
     both = layers[0].mask & layers[1].mask
@@ -67,7 +74,7 @@ def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generato
     assert np.array_equal(formats.unpack(layers[0].packed), layers[0].weight)
     assert layers[0].x.shape == (48, 8)
     convolution = build_gpu_point("x", Conv2dShape(2, 8, 5, 6, 16, 3, 3), VectorWise(8), 0.5, points.OURS_CONV[0])
-    layer = synthetic_layer(convolution)
+    layer = build_gpu_layer(convolution)
     assert layer.x.shape == (2, 8, 5, 6) and layer.weight.shape == (16, 72)
 
 
@@ -77,7 +84,7 @@ def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generato
 )
 def test_a_layer_counts_what_its_packed_weight_holds(pattern: Pattern, shape: Shape) -> None:
     sparsity = 0.0 if isinstance(pattern, Dense) else 0.5
-    layer = synthetic_layer(build_gpu_point("x", shape, pattern, sparsity, points.OURS[0]))
+    layer = build_gpu_layer(build_gpu_point("x", shape, pattern, sparsity, points.OURS[0]))
     assert layer.nnz == layer.packed.nnz == np.count_nonzero(layer.weight)
     assert layer.terms == max(np.count_nonzero(row) for row in layer.weight)
 
@@ -87,18 +94,18 @@ def test_kernels_for_the_same_weights_share_them() -> None:
     first, again = (
         build_gpu_point("x", shape, VectorWise(8), 0.5, kernel) for kernel in (points.OURS[0], points.BSR[0])
     )
-    layer = synthetic_layer(first)
-    assert synthetic_layer(again) is layer and layer.packed is layer.packed
-    other = synthetic_layer(dataclasses.replace(first, dtype="bfloat16"))
+    layer = build_gpu_layer(first)
+    assert build_gpu_layer(again) is layer and layer.packed is layer.packed
+    other = build_gpu_layer(dataclasses.replace(first, dtype="bfloat16"))
     assert not np.array_equal(other.weight, layer.weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_are_what_the_element_type_holds(dtype: str) -> None:
     point = build_gpu_point("x", LinearShape(16, 32, 4), Dense(), 0.0, points.DENSE[0])
-    layer = synthetic_layer(dataclasses.replace(point, dtype=dtype))
+    layer = build_gpu_layer(dataclasses.replace(point, dtype=dtype))
     for array in (layer.weight, layer.x):
-        assert np.array_equal(rounded(array, dtype), array)
+        assert np.array_equal(round_to(array, dtype), array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,24 +115,26 @@ def test_rounding_is_to_the_nearest_and_to_even(rng: np.random.Generator, dtype:
     array = np.concatenate([rng.standard_normal(1000), [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 65504, 1e-7]])
     array = array.astype(np.float32)
     expected = torch.from_numpy(array).to(getattr(torch, dtype))
-    assert np.array_equal(rounded(array, dtype), expected.float().numpy())
-    assert np.array_equal(bits(array, dtype).view(np.uint16), expected.view(torch.uint16).numpy())
+    assert np.array_equal(round_to(array, dtype), expected.float().numpy())
+    assert np.array_equal(convert_to_bits(array, dtype).view(np.uint16), expected.view(torch.uint16).numpy())
 
 
 def test_only_half_precisions_have_bits() -> None:
     with pytest.raises(ValueError, match="float16 or bfloat16, not float64"):
-        bits(np.zeros(3, np.float32), "float64")
+        convert_to_bits(np.zeros(3, np.float32), "float64")
 
 
 def operands(rng: np.random.Generator, dtype: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    weight = rounded((rng.standard_normal((m, k)) / k**0.5).astype(np.float32), dtype)
+    weight = round_to((rng.standard_normal((m, k)) / k**0.5).astype(np.float32), dtype)
     weight *= rng.random((m, k)) < 0.5
-    return weight, rounded(rng.standard_normal((k, n)).astype(np.float32), dtype)
+    return weight, round_to(rng.standard_normal((k, n)).astype(np.float32), dtype)
 
 
 def verdict(y: np.ndarray, weight: np.ndarray, x: np.ndarray, dtype: str) -> float:
     terms = int(np.count_nonzero(weight, axis=1).max(initial=0))
-    return check(y.astype(np.float64), weight.astype(np.float64), x.astype(np.float64), terms=terms, dtype=dtype)
+    return check_product(
+        y.astype(np.float64), weight.astype(np.float64), x.astype(np.float64), terms=terms, dtype=dtype
+    )
 
 
 def chopped_sums(weight: np.ndarray, x: np.ndarray, step: int) -> np.ndarray:
@@ -146,7 +155,7 @@ def test_float32_sums_pass_whether_rounded_or_chopped(
 ) -> None:
     weight, x = operands(rng, dtype, m, k, n)
     for sums in (weight @ x, chopped_sums(weight, x, 4), chopped_sums(weight, x, 16)):
-        error = verdict(rounded(sums, dtype), weight, x, dtype)
+        error = verdict(round_to(sums, dtype), weight, x, dtype)
         assert 0 <= error <= ROUNDOFF[dtype] * 1.01
 
 
@@ -157,31 +166,31 @@ def test_sums_split_into_parts_of_the_element_type_pass_where_that_is_allowed(
     weight, x = operands(rng, dtype, 64, 512, 24)
     split = np.zeros((64, 24), np.float32)
     for begin in range(0, 512, 32):  # as cuBLAS does, in its worst order
-        split = rounded(split + rounded(weight[:, begin : begin + 32] @ x[begin : begin + 32], dtype), dtype)
+        split = round_to(split + round_to(weight[:, begin : begin + 32] @ x[begin : begin + 32], dtype), dtype)
     right, wrong = weight.astype(np.float64), weight.copy()
     wrong[:, :256] = 0
     with pytest.raises(WrongResult):
         verdict(split, weight, x, dtype)
     wide = x.astype(np.float64)
-    assert check(split.astype(np.float64), right, wide, terms=512, dtype=dtype, parts=16) > 0
+    assert check_product(split.astype(np.float64), right, wide, terms=512, dtype=dtype, parts=16) > 0
     with pytest.raises(WrongResult):
-        check(wrong.astype(np.float64) @ wide, right, wide, terms=512, dtype=dtype, parts=16)
+        check_product(wrong.astype(np.float64) @ wide, right, wide, terms=512, dtype=dtype, parts=16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_known_wrong_results_fail(rng: np.random.Generator, dtype: str) -> None:
     weight, x = operands(rng, dtype, 64, 512, 24)
-    right = rounded(weight @ x, dtype)
+    right = round_to(weight @ x, dtype)
     assert verdict(right, weight, x, dtype) > 0
     dropped = weight.copy()
     dropped[:, -16:] = 0
     halves = np.zeros((64, 24), np.float32)
     for begin in range(0, 512, 16):
-        halves = rounded(halves + weight[:, begin : begin + 16] @ x[begin : begin + 16], dtype)
+        halves = round_to(halves + weight[:, begin : begin + 16] @ x[begin : begin + 16], dtype)
     missing = right.copy()
     missing[3, 5] = np.nan
     wrong = {
-        "the last tile dropped": rounded(dropped @ x, dtype),
+        "the last tile dropped": round_to(dropped @ x, dtype),
         "sums in half precision": halves,
         "two rows swapped": right[[1, 0, *range(2, 64)]],
         "not a number": missing,
@@ -203,17 +212,17 @@ def test_the_oracle_takes_tensors_as_well(rng: np.random.Generator) -> None:
     import torch
 
     weight, x = operands(rng, "float16", 16, 64, 8)
-    tensors = [torch.from_numpy(array).double() for array in (rounded(weight @ x, "float16"), weight, x)]
-    error = check(*tensors, terms=64, dtype="float16")
-    assert error == pytest.approx(verdict(rounded(weight @ x, "float16"), weight, x, "float16"))
+    tensors = [torch.from_numpy(array).double() for array in (round_to(weight @ x, "float16"), weight, x)]
+    error = check_product(*tensors, terms=64, dtype="float16")
+    assert error == pytest.approx(verdict(round_to(weight @ x, "float16"), weight, x, "float16"))
     tensors[0][2, 3] += 1
     with pytest.raises(WrongResult, match="1 of 128 results are wrong; the first is feature 2, column 3"):
-        check(*tensors, terms=64, dtype="float16")
+        check_product(*tensors, terms=64, dtype="float16")
 
 
 def test_an_empty_result_is_right() -> None:
     empty = np.zeros((3, 0))
-    assert check(empty, np.ones((3, 4)), np.zeros((4, 0)), terms=4, dtype="float16") == 0.0
+    assert check_product(empty, np.ones((3, 4)), np.zeros((4, 0)), terms=4, dtype="float16") == 0.0
 
 
 def test_the_seed_is_the_points_own() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 import pytest
 
-from latbench.backends.gpu_versions import Versions, candidates
+from latbench.backends.gpu.gpu_versions import Versions, list_kernel_families
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.workloads.points import Point
@@ -123,7 +123,7 @@ def test_families_are_those_of_the_operation_and_the_format() -> None:
         (of(points.DENSE[0], Dense()), ()),
     ]  # fmt: skip
     for point, families in wanted:
-        assert candidates(point.backend, point.shape.op, point.pattern.format) == families
+        assert list_kernel_families(point.backend, point.shape.op, point.pattern.format) == families
 
 
 def test_a_layer_that_no_family_takes_is_refused_once() -> None:

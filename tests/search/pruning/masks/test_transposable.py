@@ -6,7 +6,7 @@ import networkx
 import numpy as np
 import pytest
 
-from search.pruning.masks.transposable import transposable_mask
+from search.pruning.masks.transposable import find_transposable_mask
 from sparse_kernels.patterns import NM
 
 
@@ -38,7 +38,7 @@ def tiles_of(matrix: np.ndarray, of: int) -> np.ndarray:
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_exact_masks_are_the_best_of_all_4x4_masks(keep: int, rng: np.random.Generator) -> None:
     scores = rng.random((12, 20))
-    mask = transposable_mask(scores, NM(keep, 4))
+    mask = find_transposable_mask(scores, NM(keep, 4))
     candidates = every_mask(4, keep)
     for tile, found in zip(tiles_of(scores, 4), tiles_of(mask, 4), strict=True):
         assert (found.sum(axis=0) == keep).all()
@@ -51,7 +51,7 @@ def test_exact_masks_have_the_value_of_the_flow_and_sorting_at_least_half(
     keep: int, of: int, rng: np.random.Generator
 ) -> None:
     scores = rng.integers(0, 1000, (2 * of, of)).astype(float)
-    exact, quick = (transposable_mask(scores, NM(keep, of), exact=exact) for exact in (True, False))
+    exact, quick = (find_transposable_mask(scores, NM(keep, of), exact=exact) for exact in (True, False))
     for tile, best, sorted_ in zip(*(tiles_of(a, of) for a in (scores, exact, quick)), strict=True):
         value = flow_value(tile, keep)
         assert (tile * best).sum() == value
@@ -62,19 +62,19 @@ def test_exact_masks_have_the_value_of_the_flow_and_sorting_at_least_half(
 def test_sorting_can_be_as_bad_as_its_bound() -> None:
     """1:2 of [[1.01, 1], [1, 0]]: the largest blocks both others, whose sum is nearly twice as much."""
     scores = np.array([[1.01, 1.0], [1.0, 0.0]])
-    assert (scores * transposable_mask(scores, NM(1, 2))).sum() == 2.0
-    assert (scores * transposable_mask(scores, NM(1, 2), exact=False)).sum() == pytest.approx(1.01)
+    assert (scores * find_transposable_mask(scores, NM(1, 2))).sum() == 2.0
+    assert (scores * find_transposable_mask(scores, NM(1, 2), exact=False)).sum() == pytest.approx(1.01)
 
 
 def test_scores_of_all_sizes_and_zeros_are_solved_to_the_end() -> None:
     scores = np.kron(np.diag([1e-30, 1e30]), np.eye(4))
-    mask = transposable_mask(scores, NM(1, 4))
+    mask = find_transposable_mask(scores, NM(1, 4))
     assert np.array_equal(mask[:4, :4], np.eye(4, dtype=bool))
     assert np.array_equal(mask[4:, 4:], np.eye(4, dtype=bool))
     assert mask.sum() == 16
-    assert transposable_mask(np.zeros((4, 4)), NM(2, 4)).sum() == 8
+    assert find_transposable_mask(np.zeros((4, 4)), NM(2, 4)).sum() == 8
 
 
 def test_sides_that_are_no_multiple_are_refused() -> None:
     with pytest.raises(ValueError, match="needs both sides in multiples of 4, not 4x6"):
-        transposable_mask(np.ones((4, 6)), NM(2, 4))
+        find_transposable_mask(np.ones((4, 6)), NM(2, 4))

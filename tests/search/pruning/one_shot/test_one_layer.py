@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.fill_database import build_database, describe_provenance
-from search.pruning.one_shot.hessian import input_hessians
-from search.pruning.one_shot.magnitude import magnitude
+from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
+from search.pruning.one_shot.hessian import compute_input_hessians
+from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
 from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
@@ -72,7 +72,7 @@ def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.r
     conv = nn.Conv2d(3, 5, (3, 2), **settings).requires_grad_(False)
     x = rng.standard_normal((4, 3, 8, 7)).astype(np.float32)
     model = nn.Sequential(conv)
-    ((name, hessian),) = input_hessians(Calls(), model, ["0"], [torch.from_numpy(x)])  # type: ignore[arg-type]
+    ((name, hessian),) = compute_input_hessians(Calls(), model, ["0"], [torch.from_numpy(x)])  # type: ignore[arg-type]
     rows = patches(x, conv).astype(np.float64)
     assert name == "0"
     # A float32 product over the patches: n eps sum |x||x|.
@@ -91,7 +91,7 @@ def test_an_image_without_a_batch_is_one(task: Task) -> None:
 
     def hessian(batches: list[Tensor]) -> Tensor:
         own = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).sum()))
-        [(_, found)] = input_hessians(own, nn.Sequential(layer), ["0"], batches)
+        [(_, found)] = compute_input_hessians(own, nn.Sequential(layer), ["0"], batches)
         return found
 
     # Products of float32, 36 of each image: rounding of the largest entries, about 50.
@@ -106,7 +106,7 @@ def test_a_transformer_that_is_given_padding_is_seen_as_in_training(task: Task) 
     own = replace(
         task, implementation=SimpleNamespace(loss=lambda net, x: net(x, src_key_padding_mask=padding).sum())
     )
-    [(name, found)] = input_hessians(own, model, ["layers.0.linear1"], [torch.randn(2, 3, 8)])
+    [(name, found)] = compute_input_hessians(own, model, ["layers.0.linear1"], [torch.randn(2, 3, 8)])
     assert name == "layers.0.linear1" and found.shape == (8, 8) and float(found.trace()) > 0
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -114,7 +114,7 @@ def test_a_transformer_that_is_given_padding_is_seen_as_in_training(task: Task) 
 def test_a_linear_layers_hessian_counts_every_token() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     x = torch.arange(24, dtype=torch.float32).view(2, 4, 3)
-    ((_, hessian),) = input_hessians(Calls(), model, ["0"], [x, x])  # type: ignore[arg-type]
+    ((_, hessian),) = compute_input_hessians(Calls(), model, ["0"], [x, x])  # type: ignore[arg-type]
     rows = x.reshape(-1, 3).double()
     assert torch.equal(hessian, 2 * rows.T @ rows)  # small whole numbers: exact
 
@@ -129,14 +129,14 @@ def test_a_layer_that_is_given_its_input_by_name_is_seen_too() -> None:
             return self.fc(input=x)
 
     x = torch.arange(8.0).view(2, 4)
-    ((_, hessian),) = input_hessians(Calls(), Named(), ["fc"], [x])  # type: ignore[arg-type]
+    ((_, hessian),) = compute_input_hessians(Calls(), Named(), ["fc"], [x])  # type: ignore[arg-type]
     assert torch.equal(hessian, (x.T @ x).double())
 
 
 def test_little_memory_means_more_passes_and_the_same_hessians(task: Task) -> None:
     model, layers = task.model(), ["conv", "fc", "head"]
-    at_once = dict(input_hessians(task, model, layers, task.calibration()))
-    one_by_one = dict(input_hessians(task, model, layers, task.calibration(), memory_bytes=1))
+    at_once = dict(compute_input_hessians(task, model, layers, task.calibration()))
+    one_by_one = dict(compute_input_hessians(task, model, layers, task.calibration(), memory_bytes=1))
     assert list(at_once) == list(one_by_one) == layers
     assert all(torch.equal(at_once[name], one_by_one[name]) for name in layers)
 
@@ -146,23 +146,23 @@ def test_inputs_that_are_not_finite_are_refused_by_name(task: Task) -> None:
     with torch.no_grad():
         model.get_parameter("norm.weight")[0] = torch.nan
     with pytest.raises(BadData, match="layer fc: its inputs on the calibration data hold NaN"):
-        list(input_hessians(task, model, ["fc"], task.calibration()))
+        list(compute_input_hessians(task, model, ["fc"], task.calibration()))
 
 
 def test_a_layer_that_is_never_called_is_named(task: Task) -> None:
     model = task.model()
     model.unused = nn.Linear(2, 2)
     with pytest.raises(BadData, match="layer unused is never called"):
-        list(input_hessians(task, model, ["unused"], task.calibration()))
+        list(compute_input_hessians(task, model, ["unused"], task.calibration()))
 
 
 def test_magnitude_keeps_the_largest_and_saliency_what_the_inputs_use(rng: np.random.Generator) -> None:
     weight = torch.from_numpy(rng.standard_normal((5, 8)).astype(np.float32))
-    mask = magnitude(weight, Unstructured(), 0.75)
+    mask = draw_magnitude_mask(weight, Unstructured(), 0.75)
     assert mask.sum() == 10
     assert weight[mask].abs().min() > weight[~mask].abs().max()
     dead = torch.diag(torch.tensor([0.0] * 4 + [1.0] * 4, dtype=torch.float64))  # inputs 0..3 are always zero
-    assert not magnitude(weight, Unstructured(), 0.5, dead)[:, :4].any()
+    assert not draw_magnitude_mask(weight, Unstructured(), 0.5, dead)[:, :4].any()
 
 
 @pytest.mark.parametrize("iterations", [0, 200], ids=["cholesky is cheaper", "conjugate gradients"])
@@ -171,7 +171,7 @@ def test_adaprune_is_least_squares_row_by_row(
     pattern: Pattern, sparsity: float, iterations: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x, hessian = problem(rng, 12, 9, 40)
-    mask = magnitude(weight, pattern, sparsity, hessian)
+    mask = draw_magnitude_mask(weight, pattern, sparsity, hessian)
     monkeypatch.setattr("search.pruning.one_shot.adaprune.CHOLESKY_COST", 1e9 if iterations else 0)
     ridge = 0.01 * float(hessian.diagonal().mean())
     result = AdaPrune(weight, hessian, iterations=iterations).fit(mask)
@@ -195,7 +195,7 @@ def test_adaprune_is_least_squares_row_by_row(
 @pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=str)
 def test_adaprune_is_better_than_magnitude_alone(pattern: Pattern, sparsity: float, rng: np.random.Generator) -> None:
     weight, _, hessian = problem(rng, 24, 30, 200)
-    mask = magnitude(weight, pattern, sparsity, hessian)
+    mask = draw_magnitude_mask(weight, pattern, sparsity, hessian)
     layer = AdaPrune(weight, hessian)
     assert layer.fit(mask).error < layer.error(torch.where(mask, weight, 0.0))
 
@@ -236,7 +236,7 @@ def test_adaprune_drops_at_each_level_the_least_of_what_was_refitted_before(
 def test_adaprune_in_levels_loses_less_than_all_at_once(pattern: Pattern, sparsity: float, seed: int) -> None:
     weight, _, hessian = problem(np.random.default_rng(seed), 32, 64, 300)
     layer = AdaPrune(weight, hessian)
-    at_once = layer.fit(magnitude(weight, pattern, sparsity, hessian))
+    at_once = layer.fit(draw_magnitude_mask(weight, pattern, sparsity, hessian))
     assert layer.prune(pattern, sparsity).error < at_once.error
 
 
@@ -261,7 +261,7 @@ def test_nothing_kept_loses_everything_and_all_kept_nothing(density: float, rng:
 
 def test_a_layer_without_input_changes_nothing(rng: np.random.Generator) -> None:
     weight, _, hessian = problem(rng, 3, 5, 20)
-    mask = magnitude(weight, Unstructured(), 0.5)
+    mask = draw_magnitude_mask(weight, Unstructured(), 0.5)
     result = AdaPrune(weight, torch.zeros_like(hessian)).fit(mask)
     assert result.error == 0
     assert torch.equal(result.weight, torch.where(mask, weight, 0.0))
@@ -280,13 +280,13 @@ def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tm
 
     killed = Database(tmp_path / "killed", hash_model(model))
     with pytest.raises(KeyboardInterrupt):
-        build_database(task, model, options, killed, die)
+        fill_database(task, model, options, killed, die)
     seen: list[tuple[int, int]] = []
-    assert build_database(task, model, options, killed, lambda done, total: seen.append((done, total))) == 1
+    assert fill_database(task, model, options, killed, lambda done, total: seen.append((done, total))) == 1
     assert seen == [(3, 4), (4, 4)]
-    assert build_database(task, model, options, killed) == 0
+    assert fill_database(task, model, options, killed) == 0
     whole = Database(tmp_path / "whole", hash_model(model))
-    assert build_database(task, model, options, whole) == 4
+    assert fill_database(task, model, options, whole) == 4
     for layer in options:
         for pair in OPTIONS[1:]:
             assert torch.equal(killed.get(layer, *pair).weight, whole.get(layer, *pair).weight)
@@ -299,7 +299,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "import os, signal\n"
         "from pathlib import Path\n"
         "from search import database\n"
-        "from search.pruning.one_shot.fill_database import build_database\n"
+        "from search.pruning.one_shot.fill_database import fill_database\n"
         "from search.task import load_task\n"
         "write, written = database.save_file, []\n"
         "def save(tensors, path, **more):\n"
@@ -310,7 +310,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "database.save_file = save\n"
         f"task = load_task({str(TASK)!r})\n"
         f"there = database.Database(Path('killed'), {hash_model(model)!r})\n"
-        f"build_database(task, task.model(), {options!r}, there)\n"
+        f"fill_database(task, task.model(), {options!r}, there)\n"
     )
     killed = subprocess.run([sys.executable, "-c", dying], cwd=tmp_path, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -321,10 +321,10 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
     assert [path.read_bytes() for path in folder.rglob("*.tmp")] == [b"half"]
     seen: list[tuple[int, int]] = []
     goes_on, whole = (Database(tmp_path / name, hash_model(model)) for name in ("killed", "whole"))
-    assert build_database(task, model, options, goes_on, lambda *it: seen.append(it)) == 2
+    assert fill_database(task, model, options, goes_on, lambda *it: seen.append(it)) == 2
     assert seen == [(2, 4), (3, 4), (4, 4)]
     assert [path.stat().st_mtime_ns for path in entries] == times
-    build_database(task, model, options, whole)
+    fill_database(task, model, options, whole)
     left, expected = ({it.relative_to(each) for it in each.rglob("*")} for each in (folder, whole.folder))
     assert left == expected
     for layer, (pattern, sparsity) in itertools.product(options, OPTIONS[1:]):
@@ -336,7 +336,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
 def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp_path: Path) -> None:
     model = task.model()
     database = Database(tmp_path, hash_model(model))
-    build_database(task, model, {"conv": OPTIONS}, database)
+    fill_database(task, model, {"conv": OPTIONS}, database)
     pruned = task.model()
     masks = stitch(pruned, {"conv": ("vector:4", 0.75), "fc": ("dense", 0.0)}, database)
     assert list(masks) == ["conv"]
@@ -350,7 +350,7 @@ def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp
 
 def test_what_made_a_database_is_of_the_calibration_data(rng: np.random.Generator) -> None:
     def of(*batches: object) -> str:
-        return describe_provenance(Task("", "", "", SimpleNamespace(calibration=lambda: list(batches))))
+        return hash_pruning_inputs(Task("", "", "", SimpleNamespace(calibration=lambda: list(batches))))
 
     x = torch.from_numpy(rng.standard_normal((3, 4)))
     batch = {"x": x, "kind": ["a", 1]}
@@ -364,4 +364,4 @@ def test_weights_that_are_not_finite_are_refused_by_name(task: Task, tmp_path: P
     with torch.no_grad():
         model.get_parameter("fc.weight")[3, 5] = torch.nan
     with pytest.raises(BadData, match="layer fc: the weights hold NaN"):
-        build_database(task, model, {"fc": OPTIONS}, Database(tmp_path, "x"))
+        fill_database(task, model, {"fc": OPTIONS}, Database(tmp_path, "x"))

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, hash_model
-from search.pruning.masks.prunable_units import Units, units_of
-from search.pruning.one_shot import auto, sparsegpt
+from search.pruning.masks.prunable_units import PatternUnits, find_units
+from search.pruning.one_shot import auto_pruner as auto
 from search.pruning.one_shot import exact_obs as obs
 from search.pruning.one_shot import fill_database as build
+from search.pruning.one_shot import sparsegpt
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.auto import Auto
-from search.pruning.one_shot.base import OneShot
+from search.pruning.one_shot.auto_pruner import AutoPruner
 from search.pruning.one_shot.exact_obs import ExactOBS, eliminate
-from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, describe_provenance
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database, hash_pruning_inputs
 from search.pruning.one_shot.magnitude import Magnitude
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load_task
 from sparse_kernels.formats import pack, unpack
@@ -51,7 +52,7 @@ def layer(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tenso
 class Band:
     """Rows that lose the same columns, pruned by the book: invert what is left of H, drop the cheapest, update."""
 
-    def __init__(self, weight: np.ndarray, hessian: np.ndarray, units: Units) -> None:
+    def __init__(self, weight: np.ndarray, hessian: np.ndarray, units: PatternUnits) -> None:
         self.weight, self.hessian, self.units = weight.copy(), hessian, units
         columns = range(weight.shape[1])
         self.there = [list(columns[at : at + units.width]) for at in range(0, len(columns), units.width)]
@@ -82,7 +83,7 @@ class Band:
         self.may_go[self.group[unit[0]]] -= 1
 
 
-def by_the_book(weight: Tensor, damped: Tensor, units: Units, drops: int) -> tuple[np.ndarray, np.ndarray]:
+def by_the_book(weight: Tensor, damped: Tensor, units: PatternUnits, drops: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights and mask after the `drops` cheapest units went, one after the other, of all bands together."""
     m = len(weight)
     w, h = weight.double().numpy(), damped.numpy()
@@ -107,7 +108,7 @@ def test_exact_obs_is_brute_force_obs(
 ) -> None:
     monkeypatch.setattr(obs, "PENDING", pending)
     weight, hessian = layer(rng, 8, 12, 40)
-    units = units_of(pattern, sparsity)
+    units = find_units(pattern, sparsity)
     method = ExactOBS(weight, hessian)
     found = method.prune(pattern, sparsity)
     drops = int((~found.mask).sum()) // (units.height * units.width)
@@ -123,9 +124,9 @@ def test_edges_are_eliminated_as_smaller_units(
     pattern: Pattern, sparsity: float, shape: tuple[int, int], rng: np.random.Generator
 ) -> None:
     weight, hessian = layer(rng, *shape, 40)
-    units = units_of(pattern, sparsity)
+    units = find_units(pattern, sparsity)
     method = ExactOBS(weight, hessian)
-    goes_at = method._trace(units, np.arange(shape[0]))
+    goes_at = method._trace_losses(units, np.arange(shape[0]))
     for number, at in enumerate(range(0, shape[0], units.height)):
         band = Band(weight[at : at + units.height].double().numpy(), method.damped.numpy(), units)
         highest = 0.0
@@ -147,11 +148,11 @@ def test_little_memory_means_fewer_bands_at_once_and_the_same_masks(rng: np.rand
 
 def test_one_elimination_serves_all_sparsities(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = layer(rng, 8, 12, 40)
-    calls: list[Units] = []
+    calls: list[PatternUnits] = []
     monkeypatch.setattr(obs, "eliminate", lambda *args: (calls.append(args[2]), eliminate(*args))[1])
     method = ExactOBS(weight, hessian)
     masks = [method.mask(Unstructured(), sparsity) for sparsity in (0.3, 0.6, 0.9)]
-    assert calls == [Units()]
+    assert calls == [PatternUnits()]
     assert (masks[0] >= masks[1]).all()
     assert (masks[1] >= masks[2]).all()
 
@@ -184,7 +185,7 @@ def test_sparsegpt_draws_by_what_a_unit_costs_when_its_turn_comes(rng: np.random
     weight, hessian = layer(rng, 8, 12, 40)
     method = SparseGPT(weight, hessian)
     for pattern, sparsity in ((Unstructured(), 0.6), (VectorWise(4), 0.5), (BlockWise(4, 3), 0.5)):
-        units = units_of(pattern, sparsity)
+        units = find_units(pattern, sparsity)
         costs = np.empty((8, 12))
         for at in range(0, 12, units.width):
             inverse = np.linalg.inv(method.damped[at:, at:].numpy())[: units.width, : units.width]
@@ -262,7 +263,7 @@ def test_another_sparsity_than_the_patterns_is_refused(method: str, rng: np.rand
 
 def test_dense_has_no_units() -> None:
     with pytest.raises(ValueError, match="nothing to prune"):
-        units_of(Dense(), 0.0)
+        find_units(Dense(), 0.0)
 
 
 OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured", 0.5), ("shflbw:4", 0.5)]}
@@ -271,15 +272,15 @@ OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured",
 @pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
-    database = Database(tmp_path, hash_model(model), describe_provenance(task, method))
-    assert build_database(task, model, OPTIONS, database, method=method) == 3
-    assert build_database(task, model, OPTIONS, database, method=method) == 0
+    database = Database(tmp_path, hash_model(model), hash_pruning_inputs(task, method))
+    assert fill_database(task, model, OPTIONS, database, method=method) == 3
+    assert fill_database(task, model, OPTIONS, database, method=method) == 0
     other = next(name for name in ONE_SHOT_METHODS if name != method)
     with pytest.raises(
         BadData, match=rf"built by another method.* \({method} [0-9a-f]+, this is {other} [0-9a-f]+\)"
     ):
-        Database(tmp_path, hash_model(model), describe_provenance(task, other))
-    assert Database(tmp_path, hash_model(model)).provenance == describe_provenance(task, method)
+        Database(tmp_path, hash_model(model), hash_pruning_inputs(task, other))
+    assert Database(tmp_path, hash_model(model)).provenance == hash_pruning_inputs(task, method)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_layers_that_cannot_be_pruned_so_are_named_before_any_work(
     options: dict[str, list[tuple[str, float]]], sentence: str, task: Task, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=sentence):
-        build_database(task, task.model(), options, Database(tmp_path, "x"), method="magnitude")
+        fill_database(task, task.model(), options, Database(tmp_path, "x"), method="magnitude")
     assert not list(tmp_path.iterdir())
 
 
@@ -306,10 +307,10 @@ def test_auto_is_exact_obs_where_its_bands_are_few_and_adaprune_elsewhere(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, hessian = layer(rng, 9, 12, 40)
-    found = Auto(weight, hessian)
+    found = AutoPruner(weight, hessian)
     bands = {Unstructured(): 9, NM(2, 4): 9, VectorWise(4): 3, ShflBW(4): 3, BlockWise(4, 3): 3}
     for pattern, count in bands.items():
-        assert found.multiplications(pattern, 0.5) == count * 12**3
+        assert found.count_multiplications(pattern, 0.5) == count * 12**3
     monkeypatch.setattr(auto, "MULTIPLICATIONS", 3 * 12**3)
     for pattern, count in bands.items():
         expected = (ExactOBS if count == 3 else AdaPrune)(weight, hessian).prune(pattern, 0.5)
@@ -320,7 +321,7 @@ def test_an_unknown_method_is_refused(task: Task, tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match="unknown method 'guess': known are auto, adaprune, obs, sparsegpt, magnitude"
     ):
-        build_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="guess")
+        fill_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="guess")
 
 
 @pytest.mark.parametrize("method", ONE_SHOT_METHODS)
@@ -329,16 +330,16 @@ def test_weights_that_are_not_finite_are_refused_by_name(method: str, task: Task
     with torch.no_grad():
         model.get_parameter("fc.weight")[3, 5] = torch.nan
     with pytest.raises(BadData, match=r"^layer fc: the weights hold NaN or infinite values$"):
-        build_database(task, model, OPTIONS, Database(tmp_path, "x"), method=method)
+        fill_database(task, model, OPTIONS, Database(tmp_path, "x"), method=method)
 
 
 def test_several_processes_fill_the_same_database(task: Task, tmp_path: Path) -> None:
     model = task.model()
     alone, together = (Database(tmp_path / name, hash_model(model)) for name in ("alone", "together"))
     seen: list[tuple[int, int]] = []
-    build_database(task, model, OPTIONS, alone, method="obs")
+    fill_database(task, model, OPTIONS, alone, method="obs")
     tell = lambda done, total: seen.append((done, total))  # noqa: E731
-    assert build_database(task, model, OPTIONS, together, tell, method="obs", processes=2) == 3
+    assert fill_database(task, model, OPTIONS, together, tell, method="obs", processes=2) == 3
     assert seen[0] == (0, 3)
     assert seen[-1] == (3, 3)
     for name, pairs in OPTIONS.items():
@@ -350,7 +351,7 @@ def test_several_processes_fill_the_same_database(task: Task, tmp_path: Path) ->
     with torch.no_grad():
         model.get_parameter("fc.weight")[3, 5] = torch.nan
     with pytest.raises(BadData, match=r"^layer fc: the weights hold NaN or infinite values$"):
-        build_database(task, model, OPTIONS, Database(tmp_path / "bad", "x"), method="obs", processes=2)
+        fill_database(task, model, OPTIONS, Database(tmp_path / "bad", "x"), method="obs", processes=2)
 
 
 def test_a_process_that_dies_is_said_with_its_layer(
@@ -361,8 +362,8 @@ def test_a_process_that_dies_is_said_with_its_layer(
 
     monkeypatch.setattr(build.Worker, "call", die)
     with pytest.raises(LatbenchError, match=r"layer (conv|fc): .* memory ran out; what is in the database stays"):
-        build_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="obs", processes=2)
+        fill_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="obs", processes=2)
 
 
 def test_every_method_says_what_it_is() -> None:
-    assert all(issubclass(method, OneShot) and method.__doc__ for method in ONE_SHOT_METHODS.values())  # type: ignore[arg-type]
+    assert all(issubclass(method, OneShotPruner) and method.__doc__ for method in ONE_SHOT_METHODS.values())  # type: ignore[arg-type]

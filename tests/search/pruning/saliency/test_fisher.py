@@ -14,7 +14,7 @@ from latbench.errors import BadData
 from search.pruning.saliency import dynamic_mfac, mfac, woodfisher
 from search.pruning.saliency import fisher_blocks as fisher
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import Score
+from search.pruning.saliency.scores import Score
 
 DAMPING = 0.01
 SCORES = (MFAC, WoodFisher, DynamicMFAC)
@@ -50,7 +50,7 @@ def test_block_wise_is_the_dense_inverse_of_each_block(
     monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
     gradients = torch.from_numpy(rng.standard_normal((m, d)))
     expected = dense_inverse(gradients, block)
-    diagonal = method.inverse_diagonal(gradients, damping=DAMPING, block=block)
+    diagonal = method.compute_inverse_diagonal(gradients, damping=DAMPING, block=block)
     assert abs(diagonal.numpy() - np.diag(expected)).max() <= tolerance(gradients)
 
 
@@ -63,13 +63,13 @@ def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
     monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
     gradients, weight = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
     bound = tolerance(gradients)
-    diagonal = dynamic_mfac.inverse_diagonal(gradients, damping=DAMPING)
+    diagonal = dynamic_mfac.compute_inverse_diagonal(gradients, damping=DAMPING)
     expected = dense_inverse(gradients, d)
     assert abs(diagonal.numpy() - np.diag(expected)).max() <= bound
-    assert (diagonal - mfac.inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
+    assert (diagonal - mfac.compute_inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
     dropped = torch.arange(d) % 3 == 0
-    moved = dynamic_mfac.update(weight, dropped, gradients, damping=DAMPING)
-    static = fisher.update(weight, dropped, gradients, damping=DAMPING, block=d)
+    moved = dynamic_mfac.update_weights(weight, dropped, gradients, damping=DAMPING)
+    static = fisher.update_weights(weight, dropped, gradients, damping=DAMPING, block=d)
     size = float(weight.abs().sum()) * float(np.linalg.norm(np.linalg.inv(expected), 2))
     assert (moved - static).abs().max() <= bound * size
 
@@ -197,4 +197,4 @@ def test_gradients_that_are_not_finite_are_refused(method: ModuleType) -> None:
     gradients = torch.zeros(2, 3)
     gradients[1, 1] = torch.nan
     with pytest.raises(BadData, match="the gradients hold NaN"):
-        method.inverse_diagonal(gradients)
+        method.compute_inverse_diagonal(gradients)

@@ -20,10 +20,10 @@ from search.artifacts import onnx_export
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.verify import hash_manifest
-from search.pruning.masks.layer_targets import Target, Targets, targets_of
-from search.pruning.one_shot.fill_database import build_database
+from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
+from search.pruning.one_shot.fill_database import fill_database
 from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
-from search.pruning.storage.packed_file import load_packed, write_packed
+from search.pruning.storage.packed_file import load_packed, save_packed
 from search.task import Task, load_task
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats import pack
@@ -51,10 +51,10 @@ def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]
     )  # fmt: skip
 
 
-def masked(model: nn.Module, targets: Targets) -> dict[str, Tensor]:
+def masked(model: nn.Module, targets: LayerTargets) -> dict[str, Tensor]:
     """Prune the model in place by magnitude, with a kept weight that is zero; returns its masks."""
     masks = {}
-    for layer, target in targets_of(targets, model).items():
+    for layer, target in resolve_targets(targets, model).items():
         module = model.get_submodule(layer)
         matrix = weight_matrix(module).clone()
         masks[layer] = mask = target.mask(matrix.square())
@@ -74,7 +74,7 @@ def saved(folder: Path, model: nn.Module, choices: dict[str, tuple[str, float]])
 def test_the_manifest_says_what_n_of_m_masks_keep_along_which_axis(along: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
     profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
-    masks = masked(model, {"fc": Target(NM(2, 4), 0.5, along)})
+    masks = masked(model, {"fc": LayerTarget(NM(2, 4), 0.5, along)})
     layer = save_pruned(tmp_path / "pruned", model, masks, profile, {})["layers"]["fc"]
     assert (layer["keep"], layer["of"], layer["along"]) == (2, 4, along)
     assert layer["packed_bytes"] == 16 * 72 // 2 * 5  # a float32 and an offset each
@@ -129,7 +129,7 @@ def test_a_compiled_model_is_saved_as_what_it_was_made_from(task: Task, tmp_path
 def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Task, tmp_path: Path) -> None:
     model = task.model()
     profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
-    masks = masked(model, {"fc": Target(NM(2, 4), 0.5, "outputs")})
+    masks = masked(model, {"fc": LayerTarget(NM(2, 4), 0.5, "outputs")})
     save_pruned(tmp_path / "pruned", model, masks, profile, {})
     found, choices = load_pruned(tmp_path / "pruned", task.model())
     assert str(choices["fc"].pattern) == "dense" and choices["fc"].mask is None
@@ -137,7 +137,7 @@ def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Tas
     converted = convert(found, choices, batch)
     with torch.no_grad():
         torch.testing.assert_close(converted(*batch), model(*batch))
-    _, packed = load_packed(write_packed(tmp_path / "pruned"), task.model())
+    _, packed = load_packed(save_packed(tmp_path / "pruned"), task.model())
     assert str(packed["fc"].pattern) == "dense"
 
 
@@ -229,7 +229,7 @@ def test_a_model_of_which_nothing_is_pruned_is_read_again(tmp_path: Path) -> Non
 def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task, tmp_path: Path) -> None:
     folder, pruned = tmp_path / "pruned", task.model()
     saved(folder, pruned, CHOICES)
-    path = write_packed(folder).rename(tmp_path / "alone.safetensors")
+    path = save_packed(folder).rename(tmp_path / "alone.safetensors")
     found, choices = load_packed(path, task.model())
     assert hash_model(found) == hash_model(pruned)
     _, expected = load_pruned(folder, task.model())
@@ -254,7 +254,7 @@ def test_packed_weights_are_refused_as_soon_as_a_bit_is_another(
 ) -> None:
     """Beside their manifest or not, wherever the bit is: in weights, masks, names or patterns."""
     saved(tmp_path / "pruned", task.model(), CHOICES)
-    path = write_packed(tmp_path / "pruned")
+    path = save_packed(tmp_path / "pruned")
     if alone:
         path = path.rename(tmp_path / "packed.safetensors")
     content, untouched = path.read_bytes(), task.model()
@@ -288,7 +288,7 @@ def test_packed_weights_of_other_weights_are_not_taken_for_these(task: Task, tmp
         changed.get_parameter("fc.bias").add_(1)
     for name, model in {"one": task.model(), "other": changed}.items():
         saved(tmp_path / name, model, CHOICES)
-        write_packed(tmp_path / name)
+        save_packed(tmp_path / name)
     (tmp_path / "other" / "packed.safetensors").replace(tmp_path / "one" / "packed.safetensors")
     with pytest.raises(BadData, match="not as it was written"):
         load_packed(tmp_path / "one" / "packed.safetensors", task.model())
@@ -301,7 +301,7 @@ def test_packed_weights_of_the_transposed_shape_are_another_models(tmp_path: Pat
         return nn.ModuleDict({"fc": nn.Linear(k, m, bias=False), "head": nn.Linear(2, 2)})
 
     saved(tmp_path / "pruned", model(8, 16), {"fc": ("unstructured", 0.5)})
-    path, own = write_packed(tmp_path / "pruned"), model(16, 8)
+    path, own = save_packed(tmp_path / "pruned"), model(16, 8)
     before = hash_model(own)
     with pytest.raises(BadData, match=r"not the packed weights of this model: fc\.weight is of another shape"):
         load_packed(path, own)
@@ -313,7 +313,7 @@ def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: P
     weights = tmp_path / "pruned" / "model.safetensors"
     flipped(weights, content := weights.read_bytes(), len(content) - 1)
     with pytest.raises(BadData, match=r"model\.safetensors: missing, or not as it was written; prune again"):
-        write_packed(tmp_path / "pruned")
+        save_packed(tmp_path / "pruned")
 
 
 @pytest.mark.parametrize(
@@ -328,14 +328,14 @@ def test_packed_weights_of_another_model_are_refused(other: nn.Module, sentence:
     model = nn.Linear(4, 3)
     save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
     with pytest.raises(BadData, match=sentence):
-        load_packed(write_packed(tmp_path / "pruned"), other)
+        load_packed(save_packed(tmp_path / "pruned"), other)
 
 
 @pytest.mark.parametrize("wider", ["fc", "head"])
 def test_another_model_is_refused_before_anything_is_written(wider: str, task: Task, tmp_path: Path) -> None:
     """A layer that is packed, and one that is not; those before it fit."""
     saved(tmp_path / "pruned", task.model(), CHOICES)
-    path, other = write_packed(tmp_path / "pruned"), task.model()
+    path, other = save_packed(tmp_path / "pruned"), task.model()
     other.register_module(wider, nn.Linear(73 if wider == "fc" else 17, 16 if wider == "fc" else 3))
     before = hash_model(other)
     with pytest.raises(BadData, match=f"not the packed weights of this model: {wider}.weight is of another shape"):
@@ -346,7 +346,7 @@ def test_another_model_is_refused_before_anything_is_written(wider: str, task: T
 def test_weights_are_unpacked_into_a_model_of_another_type(task: Task, tmp_path: Path) -> None:
     pruned = task.model()
     saved(tmp_path / "pruned", pruned, CHOICES)
-    found, _ = load_packed(write_packed(tmp_path / "pruned"), task.model().double())
+    found, _ = load_packed(save_packed(tmp_path / "pruned"), task.model().double())
     assert hash_model(found) == hash_model(pruned.double())
 
 
@@ -365,7 +365,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     model, folder, exported = task.model(), tmp_path / "pruned", tmp_path / "onnx" / "model.onnx"
     profile_of("tiny", model, CHOICES).save(tmp_path / "profile.json")
     database = Database(tmp_path / "database", hash_model(model))
-    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
 
     def run(**options: object) -> str:
         prune_command(str(TASK), tmp_path / "profile.json", database.folder, folder, joint=False, **options)  # type: ignore[arg-type]
@@ -400,7 +400,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
     expected = replace(profile_of("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
     expected.save(path)
     database = Database(tmp_path / "database", hash_model(model))
-    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
     prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
     taken = 8000
     pruned, choices = load_pruned(tmp_path / "pruned", task.model())

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.callbacks import lightning_callback, transformers_callback
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.callbacks import build_lightning_callback, build_transformers_callback
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
-from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.fixed_mask import FixedMask
 from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.grow_and_prune import GrowAndPrune
 from search.pruning.training.methods.mask_decay import MaskDecay
@@ -31,7 +31,7 @@ from search.pruning.training.methods.structure_decay import StructureDecay
 from search.pruning.training.pruner import Pruner
 from sparse_kernels.patterns import NM
 
-HALF = Target(NM(2, 4), 0.5)
+HALF = LayerTarget(NM(2, 4), 0.5)
 TARGETS = {"0": ("nm:2:4", 0.5)}
 STEPS = 6
 # One that keeps dense weights behind its masks, and one whose zeros are hard.
@@ -124,15 +124,15 @@ def trainer(
 @pytest.mark.parametrize("make", PRUNERS)
 def test_under_transformers_training_is_as_by_hand_and_resumes(make: Callable[[], Pruner], tmp_path: Path) -> None:
     model, resumed, best = net(), net(), net()
-    trainer(transformers_callback(make(), TARGETS), model, tmp_path)
+    trainer(build_transformers_callback(make(), TARGETS), model, tmp_path)
     assert same(model, by_hand(make()))
-    trainer(transformers_callback(make(), TARGETS), resumed, tmp_path, first=4)
+    trainer(build_transformers_callback(make(), TARGETS), resumed, tmp_path, first=4)
     assert same(model, resumed)
-    trainer(transformers_callback(make(), TARGETS), best, tmp_path, best=3)
+    trainer(build_transformers_callback(make(), TARGETS), best, tmp_path, best=3)
     assert torch.equal(best[0].weight, torch.load(tmp_path / "checkpoint-3" / "trainer.pt")["model"]["0.weight"])
     (tmp_path / "checkpoint-4" / "pruner.pt").unlink()
     with pytest.raises(BadData, match=r"checkpoint-4/pruner.pt is missing"):
-        trainer(transformers_callback(make(), TARGETS), net(), tmp_path, first=4)
+        trainer(build_transformers_callback(make(), TARGETS), net(), tmp_path, first=4)
 
 
 @pytest.mark.usefixtures("fakes")
@@ -143,16 +143,16 @@ def test_under_transformers_a_run_that_is_resumed_from_another_folder_takes_the_
     """train(resume_from_checkpoint="a/checkpoint-4") with output_dir="b", where another run left a checkpoint-4."""
     a, b = tmp_path / "a", tmp_path / "b"
     model, other, resumed = net(), net(), net()
-    trainer(transformers_callback(STE(), TARGETS), model, a)
+    trainer(build_transformers_callback(STE(), TARGETS), model, a)
     with torch.no_grad():
         other[0].weight.neg_()
-    trainer(transformers_callback(STE(), TARGETS), other, b)
+    trainer(build_transformers_callback(STE(), TARGETS), other, b)
     if moved:
         a = a.rename(tmp_path / "c")
         with pytest.raises(BadData, match=r"b/checkpoint-4/pruner.pt is not of the checkpoint that .* goes on from"):
-            trainer(transformers_callback(STE(), TARGETS), net(), b, first=4, resumed=a / "checkpoint-4")
+            trainer(build_transformers_callback(STE(), TARGETS), net(), b, first=4, resumed=a / "checkpoint-4")
     trainer(
-        transformers_callback(STE(), TARGETS), resumed, b, first=4, resumed=a / "checkpoint-4",
+        build_transformers_callback(STE(), TARGETS), resumed, b, first=4, resumed=a / "checkpoint-4",
         told=str(a / "checkpoint-4") if moved else None,
     )  # fmt: skip
     assert same(model, resumed)
@@ -163,7 +163,7 @@ def test_under_transformers_masks_are_of_all_ranks_though_the_model_is_not_wrapp
     pruner = STE()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        trainer(transformers_callback(pruner, TARGETS), net(), tmp_path)
+        trainer(build_transformers_callback(pruner, TARGETS), net(), tmp_path)
         assert pruner.state.group is torch.distributed.group.WORLD
     finally:
         torch.distributed.destroy_process_group()
@@ -211,19 +211,19 @@ def lightning(callback: Any, model: nn.Module, *, first: int = 0, saved: Any = N
 @pytest.mark.parametrize("make", PRUNERS)
 def test_under_lightning_closures_and_accumulation_are_as_by_hand_and_resume(make: Callable[[], Pruner]) -> None:
     model, resumed = net(), net()
-    callback = lightning_callback(make(), TARGETS)
+    callback = build_lightning_callback(make(), TARGETS)
     saved = lightning(callback, model)
     assert same(model, by_hand(make(), accumulate=2))
-    lightning(lightning_callback(make(), TARGETS), resumed, first=3, saved=saved)
+    lightning(build_lightning_callback(make(), TARGETS), resumed, first=3, saved=saved)
     assert same(model, resumed)
     assert callback.state_dict() == {}  # trainer.save_checkpoint() after fit()
     with pytest.raises(BadData, match="goes on after 3 steps, but its checkpoint holds no pruner"):
-        lightning(lightning_callback(make(), TARGETS), net(), first=3, saved=(*saved[:2], {}))
+        lightning(build_lightning_callback(make(), TARGETS), net(), first=3, saved=(*saved[:2], {}))
 
 
 def test_a_method_that_is_not_at_its_masks_from_the_start_takes_no_earlier_model_for_the_best() -> None:
     targets = {"0": HALF}
-    for pruner in (STE(), SRSTE(), RigL(), ASP(), Held(), MaskDecay(dense=0, final=1), GMP(end=0)):
+    for pruner in (STE(), SRSTE(), RigL(), ASP(), FixedMask(), MaskDecay(dense=0, final=1), GMP(end=0)):
         assert pruner.holds_targets(targets, 20), pruner
     for pruner in (ASP(dense=0.1), GMP(), ACDC(), MaskDecay(dense=0), StructureDecay(), STEP(), GrowAndPrune()):
         assert not pruner.holds_targets(targets, 20), pruner
@@ -233,7 +233,7 @@ def test_a_method_that_is_not_at_its_masks_from_the_start_takes_no_earlier_model
 def test_under_transformers_the_best_model_is_refused_where_masks_are_still_to_come(tmp_path: Path) -> None:
     model, pruner = net(), GMP()
     with pytest.raises(UsageError, match=r"load_best_model_at_end may end with .* leave it out, as GMP prunes while"):
-        trainer(transformers_callback(pruner, TARGETS), model, tmp_path, best=3)
+        trainer(build_transformers_callback(pruner, TARGETS), model, tmp_path, best=3)
     assert not pruner.at_work
     assert same(model, net())
 
@@ -242,7 +242,7 @@ def test_under_transformers_the_best_model_is_refused_where_masks_are_still_to_c
 def test_training_that_is_stopped_early_says_that_nothing_is_trained_under_the_last_masks(tmp_path: Path) -> None:
     model, pruner = net(), GMP(end=1.0)
     with pytest.warns(UserWarning, match="ended after 4 of 6 steps: nothing is trained under the masks that 1 of 1"):
-        trainer(transformers_callback(pruner, TARGETS), model, tmp_path, last=4)
+        trainer(build_transformers_callback(pruner, TARGETS), model, tmp_path, last=4)
     assert (model[0].weight == 0).double().mean() == 0.5
 
 
@@ -250,22 +250,22 @@ def test_training_that_is_stopped_early_says_that_nothing_is_trained_under_the_l
 def test_under_lightning_a_best_checkpoint_from_before_the_last_masks_is_warned_of() -> None:
     model = net()
     with pytest.warns(UserWarning, match="best checkpoint by val_loss may be .*: take the model that fit"):
-        lightning(lightning_callback(GMP(), TARGETS), model, monitor="val_loss")
+        lightning(build_lightning_callback(GMP(), TARGETS), model, monitor="val_loss")
     assert (model[0].weight == 0).double().mean() == 0.5
-    lightning(lightning_callback(STE(), TARGETS), net(), monitor="val_loss")
+    lightning(build_lightning_callback(STE(), TARGETS), net(), monitor="val_loss")
 
 
 @pytest.mark.usefixtures("fakes")
 def test_under_lightning_training_without_an_end_is_refused() -> None:
     fake = SimpleNamespace(model=net(), global_step=0, estimated_stepping_batches=math.inf)
     with pytest.raises(UsageError, match="give the Trainer max_steps or max_epochs"):
-        lightning_callback(STE(), TARGETS).on_train_start(fake, fake.model)
+        build_lightning_callback(STE(), TARGETS).on_train_start(fake, fake.model)
 
 
 def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformers", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EnvironmentUnusable, match="transformers is not installed: pip install transformers"):
-        transformers_callback(STE(), TARGETS)
+        build_transformers_callback(STE(), TARGETS)
     with pytest.raises(EnvironmentUnusable, match="pip install lightning"):
-        lightning_callback(STE(), TARGETS)
+        build_lightning_callback(STE(), TARGETS)

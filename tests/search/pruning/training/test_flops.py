@@ -5,11 +5,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from search.pruning.masks.layer_targets import Target
-from search.pruning.training.flops import Flop, count_forward, layer_cost, step_cost, training_flop
+from search.pruning.masks.layer_targets import LayerTarget
+from search.pruning.training.flops import (
+    Flop,
+    compute_layer_cost,
+    compute_step_cost,
+    compute_training_flop,
+    count_forward_flop,
+)
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
-from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.fixed_mask import FixedMask
 from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.grow_and_prune import GrowAndPrune
 from search.pruning.training.methods.mask_decay import MaskDecay
@@ -18,10 +24,10 @@ from search.pruning.training.methods.sr_ste import SRSTE
 from search.pruning.training.methods.ste import STE
 from search.pruning.training.methods.step import STEP
 from search.pruning.training.methods.structure_decay import StructureDecay
-from search.pruning.training.pruner import Pruner, Stage, When
+from search.pruning.training.pruner import Moment, Pruner, Stage
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
-HALF, THIN = Target(NM(2, 4), 0.5, along="both"), Target(NM(1, 16), 15 / 16, along="both")
+HALF, THIN = LayerTarget(NM(2, 4), 0.5, along="both"), LayerTarget(NM(1, 16), 15 / 16, along="both")
 
 
 @pytest.mark.parametrize(
@@ -37,24 +43,26 @@ HALF, THIN = Target(NM(2, 4), 0.5, along="both"), Target(NM(1, 16), 15 / 16, alo
 )
 def test_relative_costs_are_the_known_ones(pruner: Pruner, half: float, thin: float) -> None:
     """Dense phase .1, final phase .2, as the notes give them for an FFN layer with a kernel for both products."""
-    assert layer_cost(pruner, HALF, 1000).total / 3 == pytest.approx(half, abs=1e-3)
-    assert layer_cost(pruner, THIN, 1000).total / 3 == pytest.approx(thin, abs=1e-3)
+    assert compute_layer_cost(pruner, HALF, 1000).total / 3 == pytest.approx(half, abs=1e-3)
+    assert compute_layer_cost(pruner, THIN, 1000).total / 3 == pytest.approx(thin, abs=1e-3)
 
 
 def test_every_other_recipe_by_hand() -> None:
-    tenth = Target(Unstructured(), 0.9)
-    assert layer_cost(STE(), tenth, 10) == Flop(pytest.approx(0.1), pytest.approx(0.1), pytest.approx(1.0))
+    tenth = LayerTarget(Unstructured(), 0.9)
+    assert compute_layer_cost(STE(), tenth, 10) == Flop(pytest.approx(0.1), pytest.approx(0.1), pytest.approx(1.0))
     # Compressed 10-15, 20-25, ... 70-75 and 85-100: 50 of 100 steps, with fixed masks.
-    assert layer_cost(ACDC(), tenth, 100).total == pytest.approx(3 * (0.5 + 0.5 * 0.1))
+    assert compute_layer_cost(ACDC(), tenth, 100).total == pytest.approx(3 * (0.5 + 0.5 * 0.1))
     # The gradient is dense in the step before each of the updates at 10, 20 ... 70.
-    rigl = layer_cost(RigL(every=10), tenth, 100)
+    rigl = compute_layer_cost(RigL(every=10), tenth, 100)
     assert rigl.forward == pytest.approx(0.1)
     assert rigl.weight_gradient == pytest.approx((7 + 93 * 0.1) / 100)
     # Two updates: at 25 (7/8 of the way) and 50.
-    gmp = layer_cost(GMP(updates=2), tenth, 100)
+    gmp = compute_layer_cost(GMP(updates=2), tenth, 100)
     assert gmp.forward == pytest.approx((25 + 25 * (1 - 0.9 * 7 / 8) + 50 * 0.1) / 100)
-    assert layer_cost(STEP(latest=0.4), tenth, 10).forward == pytest.approx(0.4 + 0.6 * 0.1)
-    turns = [layer_cost(GrowAndPrune(final=0.2), tenth, 160, layer=layer, layers=4).forward for layer in range(4)]
+    assert compute_layer_cost(STEP(latest=0.4), tenth, 10).forward == pytest.approx(0.4 + 0.6 * 0.1)
+    turns = [
+        compute_layer_cost(GrowAndPrune(final=0.2), tenth, 160, layer=layer, layers=4).forward for layer in range(4)
+    ]
     assert turns == pytest.approx([0.2 + 0.8 * 0.1] * 4)
 
 
@@ -68,24 +76,24 @@ def test_every_other_recipe_by_hand() -> None:
         MaskDecay(shape="exponential", rate=100.0), MaskDecay(dense=0.5, final=0.5), StructureDecay(),
         StructureDecay(stages="geometric", dense=0.0), StructureDecay(dense=0.5, final=0.5),
         StructureDecay(stages=("nm:8:16", "nm:3:16")), GrowAndPrune(), GrowAndPrune(final=1),
-        GrowAndPrune(partitions=5, rounds=3, final=0.13), Held(),
+        GrowAndPrune(partitions=5, rounds=3, final=0.13), FixedMask(),
     ],
     ids=repr,
 )  # fmt: skip
 def test_the_cost_is_that_of_walking_through_every_step(pruner: Pruner) -> None:
     for steps in (1, 2, 3, 17, 100, 333):
         for layer in range(3):
-            walk = [pruner.stage(THIN, When(step, steps, layer, 3)) for step in range(steps)]
+            walk = [pruner.stage(THIN, Moment(step, steps, layer, 3)) for step in range(steps)]
             total = Flop(0.0, 0.0, 0.0)
             for stage in walk:
-                total += step_cost(stage)
-            cost = layer_cost(pruner, THIN, steps, layer=layer, layers=3)
+                total += compute_step_cost(stage)
+            cost = compute_layer_cost(pruner, THIN, steps, layer=layer, layers=3)
             for name in ("forward", "input_gradient", "weight_gradient"):
                 assert getattr(cost, name) == pytest.approx(getattr(total, name) / steps, rel=1e-9)
             at = 0
-            for stage, length in pruner.stretches(THIN, When(0, steps, layer, 3)):
-                assert {(it.target, it.fade > 0, it.fixed) for it in walk[at : at + length]} == {
-                    (stage.target, stage.fade > 0, stage.fixed)
+            for stage, length in pruner.list_stages(THIN, Moment(0, steps, layer, 3)):
+                assert {(it.target, it.fade > 0, it.fixed_mask) for it in walk[at : at + length]} == {
+                    (stage.target, stage.fade > 0, stage.fixed_mask)
                 }
                 at += length
             assert at == steps
@@ -95,19 +103,19 @@ def test_a_long_training_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) 
     seen: list[int] = []
     stage = GMP.stage
     monkeypatch.setattr(GMP, "stage", lambda self, *args: seen.append(1) or stage(self, *args))
-    layer_cost(GMP(), THIN, 1_000_000)
+    compute_layer_cost(GMP(), THIN, 1_000_000)
     assert len(seen) <= 22
 
 
 def test_only_the_product_along_the_groups_is_sparse() -> None:
-    assert step_cost(Stage(HALF, fixed=True)) == Flop(0.5, 0.5, 0.5)
-    assert step_cost(Stage(Target(NM(2, 4), 0.5), fixed=True)) == Flop(0.5, 1.0, 0.5)
-    assert step_cost(Stage(Target(NM(2, 4), 0.5, along="outputs"))) == Flop(1.0, 0.5, 1.0)
+    assert compute_step_cost(Stage(HALF, fixed_mask=True)) == Flop(0.5, 0.5, 0.5)
+    assert compute_step_cost(Stage(LayerTarget(NM(2, 4), 0.5), fixed_mask=True)) == Flop(0.5, 1.0, 0.5)
+    assert compute_step_cost(Stage(LayerTarget(NM(2, 4), 0.5, along="outputs"))) == Flop(1.0, 0.5, 1.0)
     for pattern in (Unstructured(), BlockWise(4, 2), VectorWise(4), VectorNM(4, 2, 4), ShflBW(4)):
-        assert step_cost(Stage(Target(pattern, 0.5))) == Flop(0.5, 0.5, 1.0)
-    assert step_cost(Stage(HALF, fade=0.01)) == Flop(1.0, 1.0, 1.0)
+        assert compute_step_cost(Stage(LayerTarget(pattern, 0.5))) == Flop(0.5, 0.5, 1.0)
+    assert compute_step_cost(Stage(HALF, fade=0.01)) == Flop(1.0, 1.0, 1.0)
     # What 2:4 SR-STE takes with the kernels that there are.
-    assert layer_cost(SRSTE(), Target(NM(2, 4), 0.5), 10).total / 3 == pytest.approx(2.5 / 3)
+    assert compute_layer_cost(SRSTE(), LayerTarget(NM(2, 4), 0.5), 10).total / 3 == pytest.approx(2.5 / 3)
 
 
 class Doubling(nn.Linear):
@@ -130,7 +138,7 @@ def test_layers_without_a_sparse_kernel_are_counted_too_as_torch_counts_them() -
             return self.doubling(self.reflected(self.grouped(self.depthwise(x))))[0]
 
     model, x = Net(), torch.zeros(2, 6, 7, 7)
-    counted = count_forward(model, lambda: model(x))
+    counted = count_forward_flop(model, lambda: model(x))
     assert list(counted) == ["depthwise", "grouped", "reflected", "doubling"]
     with FlopCounterMode(display=False) as counter:
         model(x)
@@ -141,7 +149,7 @@ def test_layers_without_a_sparse_kernel_are_counted_too_as_torch_counts_them() -
 def test_the_projections_of_attention_are_counted() -> None:
     attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True).eval()
     query, key, value = torch.randn(3, 5, 8), torch.randn(3, 7, 6), torch.randn(3, 7, 4)
-    counted = count_forward(nn.ModuleDict({"a": attention}), lambda: attention(query, key, value))
+    counted = count_forward_flop(nn.ModuleDict({"a": attention}), lambda: attention(query, key, value))
     of_queries, of_keys, of_values, of_outputs = 2 * 8 * 8 * 15, 2 * 8 * 6 * 21, 2 * 8 * 4 * 21, 2 * 8 * 8 * 15
     assert counted == {"a": of_queries + of_keys + of_values + of_outputs}
 
@@ -157,10 +165,10 @@ def test_a_models_flop_are_counted_by_layer_with_shared_calls() -> None:
             return self.fc(self.fc(self.conv(x)))
 
     model = Twice()
-    counted = count_forward(model, lambda: model(torch.zeros(2, 3, 4, 5)))
+    counted = count_forward_flop(model, lambda: model(torch.zeros(2, 3, 4, 5)))
     assert counted == {"conv": 2 * 8 * 27 * (2 * 4 * 5), "fc": 2 * (2 * 25 * (2 * 8 * 4))}
-    dense = training_flop(None, {}, counted, 10)
+    dense = compute_training_flop(None, {}, counted, 10)
     assert dense.total == 30 * sum(counted.values())
-    pruned = training_flop(STE(), {"fc": Target(Unstructured(), 0.8)}, counted, 10)
+    pruned = compute_training_flop(STE(), {"fc": LayerTarget(Unstructured(), 0.8)}, counted, 10)
     assert pruned.forward == pytest.approx(10 * (counted["conv"] + 0.2 * counted["fc"]))
     assert pruned.weight_gradient == dense.weight_gradient

@@ -14,26 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks.layer_targets import Target, erk, targets_of, uniform
+from search.pruning.masks.layer_targets import LayerTarget, build_erk_targets, build_uniform_targets, resolve_targets
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import Score
+from search.pruning.saliency.scores import Score
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
-from search.pruning.training.methods.fixed_mask import Held
-from search.pruning.training.methods.gmp import GMP, cubic_sparsity
+from search.pruning.training.methods.fixed_mask import FixedMask
+from search.pruning.training.methods.gmp import GMP, compute_cubic_sparsity
 from search.pruning.training.methods.grow_and_prune import GrowAndPrune
 from search.pruning.training.methods.mask_decay import MaskDecay
-from search.pruning.training.methods.rigl import RigL, surviving
+from search.pruning.training.methods.rigl import RigL, drop_smallest_units
 from search.pruning.training.methods.sr_ste import SRSTE
 from search.pruning.training.methods.ste import STE
 from search.pruning.training.methods.step import STEP
 from search.pruning.training.methods.structure_decay import StructureDecay
-from search.pruning.training.pruner import Stage, When
+from search.pruning.training.pruner import Moment, Stage
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
-HALF = Target(NM(2, 4), 0.5)
-THIN = Target(NM(1, 16), 15 / 16)
-SPARSE = Target(Unstructured(), 0.9)
+HALF = LayerTarget(NM(2, 4), 0.5)
+THIN = LayerTarget(NM(1, 16), 15 / 16)
+SPARSE = LayerTarget(Unstructured(), 0.9)
 
 
 def linear(m: int = 16, k: int = 32, seed: int = 0) -> nn.Linear:
@@ -50,7 +50,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def test_the_cubic_schedule_rises_fast_then_slowly_and_ends_exactly() -> None:
-    sparsities = [cubic_sparsity(step, 10, 110, 0.9) for step in range(130)]
+    sparsities = [compute_cubic_sparsity(step, 10, 110, 0.9) for step in range(130)]
     assert sparsities[:11] == [0.0] * 11
     assert sparsities[110:] == [0.9] * 20
     assert sparsities[60] == pytest.approx(0.9 - 0.9 / 8)
@@ -79,7 +79,7 @@ def test_gradual_pruning_updates_when_due_and_never_revives() -> None:
 @pytest.mark.parametrize("pattern", [NM(1, 4), VectorNM(8, 1, 4)], ids=str)
 def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM) -> None:
     gmp = GMP(end=1.0, updates=40)
-    targets = [gmp.stage(Target(pattern, 0.75), When(step, 40)).target for step in range(41)]
+    targets = [gmp.stage(LayerTarget(pattern, 0.75), Moment(step, 40)).target for step in range(41)]
     keeps = [4 if target is None else target.pattern.keep for target in targets]  # type: ignore[union-attr]
     assert list(dict.fromkeys(keeps)) == sorted(set(keeps), reverse=True) == [4, 3, 2, 1]
 
@@ -118,11 +118,11 @@ def test_acdc_takes_the_papers_turns() -> None:
     acdc = ACDC()
     expected = [(0, False), *((e, e % 10 == 0) for e in range(10, 76, 5)), (85, True)]
     assert acdc.phases(100) == expected
-    stages = [acdc.stage(SPARSE, When(step, 100)) for step in range(101)]
+    stages = [acdc.stage(SPARSE, Moment(step, 100)) for step in range(101)]
     assert stages[9].target is None
-    assert stages[10] == stages[14] == Stage(SPARSE, fixed=True)
-    assert stages[85] == stages[100] == Stage(SPARSE, fixed=True, last=True)
-    assert [step for step in range(101) if stages[step].forget] == [*range(15, 76, 10)]
+    assert stages[10] == stages[14] == Stage(SPARSE, fixed_mask=True)
+    assert stages[85] == stages[100] == Stage(SPARSE, fixed_mask=True, last_mask=True)
+    assert [step for step in range(101) if stages[step].reset_momentum] == [*range(15, 76, 10)]
     assert ACDC(warmup=0).phases(100)[0] == (0, True)
 
 
@@ -170,14 +170,14 @@ def test_given_masks_are_held_bit_for_bit(
 ) -> None:
     """Masks that no drawing from the weights would give, with kept weights that are zero."""
     model = linear()
-    target = targets_of({"": (pattern, 0.5)}, model)[""]
+    target = resolve_targets({"": (pattern, 0.5)}, model)[""]
     mask = target.mask(torch.from_numpy(rng.random((16, 32)))).numpy()
     with torch.no_grad():
         model.weight[:, ::3] = 0
         model.weight.mul_(torch.from_numpy(mask))
     optimizer = make(model.parameters(), lr=0.1, weight_decay=0.5)
     run(model, optimizer, 99)  # momentum from before the mask, of dropped weights too
-    held = Held(given={"": mask})
+    held = FixedMask(given_masks={"": mask})
     held.prepare(model, {"": target}, total_steps=5)
     for step in range(5):
         run(model, optimizer, step)
@@ -189,7 +189,7 @@ def test_given_masks_are_held_bit_for_bit(
 
 def test_a_checkpoint_of_other_masks_than_the_given_is_refused() -> None:
     mask = HALF.mask(torch.rand(16, 32, generator=torch.Generator().manual_seed(0)))
-    held, other = Held(given={"": mask}), Held(given={"": ~mask})
+    held, other = FixedMask(given_masks={"": mask}), FixedMask(given_masks={"": ~mask})
     model = linear()
     held.prepare(linear(), {"": HALF}, total_steps=5)
     other.prepare(model, {"": HALF}, total_steps=5)
@@ -210,15 +210,15 @@ def test_masks_that_do_not_fit_are_refused_by_name() -> None:
         ({"0": mask.float()}, r"layer 0: its mask must be bool .*, not torch.float32"),
     ):
         with pytest.raises(UsageError, match=sentence):
-            Held(given=given).prepare(nn.Sequential(linear(), linear()), {"0": HALF}, total_steps=1)
+            FixedMask(given_masks=given).prepare(nn.Sequential(linear(), linear()), {"0": HALF}, total_steps=1)
 
 
 def test_masks_of_straight_through_are_drawn_every_so_often() -> None:
-    stages = [STE(dense=0.2, every=3).stage(HALF, When(step, 20)) for step in range(20)]
+    stages = [STE(dense=0.2, every=3).stage(HALF, Moment(step, 20)) for step in range(20)]
     assert [stage.target is None for stage in stages] == [True] * 4 + [False] * 16
     assert [step for step in range(20) if stages[step].redraw] == [4, 7, 10, 13, 16, 19]
-    assert SRSTE(dense=0.2).stage(HALF, When(3, 20)) == Stage()
-    assert SRSTE().stage(HALF, When(3, 20)) == replace(STE().stage(HALF, When(3, 20)), penalty=2e-4)
+    assert SRSTE(dense=0.2).stage(HALF, Moment(3, 20)) == Stage()
+    assert SRSTE().stage(HALF, Moment(3, 20)) == replace(STE().stage(HALF, Moment(3, 20)), penalty=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -232,32 +232,32 @@ def test_masks_of_straight_through_are_drawn_every_so_often() -> None:
     ids=["linear", "linear-rate", "exponential", "exponential-rate"],
 )
 def test_the_decays_clock_starts_after_the_dense_phase_and_ends_at_zero(decay: MaskDecay, at: object) -> None:
-    stages = [decay.stage(HALF, When(step, 100)) for step in range(120)]
+    stages = [decay.stage(HALF, Moment(step, 100)) for step in range(120)]
     assert all(stage.target is None for stage in stages[:10])
     assert [stage.fade for stage in stages[10:80]] == pytest.approx([at(t) for t in range(70)])  # type: ignore[operator]
     assert stages[10].fade == 1
     assert all(stage.fade == 0 for stage in stages[80:])
     assert all(stage.backward == stage.fade for stage in stages[10:])
     straight = replace(decay, backward="straight_through")
-    assert all(straight.stage(HALF, When(step, 100)).backward == 1 for step in range(10, 120))
+    assert all(straight.stage(HALF, Moment(step, 100)).backward == 1 for step in range(10, 120))
 
 
 def test_structures_tighten_as_the_papers_do() -> None:
-    def patterns(target: Target, **settings: object) -> list[str]:
-        return [str(t.pattern) for t in StructureDecay(**settings).structures(target)]  # type: ignore[arg-type]
+    def patterns(target: LayerTarget, **settings: object) -> list[str]:
+        return [str(t.pattern) for t in StructureDecay(**settings).list_structures(target)]  # type: ignore[arg-type]
 
     assert patterns(THIN) == ["nm:15:16", "nm:8:16", "nm:4:16", "nm:2:16", "nm:1:16"]
     assert patterns(HALF) == ["nm:3:4", "nm:2:4"]
-    assert patterns(Target(NM(3, 8), 5 / 8)) == ["nm:7:8", "nm:4:8", "nm:3:8"]
-    assert patterns(Target(NM(1, 8), 7 / 8), stages="geometric") == ["nm:8:64", "nm:4:32", "nm:2:16", "nm:1:8"]
-    assert patterns(Target(NM(1, 64), 63 / 64), stages="geometric") == ["nm:4:256", "nm:2:128", "nm:1:64"]
+    assert patterns(LayerTarget(NM(3, 8), 5 / 8)) == ["nm:7:8", "nm:4:8", "nm:3:8"]
+    assert patterns(LayerTarget(NM(1, 8), 7 / 8), stages="geometric") == ["nm:8:64", "nm:4:32", "nm:2:16", "nm:1:8"]
+    assert patterns(LayerTarget(NM(1, 64), 63 / 64), stages="geometric") == ["nm:4:256", "nm:2:128", "nm:1:64"]
     assert patterns(THIN, stages=("nm:8:16",)) == ["nm:8:16", "nm:1:16"]
-    vectors = Target(VectorNM(4, 1, 4), 0.75)
+    vectors = LayerTarget(VectorNM(4, 1, 4), 0.75)
     assert patterns(vectors) == ["vectornm:4:3:4", "vectornm:4:2:4", "vectornm:4:1:4"]
-    sparsities = [t.sparsity for t in StructureDecay().structures(Target(ShflBW(4), 0.9))]
+    sparsities = [t.sparsity for t in StructureDecay().list_structures(LayerTarget(ShflBW(4), 0.9))]
     assert sparsities == [0.5, 0.75, 0.875, 0.9]
     with pytest.raises(UsageError, match="geometric structure decay is for N:M patterns, not unstructured"):
-        StructureDecay(stages="geometric").structures(SPARSE)
+        StructureDecay(stages="geometric").list_structures(SPARSE)
 
 
 def test_structures_that_a_layer_cannot_hold_are_refused_at_the_start() -> None:
@@ -268,29 +268,29 @@ def test_structures_that_a_layer_cannot_hold_are_refused_at_the_start() -> None:
     ):
         with pytest.raises(UsageError, match=sentence):
             StructureDecay(stages=stages).prepare(
-                linear(), {"": Target(NM(1, 4), 0.75, along="both", exact=False)}, total_steps=10
+                linear(), {"": LayerTarget(NM(1, 4), 0.75, along="both", exact=False)}, total_steps=10
             )
 
 
 def test_a_mask_that_cannot_be_drawn_is_said_with_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Target, scores: Tensor) -> Tensor:
+    def fail(self: LayerTarget, scores: Tensor) -> Tensor:
         raise ValueError("no such mask")
 
-    monkeypatch.setattr(Target, "mask", fail)
+    monkeypatch.setattr(LayerTarget, "mask", fail)
     with pytest.raises(BadData, match="layer , after 0 steps: no such mask"):
         ASP().prepare(linear(), {"": HALF}, total_steps=10)
 
 
 def test_a_checkpoint_of_exact_masks_is_not_one_of_quick_ones() -> None:
     saved, other = ASP(), ASP()
-    saved.prepare(linear(), {"": Target(NM(2, 4), 0.5, along="both")}, total_steps=5)
-    other.prepare(linear(), {"": Target(NM(2, 4), 0.5, along="both", exact=False)}, total_steps=5)
+    saved.prepare(linear(), {"": LayerTarget(NM(2, 4), 0.5, along="both")}, total_steps=5)
+    other.prepare(linear(), {"": LayerTarget(NM(2, 4), 0.5, along="both", exact=False)}, total_steps=5)
     with pytest.raises(BadData, match=r"differs in targets: .*nm:2:4 at 0.5 along both'.*along both, quick"):
         other.load_state_dict(saved.state_dict())
 
 
 def test_structures_take_equal_shares_between_the_dense_and_the_final_phase() -> None:
-    stages = [StructureDecay().stage(THIN, When(step, 100)) for step in range(110)]
+    stages = [StructureDecay().stage(THIN, Moment(step, 100)) for step in range(110)]
     keeps = [None if stage.target is None else stage.target.pattern.keep for stage in stages]  # type: ignore[union-attr]
     assert keeps == [None] * 10 + [15] * 14 + [8] * 14 + [4] * 14 + [2] * 14 + [1] * 44
     assert all(stage.fade == stage.backward == 0 for stage in stages)
@@ -298,11 +298,11 @@ def test_structures_take_equal_shares_between_the_dense_and_the_final_phase() ->
 
 def test_partitions_take_turns_to_grow() -> None:
     method = GrowAndPrune(partitions=2, rounds=2, final=0.2)
-    dense = [[method.stage(SPARSE, When(s, 10, layer, 3)).target is None for s in range(10)] for layer in range(3)]
+    dense = [[method.stage(SPARSE, Moment(s, 10, layer, 3)).target is None for s in range(10)] for layer in range(3)]
     assert dense[0] == dense[1] == [True, True, False, False] * 2 + [False] * 2
     assert dense[2] == [False, False, True, True] * 2 + [False] * 2
-    assert [s for s in range(10) if method.stage(SPARSE, When(s, 10, 0, 3)).forget] == [4]
-    assert [s for s in range(10) if method.stage(SPARSE, When(s, 10, 2, 3)).forget] == [2, 6]
+    assert [s for s in range(10) if method.stage(SPARSE, Moment(s, 10, 0, 3)).reset_momentum] == [4]
+    assert [s for s in range(10) if method.stage(SPARSE, Moment(s, 10, 2, 3)).reset_momentum] == [2, 6]
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "nm:1:4", "vector:4", "block:4x4", "vectornm:4:1:4"])
@@ -322,7 +322,7 @@ def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest(pattern
     after = rigl.masks[""]
     assert after.sum() == before.sum() == 512 // 4
     share = 0.25 * (1 + math.cos(math.pi * 2 / 8))
-    left = surviving(Target(Unstructured(), 0.75), before, weight.double().square(), share)
+    left = drop_smallest_units(LayerTarget(Unstructured(), 0.75), before, weight.double().square(), share)
     if pattern == "unstructured":
         dropped = round(share * 128)
         assert left.sum() == 128 - dropped
@@ -344,7 +344,7 @@ def test_rigl_refuses_row_groups() -> None:
 def test_rigl_keeps_what_it_did_not_drop_in_transposable_masks_too(exact: bool) -> None:
     """Three weights are left, and the best six to grow leave room for two of them only."""
     model, rigl = linear(4, 4), RigL(every=1, until=1.0, alpha=1.0)
-    target = Target(NM(2, 4), 0.5, along="both", exact=exact)
+    target = LayerTarget(NM(2, 4), 0.5, along="both", exact=exact)
     rigl.prepare(model, {"": target}, total_steps=100)
     layer, left = rigl.state.layers[""], torch.zeros(4, 4, dtype=torch.bool)
     left[[0, 0, 1], [0, 1, 0]] = True
@@ -352,8 +352,8 @@ def test_rigl_keeps_what_it_did_not_drop_in_transposable_masks_too(exact: bool) 
     layer.mask[[1, 2, 2, 3, 3], [2, 2, 3, 1, 3]] = True
     with torch.no_grad():
         model.weight.copy_(layer.mask * (0.1 + left))
-    layer.seen = torch.zeros(4, 4, dtype=torch.float64)
-    layer.seen[[0, 1, 2, 2, 3, 3], [2, 3, 0, 2, 1, 3]] = 1.0
+    layer.squared_gradient = torch.zeros(4, 4, dtype=torch.float64)
+    layer.squared_gradient[[0, 1, 2, 2, 3, 3], [2, 3, 0, 2, 1, 3]] = 1.0
     rigl.state.step = 42  # a share of 0.62 of eight goes
     drawn = rigl.draw(layer, target)
     assert bool(drawn[left].all())
@@ -373,7 +373,7 @@ def test_rigl_of_units_so_large_that_none_is_kept_keeps_none() -> None:
 
 def test_erk_densities_are_the_formulas_and_add_up() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 128), nn.Linear(128, 2))
-    targets = erk(model, "unstructured", 0.8)
+    targets = build_erk_targets(model, "unstructured", 0.8)
     sizes = {"0": (16, 8, 3, 3), "2": (128, 64), "3": (2, 128)}
     raw = {name: sum(size) / math.prod(size) for name, size in sizes.items()}
     assert "3" not in targets  # so thin that it stays dense
@@ -384,15 +384,15 @@ def test_erk_densities_are_the_formulas_and_add_up() -> None:
 
 def test_uniform_targets_leave_out_what_is_excluded() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    assert uniform(model, "nm:2:4", 0.5, exclude=["3"]) == {"0": HALF, "2": HALF}
+    assert build_uniform_targets(model, "nm:2:4", 0.5, exclude=["3"]) == {"0": HALF, "2": HALF}
     with pytest.raises(UsageError, match="no layer 'head' to exclude"):
-        uniform(model, "nm:2:4", 0.5, exclude=["head"])
+        build_uniform_targets(model, "nm:2:4", 0.5, exclude=["head"])
 
 
 @pytest.mark.parametrize("along", ["inputs", "outputs", "both"])
 def test_groups_run_along_the_axis_that_is_asked_for(along: str) -> None:
     model, ste = linear(), STE()
-    ste.prepare(model, {"": Target(NM(2, 4), 0.5, along=along)}, total_steps=3)
+    ste.prepare(model, {"": LayerTarget(NM(2, 4), 0.5, along=along)}, total_steps=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run(model, optimizer, 0)
     ste.step()
@@ -407,7 +407,7 @@ def test_torch_draws_n_of_m_masks_as_the_pattern_does(k: int, rng: np.random.Gen
     scores = rng.integers(0, 4, (6, k)).astype(np.float64)  # many ties
     for keep, of in ((1, 4), (2, 4), (3, 8), (5, 16)):
         expected = NM(keep, of).mask(scores, 1 - keep / of)
-        found = Target(NM(keep, of), 1 - keep / of).mask(torch.from_numpy(scores))
+        found = LayerTarget(NM(keep, of), 1 - keep / of).mask(torch.from_numpy(scores))
         assert np.array_equal(found.numpy(), expected)
 
 
@@ -448,7 +448,7 @@ def test_step_switches_once_adams_second_moments_settle() -> None:
         run(model, optimizer, step)
         method.step()
     assert masked == [False] * 2 + [True] * 8  # any change is small enough, but not before a fifth
-    assert method.state.more["switch"] == 2
+    assert method.state.method_state["switch"] == 2
 
 
 def test_step_measures_how_much_v_changed_whichever_optimizer_holds_a_layer() -> None:
@@ -467,9 +467,9 @@ def test_step_measures_how_much_v_changed_whichever_optimizer_holds_a_layer() ->
         now = [adam.state[layer.weight]["exp_avg_sq"].clone() for adam, layer in zip(both, model, strict=True)]
         if before:
             change = sum(float((a - b).abs().sum()) for a, b in zip(now, before, strict=True)) / 1024
-            assert method.state.more["changes"][-1] == pytest.approx(change)
+            assert method.state.method_state["changes"][-1] == pytest.approx(change)
         before = now
-    assert len(method.state.more["changes"]) == 2
+    assert len(method.state.method_state["changes"]) == 2
     for optimizer in both:
         optimizer.state_dict()  # which refuses what it does not own
 
@@ -502,9 +502,9 @@ def test_step_says_which_optimizers_it_takes() -> None:
         (lambda: RigL(alpha=2), "shares, from 0 to 1"),
         (lambda: STEP(latest=0.05), "in that order"),
         (lambda: GrowAndPrune(rounds=0), "one round"),
-        (lambda: Target(VectorWise(4), 0.5, along="both"), "only N:M masks can be transposable"),
-        (lambda: Target(BlockWise(4, 4), 0.5, along="across"), "groups run along inputs, outputs, both"),
-        (lambda: Target(Unstructured(), 1.0), "from 0 to below 1"),
+        (lambda: LayerTarget(VectorWise(4), 0.5, along="both"), "only N:M masks can be transposable"),
+        (lambda: LayerTarget(BlockWise(4, 4), 0.5, along="across"), "groups run along inputs, outputs, both"),
+        (lambda: LayerTarget(Unstructured(), 1.0), "from 0 to below 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: object, sentence: str) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks.layer_targets import Target, Targets, erk, targets_of
+from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, build_erk_targets, resolve_targets
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.saliency.magnitude import Score
+from search.pruning.saliency.scores import Score
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
-from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.fixed_mask import FixedMask
 from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.grow_and_prune import GrowAndPrune
 from search.pruning.training.methods.mask_decay import MaskDecay
@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {
     "structure_decay": StructureDecay,
     "step": lambda: STEP(earliest=0.2, latest=0.4, tolerance=0.0),
     "grow_and_prune": lambda: GrowAndPrune(partitions=3, rounds=1),
-    "held": lambda: Held(given=given_masks()),
+    "held": lambda: FixedMask(given_masks=given_masks()),
 }
 ON_DEVICES = METHODS | {
     "gmp_mfac_dynamic": lambda: GMP(updates=2, score=DynamicMFAC(gradients=3, damping=1e-3)),
@@ -62,7 +62,7 @@ ON_DEVICES = METHODS | {
 def given_masks() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {name: weight_matrix(net().get_submodule(name)).shape for name in TARGETS}
-    targets = targets_of(TARGETS, net())
+    targets = resolve_targets(TARGETS, net())
     return {name: targets[name].mask(torch.rand(shapes[name], generator=generator)) for name in TARGETS}
 
 
@@ -153,11 +153,11 @@ def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model
 @pytest.mark.parametrize("along", ["outputs", "both"])
 @pytest.mark.parametrize("method", ["gmp", "ste", "rigl", "structure_decay"])
 def test_a_run_under_masks_along_the_outputs_goes_on_bit_equal(method: str, along: str) -> None:
-    half = Target(NM(2, 4), 0.5, along=along, exact=False)
+    half = LayerTarget(NM(2, 4), 0.5, along=along, exact=False)
     goes_on_bit_equal(METHODS[method], {"conv": half, "fc1": half}, stop=7, model_first=True)
 
 
-def goes_on_bit_equal(make: Callable[[], Pruner], targets: Targets, stop: int, model_first: bool) -> None:
+def goes_on_bit_equal(make: Callable[[], Pruner], targets: LayerTargets, stop: int, model_first: bool) -> None:
     """transformers and Lightning load the model before callbacks prepare; a user may do so after."""
     whole, pruner = net(), make()
     pruner.prepare(whole, targets, total_steps=STEPS)
@@ -606,7 +606,10 @@ def test_weights_that_are_not_finite_are_said_with_layer_and_step() -> None:
         ({"fc1": ("nm:4:2", 0.5)}, "layer fc1: an N:M pattern keeps fewer"),
         ({"conv": ("nm:2:8", 0.75)}, "layer conv: .*multiples of 8"),
         ({"fc1": ("block:64x64", 0.5)}, "layer fc1: one block of block:64x64 covers the whole 12x32 layer"),
-        ({"fc2": Target(NM(2, 8), 0.75, along="both")}, "layer fc2: transposable nm:2:8 needs both sides in mult"),
+        (
+            {"fc2": LayerTarget(NM(2, 8), 0.75, along="both")},
+            "layer fc2: transposable nm:2:8 needs both sides in mult",
+        ),
         ({"fc1": ("dense", 0.0)}, "no layer is to be pruned"),
     ],
 )
@@ -623,8 +626,8 @@ def test_a_weight_that_another_module_has_too_is_not_pruned(other: nn.Module) ->
     other.weight = model.fc1.weight
     for names in [["fc1"], *([["fc1", "other"]] if isinstance(other, nn.Linear) else [])]:
         with pytest.raises(UsageError, match="layer fc1: its weight is shared with other, where it would be pruned"):
-            targets_of({name: (Unstructured(), 0.5) for name in names}, model)
-    assert list(targets_of({"fc2": (Unstructured(), 0.5)}, model)) == ["fc2"]
+            resolve_targets({name: (Unstructured(), 0.5) for name in names}, model)
+    assert list(resolve_targets({"fc2": (Unstructured(), 0.5)}, model)) == ["fc2"]
 
 
 def test_a_forgotten_pruner_leaves_optimizers_alone() -> None:
@@ -707,16 +710,16 @@ def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
 @pytest.mark.parametrize("entry", ["nm:1:4", ("unstructured", "0.5"), ("unstructured",), (0.5, "unstructured"), 0.5])
 def test_a_target_that_is_none_is_refused_by_name(entry: Any) -> None:
     with pytest.raises(UsageError, match=r"layer 0: a target is a pattern and a sparsity, .*, not "):
-        targets_of({"0": entry}, nn.Sequential(nn.Linear(8, 8)))
+        resolve_targets({"0": entry}, nn.Sequential(nn.Linear(8, 8)))
 
 
 @pytest.mark.parametrize("sparsity", [-1.0, 1.0])
 def test_densities_by_erdos_and_renyi_are_of_a_share_and_of_patterns_that_have_many(sparsity: float) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(UsageError, match="sparsity is the share of weights dropped"):
-        erk(model, "unstructured", sparsity)
+        build_erk_targets(model, "unstructured", sparsity)
     with pytest.raises(UsageError, match="nm:1:4 has one sparsity"):
-        erk(model, "nm:1:4", 0.75)
+        build_erk_targets(model, "nm:1:4", 0.75)
 
 
 @pytest.mark.parametrize("lost", ["mask", "weight", "layers", "more"])
@@ -735,7 +738,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="tighten from one to the next, not nm:1:2, nm:15:16"):
         StructureDecay(stages=("nm:1:2", "nm:15:16"))
     with pytest.raises(UsageError, match=r"last stage nm:1:16 keeps less than the target nm:2:4"):
-        StructureDecay(stages=("nm:1:16",)).structures(Target(NM(2, 4), 0.5))
+        StructureDecay(stages=("nm:1:16",)).list_structures(LayerTarget(NM(2, 4), 0.5))
     with pytest.raises(UsageError, match="warmup is part of the 10 steps"):
         Recipe(steps=10, warmup=1000)
     with pytest.raises(UsageError, match="momentum is a number below 1"):

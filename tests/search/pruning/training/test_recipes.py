@@ -15,9 +15,9 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.pruning.masks.layer_targets import targets_of
-from search.pruning.one_shot.fill_database import build_database
-from search.pruning.pipeline import check_recipe
+from search.pruning.masks.layer_targets import resolve_targets
+from search.pruning.one_shot.fill_database import fill_database
+from search.pruning.prune_model import check_recipe
 from search.pruning.saliency.fisher import MFAC
 from search.pruning.storage.model_folder import load_pruned
 from search.pruning.training.checkpoint import Checkpoint
@@ -25,8 +25,8 @@ from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.mask_decay import MaskDecay
 from search.pruning.training.methods.rigl import RigL
 from search.pruning.training.methods.structure_decay import StructureDecay
-from search.pruning.training.recipe import TRAINING_METHODS, Recipe, load
-from search.pruning.training.train import learning_rate, train
+from search.pruning.training.recipe import TRAINING_METHODS, Recipe, read_recipe
+from search.pruning.training.train import compute_learning_rate_factor, train
 from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 
@@ -37,7 +37,7 @@ TARGETS = {"conv": ("vector:4", 0.75), "fc": ("nm:1:4", 0.75)}
 def magnitude_masks(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: target.mask(weight_matrix(model.get_submodule(name)).detach().square())
-        for name, target in targets_of(TARGETS, model).items()
+        for name, target in resolve_targets(TARGETS, model).items()
     }
 
 
@@ -49,29 +49,29 @@ def task() -> Task:
 def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("method: mask_decay\nsettings: {shape: exponential, rate: 0.01}\nsteps: 40\noptimizer: sgd\n")
-    recipe = load(str(path))
+    recipe = read_recipe(str(path))
     assert (recipe.steps, recipe.optimizer, recipe.learning_rate) == (40, "sgd", 1e-3)
-    assert repr(recipe.pruner()) == repr(MaskDecay(shape="exponential", rate=0.01))
+    assert repr(recipe.build_pruner()) == repr(MaskDecay(shape="exponential", rate=0.01))
     path.write_text("method: structure_decay\nsettings: {stages: ['nm:8:16'], score: magnitude}\n")
-    assert repr(load(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
+    assert repr(read_recipe(str(path)).build_pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
     path.write_text("settings: {score: {name: mfac, gradients: 32, damping: 1e-4}}\nlearning_rate: 2e-3\n")
-    assert repr(load(str(path)).pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
-    assert load(str(path)).learning_rate == 2e-3
-    assert Recipe(**load(str(path)).facts()) == load(str(path))
+    assert repr(read_recipe(str(path)).build_pruner()) == repr(GMP(score=MFAC(gradients=32, damping=1e-4)))
+    assert read_recipe(str(path)).learning_rate == 2e-3
+    assert Recipe(**read_recipe(str(path)).to_dict()) == read_recipe(str(path))
 
 
 @pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_a_methods_name_is_a_recipe(method: str) -> None:
     if method == "held":
         with pytest.raises(UsageError, match="add `start: one_shot` to the recipe"):
-            load(method)
+            read_recipe(method)
     else:
-        assert load(method) == Recipe(method=method)
+        assert read_recipe(method) == Recipe(method=method)
 
 
 def test_a_recipe_tells_its_method_what_it_knows() -> None:
-    assert repr(Recipe(method="rigl", seed=3).pruner()) == repr(RigL(seed=3, trained=True))
-    assert repr(Recipe(method="rigl", settings={"trained": False}).pruner()) == repr(RigL())
+    assert repr(Recipe(method="rigl", seed=3).build_pruner()) == repr(RigL(seed=3, trained=True))
+    assert repr(Recipe(method="rigl", settings={"trained": False}).build_pruner()) == repr(RigL())
 
 
 @pytest.mark.parametrize(
@@ -124,23 +124,23 @@ def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, 
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(LatbenchError, match=sentence) as raised:
-        load(str(path))
+        read_recipe(str(path))
     assert raised.value.exit_code == code
     assert str(path) in str(raised.value)
 
 
 def test_a_recipe_that_is_missing_is_said() -> None:
     with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
-        load("gone.yaml")
+        read_recipe("gone.yaml")
     with pytest.raises(BadData, match=r"no recipe maskdecay \(mask_decay\?\): give a YAML file"):
-        load("maskdecay")
+        read_recipe("maskdecay")
 
 
 def test_learning_rates_by_hand() -> None:
     recipe = Recipe(steps=12, warmup=2)
-    assert [learning_rate(recipe, s) for s in (0, 1, 2, 7, 12)] == pytest.approx([0.5, 1, 1, 0.5, 0])
-    assert learning_rate(replace(recipe, schedule="linear"), 7) == pytest.approx(0.5)
-    assert learning_rate(replace(recipe, schedule="constant"), 11) == 1
+    assert [compute_learning_rate_factor(recipe, s) for s in (0, 1, 2, 7, 12)] == pytest.approx([0.5, 1, 1, 0.5, 0])
+    assert compute_learning_rate_factor(replace(recipe, schedule="linear"), 7) == pytest.approx(0.5)
+    assert compute_learning_rate_factor(replace(recipe, schedule="constant"), 11) == 1
 
 
 @pytest.mark.parametrize("method", TRAINING_METHODS)
@@ -188,7 +188,7 @@ def test_training_that_was_stopped_goes_on_bit_equal(method: str, task: Task, tm
     )
     assert steps[0] == 4
     assert hash_model(resumed) == hash_model(whole)
-    assert found.facts() == expected.facts()
+    assert found.to_dict() == expected.to_dict()
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(BadData, match=r"damaged .*; delete it to train from the start"):
         train(task, task.model(), TARGETS, recipe, checkpoint=Checkpoint(path))
@@ -362,7 +362,7 @@ def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(m
                 assert "\n" not in str(error)
                 refused.append((pattern, transposable, settings.get("stages")))
                 continue
-            mask = targets_of(targets, model)["0"].mask(torch.rand(8, 16))
+            mask = resolve_targets(targets, model)["0"].mask(torch.rand(8, 16))
             kept = train(one, model, targets, recipe, masks={"0": mask}).masks["0"]
             if transposable == "quick":
                 assert kept.sum() <= mask.sum()
@@ -403,7 +403,7 @@ def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_traini
         risk=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t", model_hash=hash_model(model),
         inputs="i",
     ).save(tmp_path / "profile.json")  # fmt: skip
-    build_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model)))
+    fill_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model)))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: sr_ste\nsteps: 200\nlearning_rate: 1.0e-2\nseed: 7\n")
 
@@ -415,7 +415,7 @@ def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_traini
 
     output = run(recipe=str(recipe))
     manifest = json.loads((tmp_path / "pruned" / "manifest.json").read_text())
-    assert manifest["recipe"] == Recipe(method="sr_ste", steps=200, learning_rate=1e-2, seed=7).facts()
+    assert manifest["recipe"] == Recipe(method="sr_ste", steps=200, learning_rate=1e-2, seed=7).to_dict()
     flop = {stage["name"]: stage.get("training_flop") for stage in manifest["stages"]}
     assert flop["one-shot"] is None
     assert flop["sr_ste"]["dense_total"] == 200 * 3 * 2 * 32 * (8 * 54 * 9 + 16 * 72 + 3 * 16)

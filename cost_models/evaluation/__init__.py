@@ -1,0 +1,1 @@
+"""Errors of a cost model on layers that it was not fitted to."""

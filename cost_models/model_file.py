@@ -1,0 +1,220 @@
+"""Model files: the settings of a cost model and the hash of its table, as JSON, never a pickle.
+
+    {"version": 4, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+     "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
+     "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
+
+`load` fits the model again from that table, which is quick and gives the same model. It refuses a table with another
+hash. It also refuses other versions of the libraries than those of the validation: their fit may have other errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.estimators.boosted import Boosted
+from cost_models.estimators.hybrid import Hybrid
+from cost_models.estimators.roofline import Roofline
+from cost_models.estimators.transfer import Transfer
+from cost_models.evaluation.held_out_errors import CostModel, Figures
+from cost_models.refusals import BadModel
+from cost_models.rows.training_rows import read_training_rows
+from latbench.base.files import write_text_atomically
+from latbench.errors import BadData, UsageError
+from latbench.tables.storage import Place
+from latbench.tables.table import hash_table
+
+VERSION = 4  # also rises if the same settings give another model than before
+LIBRARIES = ("scikit-learn", "scipy")  # whose versions affect a fit
+ESTIMATORS: dict[str, type[CostModel]] = {
+    kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)
+}
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """Content of a model file.
+
+    Attributes
+    ----------
+    estimator : CostModel
+        The model's settings, unfitted.
+    table_hash : str
+        Hash of the table that it was fitted to.
+    where : mapping of str to str
+        Filter of the training rows, as of `select_training_rows`.
+    validation : mapping of str to mapping
+        Figures of `evaluate` by the method of holding out.
+    libraries : mapping of str to str
+        Versions of the libraries that it was fitted with.
+    """
+
+    estimator: CostModel
+    table_hash: str
+    where: Mapping[str, str] = field(default_factory=dict)
+    validation: Mapping[str, Figures] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_library_versions() -> dict[str, str]:
+    """Return the installed versions of the libraries that affect a fit."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def save(
+    path: str | Path,
+    model: CostModel,
+    table_hash: str,
+    *,
+    where: Mapping[str, str] | None = None,
+    validation: Mapping[str, Figures] | None = None,
+) -> None:
+    """Save the settings of a fitted model, atomically.
+
+    Parameters
+    ----------
+    path : str or Path
+        The model file.
+    model : CostModel
+        The model, fitted to the training rows of the table.
+    table_hash : str
+        Hash of the table, as `latbench.tables.table.hash_table` returns it.
+    where : mapping of str to str, optional
+        Filter of the training rows, as of `select_training_rows`.
+    validation : mapping of str to mapping, optional
+        Figures of `evaluate` by the method of holding out.
+    """
+    content = {
+        "version": VERSION,
+        "libraries": find_library_versions(),
+        "estimator": type(model).__name__,
+        "params": model.get_params(),
+        "where": dict(where or {}),
+        "table_hash": table_hash,
+        "validation": dict(validation or {}),
+    }
+    write_text_atomically(Path(path), json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def read(path: str | Path) -> ModelFile:
+    """Read the content of a model file, without fitting the model.
+
+    Parameters
+    ----------
+    path : str or Path
+        The model file.
+
+    Returns
+    -------
+    ModelFile
+        Its estimator is not fitted.
+
+    Raises
+    ------
+    BadModel
+        The file is missing, malformed or of another version.
+    """
+    path, advice = Path(path), "make it with latbench fit"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadModel(f"{path}: no such cost model; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise BadModel(f"{path}: not a cost model ({error}); {advice}") from error
+    if not isinstance(content, dict) or "version" not in content:
+        raise BadModel(f"{path}: not a cost model; {advice}")
+    if content["version"] != VERSION:
+        raise BadModel(f"{path}: cost model version {content['version']!r}, this latbench reads {VERSION}; {advice}")
+    for name, is_right in _ENTRY_CHECKS.items():
+        if not (name in content and is_right(content[name])):
+            raise BadModel(f"{path}: not a cost model, its {name} is {content.get(name)!r}; {advice}")
+    try:
+        kind, params = ESTIMATORS[content["estimator"]], content["params"]
+        estimator = kind(**params)
+    except (KeyError, TypeError) as error:
+        raise BadModel(
+            f"{path}: estimator {content['estimator']} with {content['params']} is unknown to this latbench; {advice}"
+        ) from error
+    for name, default in kind().get_params().items():
+        if not _is_same_kind(value := getattr(estimator, name), default):
+            raise BadModel(f"{path}: its params {params} fit nothing ({name} cannot be {value!r}); {advice}")
+    return ModelFile(estimator, *(content[name] for name in ("table_hash", "where", "validation", "libraries")))
+
+
+def _is_same_kind(value: Any, default: Any) -> bool:
+    """Return whether a parameter has the type of its default; a text may be None."""
+    if default is None or isinstance(default, str):
+        return value is None or isinstance(value, str)
+    return type(value) is type(default) or (isinstance(default, float) and type(value) is int)
+
+
+def _is_text_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_figure_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        figure is None or isinstance(figure, int | float) for figure in value.values()
+    )
+
+
+_ENTRY_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "estimator": lambda value: isinstance(value, str),
+    "params": lambda value: isinstance(value, dict),
+    "table_hash": lambda value: isinstance(value, str),
+    "where": _is_text_mapping,
+    "validation": lambda value: isinstance(value, dict) and all(map(_is_figure_mapping, value.values())),
+    "libraries": _is_text_mapping,
+}
+"""A check of the type of each entry in a model file."""
+
+
+def load(path: str | Path, table: str | Place) -> CostModel:
+    """Load a model: read its settings, and fit it again to its table.
+
+    Parameters
+    ----------
+    path : str or Path
+        The model file.
+    table : str or Place
+        Path or URI of the table that the model was fitted to.
+
+    Returns
+    -------
+    CostModel
+        The fitted model.
+
+    Raises
+    ------
+    BadModel
+        As `read`; or the table or the libraries are not those of the saved model.
+    BadData
+        There is no such table.
+    """
+    saved, found = read(path), hash_table(table)
+    if saved.table_hash != found:
+        raise BadModel(
+            f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "
+            "fit it again with latbench fit"
+        )
+    here = find_library_versions()
+    if other := [name for name in LIBRARIES if saved.libraries.get(name) != here[name]]:
+        then = ", ".join(f"{name} {saved.libraries.get(name, 'unknown')}" for name in other)
+        now = ", ".join(f"{name} {here[name]}" for name in other)
+        raise BadModel(f"{path} was fitted and judged with {then}, and here is {now}: fit it again with latbench fit")
+    try:
+        X, y = read_training_rows(table, saved.where)
+    except UsageError as error:
+        raise BadModel(f"{path}: not a cost model, {error}") from error
+    try:
+        return saved.estimator.fit(X, y)
+    except BadData:
+        raise
+    except (TypeError, ValueError) as error:  # a parameter of a type or size that `save` never writes
+        raise BadModel(f"{path}: its params {saved.estimator.get_params()} fit nothing ({error})") from error

@@ -1,0 +1,1 @@
+"""How wrong a time may be: conformal quantiles, measurement noise and errors beyond the measured range."""

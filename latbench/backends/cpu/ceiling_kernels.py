@@ -1,0 +1,154 @@
+"""Numba loops that keep the arithmetic units, or the loads, of every thread as busy as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter, with_literals
+
+SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
+STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
+LEAST_READ = 2**23  # floats that a thread reads at least: what is smaller is read again
+PRODUCTS_PER_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of float32
+
+
+@with_literals
+def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: Any, factor: Any) -> Any:
+    """Return the sum of SUMS chains of `steps` multiply-adds s = s * factor + factor, of floats or bfloat16 pairs."""
+    signature = types.float32(lanes, fused, numbers, types.intp, types.float32)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        lanes, fused, kind = (int(literal.literal_value) for literal in signature.args[:3])
+        emit = Emitter(builder, lanes, bool(fused))
+        factors = emit.splat(args[4])
+
+        def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            if kind == FLOATS:
+                return [emit.multiply_add(total, factors, factors) for total in sums]
+            return [emit.multiply_pairs(factors, factors, total, kind) for total in sums]
+
+        return _together(emit, emit.loop(args[3], emit.zeros(SUMS), step))
+
+    return signature, generate
+
+
+@with_literals
+def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any) -> Any:
+    """Return the sum of `steps` times SUMS vectors at an address."""
+    signature = types.float32(lanes, fused, types.intp, types.intp)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        lanes, fused = (int(literal.literal_value) for literal in signature.args[:2])
+        emit = Emitter(builder, lanes, bool(fused))
+        start = emit.pointer(args[2])
+
+        def step(i: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            at = builder.gep(start, [builder.mul(i, emit.integer(SUMS * emit.lanes))])
+            return [builder.fadd(total, emit.load(at, v)) for v, total in enumerate(sums)]
+
+        return _together(emit, emit.loop(args[3], emit.zeros(SUMS), step))
+
+    return signature, generate
+
+
+@with_literals
+def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
+    """Multiply `steps` times four tiles of zeros; `saved` is as `amx.begin` takes it."""
+    signature = types.void(types.intp, types.intp)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        emit = Emitter(builder, _LANES, True)
+        tiles = amx.Tiles(emit)
+        tiles.begin(args[0])
+        for tile in range(8):
+            tiles.zero(tile)
+
+        def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            for total in range(4):
+                tiles.multiply(total, 4 + total // 2, 6 + total % 2)
+            return sums
+
+        emit.loop(args[1], [], step)
+        tiles.end(args[0])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _together(emit: Emitter, sums: list[ir.Value]) -> ir.Value:
+    """Return one lane of the sum of vectors, which is enough to keep all of them in the code."""
+    whole = sums[0]
+    for total in sums[1:]:
+        whole = emit.builder.fadd(whole, total)
+    return emit.builder.extract_element(whole, emit.integer(0))
+
+
+_TARGET = host()
+_LANES, _FUSED = _TARGET.lanes, int(_TARGET.fused)
+
+
+@njit(parallel=True, nogil=True)
+def _multiply_adds(results: NDArray[np.float32], steps: int, factor: float) -> None:
+    for i in prange(len(results)):
+        results[i] = _chains(_LANES, _FUSED, FLOATS, steps, factor)
+
+
+@njit(parallel=True, nogil=True)
+def _multiply_pairs(results: NDArray[np.float32], steps: int, factor: float) -> None:
+    for i in prange(len(results)):
+        results[i] = _chains(_LANES, _FUSED, PAIRS_BY_UNIT, steps, factor)
+
+
+@njit(parallel=True, nogil=True)
+def _reads(results: NDArray[np.float32], x: NDArray[np.float32], each: int, times: int) -> None:
+    for i in prange(len(results)):
+        for _ in range(times):
+            results[i] += _added(_LANES, _FUSED, x.ctypes.data + 4 * each * i, each // (SUMS * _LANES))
+
+
+@njit(parallel=True, nogil=True)
+def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
+    for i in prange(len(saved)):
+        _tiles(saved.ctypes.data + 64 * i, steps)
+
+
+def run_matrix_products(threads: int) -> int:
+    """Keep the matrix units of `threads` threads busy, and return the number of bfloat16 operations.
+
+    The factors are zeros, which may allow a higher clock than numbers do.
+    """
+    _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
+    return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads
+
+
+def run_multiply_adds(threads: int) -> int:
+    """Keep the vector units of `threads` threads busy with chains in registers, and return the number of operations.
+
+    Each lane does a multiplication and an addition.
+    """
+    _multiply_adds(np.zeros(threads, np.float32), STEPS, 0.5)
+    return 2 * SUMS * _LANES * STEPS * threads
+
+
+def run_multiply_pairs(threads: int) -> int:
+    """Do the same with pairs of bfloat16, which are twice as many operations, on a processor that has them."""
+    _multiply_pairs(np.zeros(threads, np.float32), STEPS, 0.5)
+    return 2 * 2 * SUMS * _LANES * STEPS * threads
+
+
+def run_reads(x: NDArray[np.float32], threads: int) -> int:
+    """Read float32 `x`, each of `threads` threads its own part, at least LEAST_READ floats; return the bytes read."""
+    results = np.zeros(threads, np.float32)
+    unit = SUMS * _LANES
+    each = len(x) // threads // unit * unit
+    times = max(1, LEAST_READ // each)
+    _reads(results, x, each, times)
+    return 4 * each * threads * times

@@ -1,0 +1,57 @@
+"""Numba: the project's own kernels for every pattern, through the plans of `sparse_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import sparse_kernels
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
+from latbench.workloads.points import Point
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.plans import conv2d, linear
+from sparse_kernels.plan_protocol import Plan
+from sparse_kernels.shapes import Conv2dShape, LinearShape
+
+PRECISIONS = {
+    ("float32", "float32"): "float32",
+    ("bfloat16", "float32"): "bfloat16-weights",
+    ("bfloat16", "bfloat16"): "bfloat16",
+}
+"""What of a layer is rounded, by the types of its weights and activations."""
+
+
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
+    """Prepare the layer as a Numba plan of any pattern; the kernel `tuned` is found by measurement."""
+    plan: Any
+    precision = PRECISIONS[point.dtype_w, point.dtype_a]
+    if precision == "bfloat16" and not (host().pairs or host().matrix):
+        raise Unsupported("this processor multiplies no bfloat16: the layer would run in float32")
+    check = linear.check_precision if isinstance(point.shape, LinearShape) else conv2d.check_precision
+    try:
+        check(layer.packed, precision)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    try:
+        if isinstance(point.shape, Conv2dShape):
+            plan = sparse_kernels.prepare_conv2d(
+                layer.packed, point.shape, "numba", point.layout, precision=precision
+            )
+        else:
+            plan = sparse_kernels.prepare(
+                layer.packed, "numba", point.layout, point.shape.n,
+                tune=point.kernel == "tuned", precision=precision,
+            )  # fmt: skip
+    except sparse_kernels.UnknownKernel as error:
+        raise Unsupported(str(error)) from error
+    room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
+    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room) - 1))]
+    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans], room_bytes=room)
+
+
+def _call(plan: Plan, layer: SyntheticLayer) -> Callable[[], np.ndarray]:
+    x, bias = layer.x, layer.bias
+    return lambda: plan(x, bias)

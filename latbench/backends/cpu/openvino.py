@@ -1,0 +1,111 @@
+"""OpenVINO: a model of one matrix product or convolution with its bias, on its CPU plugin, dense.
+
+By default it computes float32 models in bfloat16 where the processor can. Here the point sets the precision, and the
+precision that it then runs is checked. Its feature for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works
+only for int8 weights on processors with AMX: zeros of float32 weights are multiplied like any number. The request
+reads x where it lies, and y is read where the request keeps it, as in a pipeline without copies. Convolutions are
+planned with channels last: any other order would be converted before and after each layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
+from latbench.workloads.points import Point
+from sparse_kernels.shapes import Conv2dShape
+
+# With this package openvino reports every import to a web service; without it, it does not.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
+import openvino  # noqa: E402
+from openvino import opset13 as operators  # noqa: E402
+
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+_LAYERS = ("FullyConnected", "MatMul", "Convolution")
+_TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels, height, width
+
+
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
+    """Prepare the dense layer in OpenVINO.
+
+    Raises Unsupported for any other pattern, and where it would compute in another type than the point's.
+    """
+    if str(point.pattern) != "dense":
+        raise Unsupported(
+            f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
+            "numbers, it has a sparse format for int8 alone"
+        )
+    weight_bytes = layer.weight.nbytes // (2 if point.dtype_w == "bfloat16" else 1)
+    copies = [compile_layer(point, layer) for _ in range(count_copies(weight_bytes, MOST_SESSIONS))]
+    kernel, precision = find_executed(copies[0])
+    if precision != PRECISIONS[point.dtype_a]:
+        raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
+    last = point.layout == "nhwc"
+    x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
+    output: Callable[[Any], np.ndarray] = lambda y: y[0].transpose(_FROM_LAST) if last else y[0]  # noqa: E731
+    return Engine(f"openvino.{kernel}", weight_bytes, [_call(each, x) for each in copies], output)
+
+
+def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> openvino.CompiledModel:
+    """Compile the layer as a model with weights of its own, for the point's threads and precision or a given one."""
+    shape = point.shape
+    if isinstance(shape, Conv2dShape):
+        x, y = _convolution(shape, layer, last=point.layout == "nhwc")
+    else:
+        x = operators.parameter(layer.x.shape, np.float32)
+        y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
+    return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
+
+
+def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:
+    """Compile a model for a number of threads, and one call at a time."""
+    settings = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino.Core().compile_model(model, "CPU", settings)
+
+
+def _convolution(shape: Conv2dShape, layer: SyntheticLayer, last: bool) -> tuple[openvino.Node, openvino.Node]:
+    """Build the model's x and y; with channels last both are transposed, which costs nothing once compiled."""
+    size = tuple(layer.x.shape[axis] for axis in _TO_LAST) if last else layer.x.shape
+    x = operators.parameter(size, np.float32)
+    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    y = operators.convolution(
+        operators.transpose(x, _FROM_LAST) if last else x, np.ascontiguousarray(filters),
+        shape.stride, shape.padding, shape.padding, shape.dilation,
+    )  # fmt: skip
+    y = operators.add(y, layer.bias.reshape(1, -1, 1, 1))
+    return x, operators.transpose(y, _TO_LAST) if last else y
+
+
+def find_executed(model: openvino.CompiledModel) -> tuple[str, str]:
+    """Return what a compiled model runs for its layer: OpenVINO's name of the kernel, and its type."""
+    nodes = [node.rt_info for node in model.get_runtime_model().get_ordered_ops()]
+    layers = [node for node in nodes if node["layerType"].astype(str) in _LAYERS]
+
+    def said(name: str) -> str:
+        return "+".join(dict.fromkeys(node[name].astype(str) for node in layers))
+
+    return said("primitiveType"), said("runtimePrecision")
+
+
+def _call(model: openvino.CompiledModel, x: np.ndarray) -> Callable[[], Any]:
+    request = model.create_infer_request()
+    request.set_input_tensor(openvino.Tensor(x, shared_memory=True))
+    return partial(_infer, request, x)
+
+
+def _infer(request: openvino.InferRequest, _: np.ndarray) -> Any:
+    """Run the request; `_` is the array that it reads, which the request itself does not keep alive."""
+    return request.infer(share_outputs=True)

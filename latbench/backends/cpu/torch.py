@@ -1,0 +1,119 @@
+"""torch, dense: `linear` and `conv2d` of torch.nn.functional, `mkldnn` modules, and `prepacked` oneDNN operators.
+
+The kernels `mkldnn` (torch.utils.mkldnn) and `prepacked` (what torch.compile calls in a frozen model) hold weights in
+oneDNN's blocked order. The mkldnn modules take and return plain tensors. So their time includes the conversion of
+activations, as in a model where only some layers run this way. The prepacked ones take plain activations; a
+convolution is planned with channels last, where it is fastest. `bf16` are the prepacked ones in bfloat16, to which
+float32 activations are rounded before and from which they are made after.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
+from latbench.workloads.points import BFLOAT16_KERNELS, KERNELS, Point
+from sparse_kernels.nn import set_weight_matrix
+from sparse_kernels.shapes import Conv2dShape, Shape
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
+    """Prepare the dense layer in torch.
+
+    Raises Unsupported for any other pattern, and for what this build of torch lacks.
+    """
+    if str(point.pattern) != "dense":
+        raise Unsupported(f"torch runs dense layers, not {point.pattern}")
+    kind = point.shape.op
+    known = (*KERNELS["torch"][kind], *BFLOAT16_KERNELS.get(("torch", kind), ()))
+    if point.kernel not in known:
+        raise Unsupported(f"torch has no dense {kind} kernel {point.kernel}: known are {', '.join(known)}")
+    if point.kernel != kind and not torch.backends.mkldnn.is_available():
+        raise Unsupported(f"torch's {point.kernel} kernel is oneDNN's, and this build of torch has none")
+    narrow = point.dtype_w == "bfloat16"
+    if narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise Unsupported("oneDNN has no bfloat16 for this processor")
+    torch.set_num_threads(point.threads)
+    memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
+    x = torch.from_numpy(layer.x).contiguous(memory_format=memory)
+    weight_bytes = layer.weight.nbytes // (2 if narrow else 1)
+    modules = [_module(point.shape, layer) for _ in range(count_copies(weight_bytes))]
+    if point.kernel == "mkldnn":
+        runs: list[Run] = [*_to_mkldnn(modules)]
+    elif narrow:
+        runs = [_rounding(_prepacked(module.bfloat16(), x.bfloat16())) for module in modules]
+    else:
+        runs = [(_prepacked if point.kernel == "prepacked" else _functional)(module, x) for module in modules]
+    calls = [wrap_inference(_ending_in(memory, run), x) for run in runs]
+    name = f"torch.{kind}" if point.kernel == kind else f"torch.{point.kernel}.{kind}"
+    return Engine(name, weight_bytes, calls, torch.Tensor.numpy)
+
+
+def wrap_inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a call of `run` on x in inference mode."""
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return run(x)
+
+    return call
+
+
+def _module(shape: Shape, layer: SyntheticLayer) -> torch.nn.Linear | torch.nn.Conv2d:
+    module: torch.nn.Linear | torch.nn.Conv2d
+    if isinstance(shape, Conv2dShape):
+        module = torch.nn.Conv2d(
+            shape.c_in, shape.c_out, (shape.kh, shape.kw), shape.stride, shape.padding, shape.dilation
+        )
+    else:
+        module = torch.nn.Linear(shape.k, shape.m)
+    set_weight_matrix(module, torch.from_numpy(layer.weight))
+    with torch.no_grad():
+        assert module.bias is not None
+        module.bias.copy_(torch.from_numpy(layer.bias))
+    return module.eval()
+
+
+def _to_mkldnn(modules: list[torch.nn.Linear | torch.nn.Conv2d]) -> list[torch.nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's module uses torch's own deprecated TorchScript
+        from torch.utils import mkldnn
+
+        return [mkldnn.to_mkldnn(module) for module in modules]
+
+
+def _functional(module: torch.nn.Linear | torch.nn.Conv2d, _: torch.Tensor) -> Run:
+    weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
+    if isinstance(module, torch.nn.Linear):
+        return lambda x: F.linear(x, weight, bias)
+    stride, padding, dilation = module.stride, module.padding, module.dilation
+    return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation)
+
+
+def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor) -> Run:
+    """Return the layer with its weight in the order that oneDNN prefers for activations like `example`."""
+    onednn = torch.ops.mkldnn
+    weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
+    if isinstance(module, torch.nn.Linear):
+        packed = onednn._reorder_linear_weight(weight, len(example))
+        return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
+    how = (module.padding, module.stride, module.dilation, module.groups)
+    packed = onednn._reorder_convolution_weight(weight, *how, example.shape)
+    return lambda x: onednn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
+
+
+def _rounding(run: Run) -> Run:
+    """Return `run` of bfloat16 for float32 activations."""
+    return lambda x: run(x.bfloat16()).float()
+
+
+def _ending_in(memory: torch.memory_format, run: Run) -> Run:
+    """Return `run` with its result in this order of memory."""
+    return lambda x: run(x).contiguous(memory_format=memory)

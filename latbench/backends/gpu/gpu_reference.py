@@ -1,0 +1,91 @@
+"""Fixed work of a GPU's reference worker: its ceilings, and its pace during a sweep.
+
+torch does the products, our kernels the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+
+from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing.gpu_ceiling_kernels import FixedWork, build_multiply_adds, build_reads
+from latbench.timing.gpu_ceilings import CeilingWork, GpuCeilings, build_call_timer, measure_gpu_ceilings
+from latbench.timing.gpu_drivers import open_cupy_driver, open_torch_driver
+from latbench.timing.gpu_events import EventTimer
+from sparse_kernels.cuda.machine import CupyMachine
+from sparse_kernels.cuda.program import Operand
+
+_BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply it
+
+
+def measure_ceilings() -> GpuCeilings:
+    """Measure the ceilings of this process's GPU. Raises where it or a library refuses."""
+    return measure_gpu_ceilings(GpuWorks(max(ceilings.WORKING_SETS)))
+
+
+def build_product() -> EventTimer:
+    """Build a dense product, which is bound by the tensor cores."""
+    return build_call_timer(GpuWorks(0).pace_product())
+
+
+def build_sum() -> EventTimer:
+    """Build reads of more than the L2 cache holds."""
+    return build_call_timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
+
+
+class GpuWorks:
+    """See CeilingWorks; `size` is the largest working set that is read, in bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._machine = CupyMachine.current()
+        self._driver = open_cupy_driver()
+        self._words = cupy.ones(size // 4, cupy.uint32)
+
+    def products(self, dtype: str) -> Iterator[CeilingWork]:
+        """Yield products in both orders of the right operand, for which libraries have different kernels."""
+        if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
+            return
+        driver = open_torch_driver()
+        size = ceilings.PRODUCT_SIZE
+        left, right, out = (torch.zeros(size, size, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
+        for operand in (right, right.T):
+            yield CeilingWork(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
+
+    def pace_product(self) -> CeilingWork:
+        """See Works."""
+        driver = open_torch_driver()
+        size = ceilings.PACE_SIZE
+        left, right, out = (torch.zeros(size, size, dtype=torch.float16, device="cuda") for _ in range(3))
+        return CeilingWork(2.0 * size**3, lambda: torch.mm(left, right, out=out), driver)
+
+    def multiply_adds(self) -> CeilingWork:
+        """See Works."""
+        return self._work(build_multiply_adds(self._machine.multiprocessors))
+
+    def reads(self, size: int) -> CeilingWork:
+        """See Works."""
+        return self._work(build_reads(size, self._machine.multiprocessors))
+
+    def _work(self, fixed: FixedWork) -> CeilingWork:
+        """Return a launch whose result is right. Raises RuntimeError where it is wrong."""
+        driver, results = open_cupy_driver(), cupy.empty(fixed.threads, fixed.dtype)
+        kernel = self._machine.kernel(fixed.launch.variant, fixed.launch.shared_bytes)
+        arrays = {Operand.X: self._words, Operand.OUT: results}
+        arguments = tuple(
+            np.uint64(arrays[it].data.ptr) if isinstance(it, Operand) else it for it in fixed.launch.arguments
+        )
+
+        def call() -> Any:
+            kernel(fixed.launch.grid, fixed.launch.block, arguments)  # type: ignore[arg-type]
+            return results
+
+        call()
+        driver.wait()
+        if not bool((results == fixed.result).all()):
+            raise RuntimeError(f"{fixed.launch.variant.name} left {results[0]} behind, not {fixed.result:g}")
+        return CeilingWork(fixed.done, call, driver)

@@ -1,0 +1,276 @@
+"""Make a pruned model of a profile: stitch the database's layers, tune them together, and train by a recipe if any.
+
+Each stage gives a model. The model with the least loss on the calibration data is selected, so no stage can do harm
+unnoticed. Test data is only scored for the record.
+
+One model is stitched and tuned. This takes memory for its weights, their masks (a byte each) and one or two layers.
+During joint tuning the dense model and, for each kept weight, its value and two moments are held too: twice the
+weights if three quarters are pruned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from latbench.errors import BadData, UsageError
+from search.artifacts.layer_database import Database, hash_model
+from search.artifacts.profile import Profile
+from search.pruning.masks.layer_targets import resolve_targets
+from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
+from search.pruning.one_shot.global_adaprune import run_global_adaprune
+from search.pruning.one_shot.stitch import stitch
+from search.pruning.training.checkpoint import Checkpoint
+from search.pruning.training.recipe import Recipe
+from search.pruning.training.train import build_recipe_targets, train
+from search.task import Task
+from sparse_kernels.nn import refuses
+
+Progress = Callable[[str, int, int], None]
+
+VERSION = 6
+"""Rises whenever the same settings give another model than before."""
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """The outcome of a stage.
+
+    Attributes
+    ----------
+    name : str
+        "dense", "one-shot", "global" (joint tuning) or the method of the recipe.
+    loss : float
+        Mean loss on the calibration data.
+    score : float
+        The task's score.
+    training_flop : mapping of str to float
+        FLOP of its training; empty without training.
+    """
+
+    name: str
+    loss: float
+    score: float
+    training_flop: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """The outcome of all stages.
+
+    Attributes
+    ----------
+    stages : sequence of Milestone
+        All stages in order, the dense model first.
+    selected : Milestone
+        The stage with the least loss.
+    model : Module
+        Its model.
+    masks : mapping of str to bool Tensor of shape (m, k)
+        Its masks by layer; True marks a kept weight.
+    """
+
+    stages: Sequence[Milestone]
+    selected: Milestone
+    model: nn.Module
+    masks: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PruneSettings:
+    """How a model is pruned.
+
+    Attributes
+    ----------
+    seed : int
+        Seed of the order of batches in joint tuning.
+    joint : bool
+        Whether all layers are tuned together after stitching (global AdaPrune).
+    recipe : Recipe or None
+        How the model is trained; None for no training.
+    """
+
+    seed: int = 0
+    joint: bool = True
+    recipe: Recipe | None = None
+
+
+def prune_model(
+    task: Task,
+    profile: Profile,
+    database: Database,
+    settings: PruneSettings = PruneSettings(),
+    *,
+    checkpoint: Checkpoint | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> PruneResult:
+    """Prune the task's model to a profile, and return the best of the stages.
+
+    Parameters
+    ----------
+    task : Task
+        The model, its data and its score.
+    profile : Profile
+        Pattern and sparsity of each layer.
+    database : Database
+        Pruned weights of each layer.
+    settings : PruneSettings
+        Seed, joint tuning and recipe.
+    checkpoint : Checkpoint, optional
+        File that keeps the state of training.
+    progress : callable
+        Called with the stage's name, the steps done and all steps.
+
+    Returns
+    -------
+    PruneResult
+        All stages, and the model with the least loss on the calibration data.
+
+    Raises
+    ------
+    BadData
+        The profile or the database is of another model, or training diverges.
+    UsageError
+        The recipe does not suit the task or the profile.
+    """
+    recipe = settings.recipe
+    model = task.model()
+    _check_inputs(task, profile, recipe, model)
+    batches = task.calibration()
+    choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
+    stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
+    masks = stitch(model, choices, database)
+    stages.append(Milestone("one-shot", _tune_norms(task, model, batches), task.score(model)))
+    best = PruneResult(stages, stages[-1], model, masks)
+    if settings.joint and masks:
+        stages.append(_tune_jointly(task, model, masks, batches, settings.seed, progress))
+        if stages[-1].loss < best.selected.loss:
+            best = PruneResult(stages, stages[-1], model, masks)
+        else:  # stitch it again in the memory of this model, instead of holding it all the time
+            selected = best.selected
+            del best, model
+            best = PruneResult(stages, selected, _stitch_again(task, choices, database, batches), masks)
+    if recipe is not None:
+        stage, model, masks = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
+        stages.append(stage)
+        best = min(best, PruneResult(stages, stage, model, masks), key=lambda result: result.selected.loss)
+    return best
+
+
+def _check_inputs(task: Task, profile: Profile, recipe: Recipe | None, model: nn.Module) -> None:
+    check_profile(profile, task, model)
+    if recipe is not None:
+        check_recipe(recipe, task, profile, model)
+
+
+def _stitch_again(
+    task: Task, choices: Mapping[str, tuple[str, float]], database: Database, batches: Sequence[Any]
+) -> nn.Module:
+    """Return the one-shot model, with tuned batch norms."""
+    model = task.model()
+    stitch(model, choices, database)
+    _tune_norms(task, model, batches)
+    return model
+
+
+def _tune_jointly(
+    task: Task,
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    batches: Sequence[Any],
+    seed: int,
+    progress: Progress,
+) -> Milestone:
+    """Tune all layers together by global AdaPrune, in place."""
+    rng = np.random.default_rng(seed)
+    run_global_adaprune(
+        task, model, masks, batches, rng=rng, progress=lambda done, total: progress("global AdaPrune", done, total)
+    )
+    return Milestone("global", _tune_norms(task, model, batches), task.score(model))
+
+
+def _train_further(
+    task: Task,
+    profile: Profile,
+    recipe: Recipe,
+    best: PruneResult,
+    batches: Sequence[Any],
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> tuple[Milestone, nn.Module, dict[str, Tensor]]:
+    """Train the dense model or a copy of the best one by the recipe; return the stage, the model and its masks."""
+    model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
+    trained = train(
+        task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
+        progress=lambda done, total: progress(recipe.method, done, total),
+    )  # fmt: skip
+    loss = compute_calibration_loss(task, model, batches)
+    stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
+    return stage, model, trained.masks
+
+
+def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Return the mean loss over the batches. Raises BadData if it is not finite."""
+    with torch.no_grad():
+        loss = sum(task.loss(model, batch).item() for batch in batches) / len(batches)
+    if not math.isfinite(loss):
+        raise BadData(f"task {task.name}: the loss on the calibration data is {loss}")
+    return loss
+
+
+def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
+    """Raise BadData if the profile is of another model than the task's, or a layer cannot hold its pattern."""
+    modules = dict(model.named_modules())
+    for layer in profile.layers:
+        reason = "has no such layer" if layer not in modules else refuses(modules[layer])
+        if reason is not None:
+            raise BadData(
+                f"the profile is of another model ({profile.task}): it prunes layer {layer}, and the model of task "
+                f"{task.name} {reason}"
+            )
+    if (found := hash_model(model)) != profile.model_hash:
+        raise BadData(
+            f"the profile was searched for a model with other weights ({profile.model_hash}, task {task.name} has "
+            f"{found}): search again"
+        )
+    try:
+        resolve_targets(profile, model)
+    except UsageError as error:
+        raise BadData(f"the profile cannot be followed: {error}") from error
+
+
+def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module) -> None:
+    """Raise UsageError, before any work, if the recipe does not suit the task or the profile.
+
+    The message names the layer that the method cannot prune.
+    """
+    if not task.can_train:
+        raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"task {task.name}: no parameter of its model requires a gradient: nothing can be trained")
+    recipe.build_pruner().check(model, build_recipe_targets(recipe, profile, model), recipe.steps)
+
+
+def _tune_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Tune the batch norms in place if that lowers the loss; return the loss."""
+    before = compute_calibration_loss(task, model, batches)
+    norms = list_batchnorms(model)
+    if not norms:
+        return before
+    statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
+    with contextlib.suppress(UsageError):  # such as a batch with one value a channel, which has no variance
+        tune_batchnorm(task, model, batches)
+        after = compute_calibration_loss(task, model, batches)
+        if after < before:
+            return after
+    for norm, before_tuning in zip(norms, statistics, strict=True):
+        norm.load_state_dict(before_tuning, strict=False)
+    return before
