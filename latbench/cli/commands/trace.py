@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import Batch, InputShape, TraceTarget, WorkloadOutput
+from latbench.cli.options.sweep_options import Batch, InputShape, TraceTarget, WorkloadOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,11 +48,11 @@ class _TracedModel(NamedTuple):
 def _load_task(target: str, batch: int | None) -> _TracedModel:
     """Load the model and example inputs of a task."""
     from latbench.errors import UsageError
-    from search import task as tasks
+    from search.task import load_task
 
     if batch is not None:
         raise UsageError("--batch goes with --input-shape, because a task fixes its own batch")
-    task = tasks.load(target)
+    task = load_task(target)
     return _TracedModel(task.name, task.model(), task.example(), task.limits)
 
 
@@ -60,7 +60,7 @@ def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedMode
     """Load the model that `module:factory` returns, with zeros of a shape as input."""
     import torch
 
-    from latbench.cli.options import parse_sizes
+    from latbench.cli.options.option_texts import parse_sizes
 
     model = _call_factory(target)
     size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)

@@ -163,7 +163,7 @@ def _prune_in_turn(jobs: Iterator[Job], database: Database, method: str) -> Iter
 
 def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
     """Prune one layer a process. H of a layer is computed once a process is free for it."""
-    place = (str(database.folder.resolve()), database.model_hash, database.made_by)
+    place = (str(database.folder.resolve()), database.model_hash, database.provenance)
     threads = max(1, count_cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
     with ExitStack() as stack:
