@@ -242,7 +242,9 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_version(backend)
+    return (
+        deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_engine_version(backend)
+    )
 
 
 def manifest_hash(folder: Path) -> str:

@@ -136,7 +136,7 @@ def _openvino(reference: str, threads: int, shared: str, precision: str, same: f
     task = load(reference)
     model, inputs = task.model(), task.example()
     path = exported_once(model, inputs, Path(shared))
-    compiled = openvino.compile_on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
+    compiled = openvino.compile_on_cpu(openvino.read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:

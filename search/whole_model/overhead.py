@@ -133,7 +133,7 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
 
 def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
     """What whole-model times depend on, whatever the layers become."""
-    versions = {name: installed_engines.find_version(name) for name in list_standard(CPU_ENGINES)}
+    versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},

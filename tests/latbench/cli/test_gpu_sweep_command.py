@@ -40,7 +40,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(nvml=fakes.FakeNvml(fakes.H200), machine=Machine)
     monkeypatch.setitem(sys.modules, "pynvml", at.nvml)
     at.packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(installed_engines, "find_version", lambda package: at.packages.get(package, "1"))
+    monkeypatch.setattr(installed_engines.devices, "find_version", lambda package: at.packages.get(package, "1"))
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(machine, "GpuMachine", at.machine)
