@@ -11,14 +11,13 @@ import pytest
 
 from latbench.backends.cpu import cpu_reference
 from latbench.base.engine_registry import CPU_ENGINES
-from latbench.machines.ceilings import Ceilings
+from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
 from latbench.machines.noise_sources import Host, list_advice, read_host
 from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
 from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
-from search.pipeline.speedup_loop import Kept
 
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
 
@@ -205,7 +204,7 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
-    Kept(name_cpu(), count_cores(), cpu_reference.WORK, lambda: cpu).get()
+    CachedCeilings(name_cpu(), count_cores(), cpu_reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
     build_cached_gpu_ceilings(describe_gpu_environment(find_first_gpu()), lambda: gpu).get()
     out = latbench("doctor").out

@@ -66,7 +66,7 @@ def test_a_sweep_starts_its_engines_says_how_long_it_takes_and_measures(
     ran = typed()
     assert ran.code == 0, ran.err
     assert "latbench: NVIDIA H200: starting torch_gpu, torch_sparse, cublas, cusparse, cupy, numba_cuda\n" in ran.err
-    assert "points, about" in ran.err and "an interrupted sweep goes on when it is repeated" in ran.err
+    assert "points, about" in ran.err and "repeat the command to continue an interrupted sweep" in ran.err
     assert "speedup over the fastest dense engine" in ran.out
     frame = read_table(tmp_path / "table")
     assert set(frame["device"]) == {"nvidia-h200"} and set(frame["status"]) == {"ok"}
