@@ -147,7 +147,7 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
 
 def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
-    versions = {name: installed_engines.find_version(name) for name in list_standard(CPU_ENGINES)}
+    versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": deployment.threads, "backend": deployment.backend,
