@@ -1,13 +1,13 @@
-"""Swap sparse layers into a torch model and fold into them what follows: BatchNorm, bias, ReLU, GELU.
+"""Convert a torch model: replace layers by sparse ones, and fold BatchNorm, bias, ReLU and GELU into them.
 
-On a CPU, in traced parts, attention without a mask is swapped for `nn.attention`: torch's may take as long as all
-layers.
-Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`), and
-between sparse convolutions images stay in frames (`framing`). Max pooling works with channels last (`pooling`).
+In traced parts on a CPU, `nn.attention` replaces attention without a mask: torch's may take as long as all layers.
+Between sparse linear layers with only element-wise functions between them, tokens stay in tiles (`torch_tiles`).
+Between sparse convolutions images stay in frames (`pad_propagation`). Max pooling works with channels last
+(`pooling`).
 
-Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
-cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it
-gives the same result as the original on the example inputs. Layers in parts that resist are swapped without folding.
+To fold something into a layer, nothing else may read the layer's output, which only a graph shows. So the model
+becomes a torch.fx GraphModule, or the largest parts of it that can be traced do. A traced part is kept only if it
+gives the same result as the original on the example inputs. Layers in other parts are replaced without folding.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that 
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """The pattern that a layer gets, and its mask (m, k), True where a weight is kept; None keeps all.
+    """The pattern that a layer gets.
 
-    precision: float32, or what its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say.
+    pattern: of the mask. mask: bool (m, k), True where a weight is kept; None keeps all. precision: float32, or what
+    its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say.
     """
 
     pattern: Pattern
@@ -68,20 +69,55 @@ def convert(
     backend: str = "numba",
     tune: bool = False,
 ) -> nn.Module:
-    """A copy of `model` for inference in which every named layer runs its sparse kernel.
+    """Return a copy of a model for inference in which every named layer runs its sparse kernel.
 
-    Parts that can be traced become `torch.fx.GraphModule`s: their `forward` is all that is left of their class, as it
-    computed on these inputs, and later changes of plain attributes do nothing. Modules with hooks stay what they are.
+    Parts that can be traced become `torch.fx.GraphModule`s. They keep only their `forward`, as it computed on the
+    example inputs; later changes of plain attributes have no effect. Modules with hooks stay as they are.
 
-    `choices` maps the names of Linear and Conv2d modules to their patterns; other layers stay torch's own, with
-    BatchNorm folded where it follows directly. `example_inputs` are what the model is called with: they prove that
-    the converted model is the same function as the masked one (for a GPU backend, where they lie on a GPU). `tune`:
-    linear layers try a few kernels at their first call and keep the fastest, backend `numba` only.
+    Parameters
+    ----------
+    model : nn.Module
+        Not changed.
+    choices : mapping from str to LayerPattern
+        Names of Linear and Conv2d modules, and their patterns. Other layers stay torch's own; a BatchNorm that
+        follows one directly is folded into it.
+    example_inputs : tuple
+        What the model is called with. They prove that the converted model is the same function as the masked one (for
+        a GPU backend, if they are on a GPU).
+    backend : str
+        ``numba``, ``reference`` or ``cupy``.
+    tune : bool
+        Linear layers try a few kernels at their first call and keep the fastest; backend ``numba`` only.
 
-    Raises ValueError, with the layer's name where it is one layer's fault, for a name that is no prunable layer or
-    that no part of the model calls as a module, and for a model that cannot be converted.
+    Returns
+    -------
+    nn.Module
+        The converted model.
+
+    Raises
+    ------
+    ValueError
+        If a name is no prunable layer, if no part of the model calls it as a module, or if the model cannot be
+        converted. The message names the layer if one is at fault.
     """
     model = copy.deepcopy(model).eval()
+    chosen = _apply_choices(model, choices, backend)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {module: name for name, module in modules.items() if module in chosen}
+    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
+    converted = conversion.of(model, "")
+    for module in chosen:
+        if module not in conversion.done:
+            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
+    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        _prove(converted, example_inputs, conversion.calls[""].result)
+    return converted
+
+
+def _apply_choices(
+    model: nn.Module, choices: Mapping[str, LayerPattern], backend: str
+) -> dict[nn.Module, LayerPattern]:
+    """Mask and round the weights of the chosen layers, in place, and return the layers with their patterns."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     chosen: dict[nn.Module, LayerPattern] = {}
@@ -101,15 +137,7 @@ def convert(
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
         chosen[module] = choice
-    names = {module: name for name, module in modules.items() if module in chosen}
-    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
-    converted = conversion.of(model, "")
-    for module in chosen:
-        if module not in conversion.done:
-            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        _prove(converted, example_inputs, conversion.calls[""].result)
-    return converted
+    return chosen
 
 
 def _alike(a: LayerPattern, b: LayerPattern) -> bool:
@@ -201,7 +229,7 @@ class _Conversion:
 
 
 def _loses_hooks(part: nn.Module) -> bool:
-    """Whether tracing would open modules that somebody looks at: the part, or any below that is not torch's own."""
+    """Return whether tracing would open a module with hooks: the part, or any below it that is not torch's own."""
     tracer = fx.Tracer()
     below = (module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name)))
     return any(hooked(module) for module in below)
@@ -234,7 +262,7 @@ def _prove(converted: nn.Module, example_inputs: tuple[Any, ...], expected: Any)
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any] = {}) -> Any:
-    """The model's result, without leaving a trace: not in the inputs, the model's buffers or the random numbers."""
+    """Return the model's result; leave inputs, buffers and random numbers as they were."""
     kept = [
         (buffer, buffer.clone())
         for module in model.modules()
@@ -263,7 +291,7 @@ class _Call:
 
 
 def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, _Call]:
-    """The first call of each module that has children, in a run on the example inputs."""
+    """Return the first call of each module that has children, in a run on the example inputs."""
     calls: dict[str, _Call] = {}
     handles = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -284,7 +312,7 @@ def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str
 
 
 def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
-    """The part as a graph with its norms folded, as far as that is the same function; None if none is."""
+    """Return the part as a graph with its norms folded, as far as that is the same function; None if none is."""
     for fold in (True, False):
         try:
             traced = fx.symbolic_trace(copy.deepcopy(part))
@@ -298,7 +326,10 @@ def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
 
 
 def _same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether results agree but for roundings: `tolerance` of each number, a tenth of it of the largest beside it."""
+    """Return whether results agree but for roundings.
+
+    tolerance: relative to each number; a tenth of it counts relative to the largest number of the tensor.
+    """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False

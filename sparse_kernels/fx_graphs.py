@@ -1,4 +1,4 @@
-"""What is asked of the graph of a traced model, and done to it, wherever it is rewritten."""
+"""Questions about the graph of a traced model, and edits of it, for all that rewrites graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ELEMENT_WISE_FUNCTIONS = (
 
 
 def element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node changes the elements of its first argument, one by one and alike, and takes no other tensor."""
+    """Return whether a node is an element-wise function of its first argument, and takes no other tensor."""
     values = [*node.args[1:], *node.kwargs.values()]
     if len(node.args) == 0 or any(isinstance(value, fx.Node) for value in values):
         return False
@@ -33,24 +33,24 @@ def element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into this module, or comes out: then it stays, and gets what torch has."""
+    """Return whether a module has hooks, which see its inputs or results: then it stays, and gets torch's tensors."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def called_once(traced: fx.GraphModule, modules: dict[str, nn.Module], kind: Any) -> list[fx.Node]:
-    """The nodes that call a module of this kind which nothing else in the graph calls."""
+    """Return the nodes that call a module of this kind which nothing else in the graph calls."""
     nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
     calls = Counter(node.target for node in nodes)
     return [node for node in nodes if calls[node.target] == 1 and isinstance(modules[node.target], kind)]
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The node that alone reads this one, if there is just one."""
+    """Return the node that alone reads this one, if there is just one."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
-    """The name of the activation that this node is, if a kernel can run it in its epilogue."""
+    """Return the name of the activation that this node is, if a kernel can run it in its epilogue."""
     if node.op == "call_module":
         module = modules[str(node.target)]
         if hooked(module):
@@ -77,7 +77,10 @@ def tidy(traced: fx.GraphModule) -> None:
 
 
 def call(traced: fx.GraphModule, function: Callable[..., Any], *args: Any) -> fx.Node:
-    """A new node that calls a function of ours. It stays one call when the model is pickled, which traces it anew."""
+    """Return a new node that calls a function of ours.
+
+    Pickling traces a model anew; the call stays one node then.
+    """
     node = traced.graph.call_function(function, args)
     node.meta["is_wrapped"] = True
     return node
@@ -92,7 +95,7 @@ def wrap(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], k
 
 
 def changed(traced: fx.GraphModule, modules: dict[str, nn.Module]) -> set[fx.Node]:
-    """The values that somebody changes in place while others may still read them, as far as names tell.
+    """Return the values that somebody changes in place while others may still read them, as far as names tell.
 
     A change reaches whatever a value may be a view or another name of.
     """
@@ -124,7 +127,7 @@ _NEW_MODULES = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvg
 
 
 def _is_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node certainly gives memory of its own, and no view or other name of what it reads."""
+    """Return whether a node certainly gives memory of its own, and no view or other name of what it reads."""
     if _mutates(node, modules) or node.op == "call_method":
         return False
     if node.op == "call_module":
@@ -139,7 +142,7 @@ def _is_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _mutates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node changes its first argument in place, as far as its name and settings tell."""
+    """Return whether a node changes its first argument in place, as far as its name and settings tell."""
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")

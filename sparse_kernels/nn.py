@@ -1,25 +1,25 @@
-"""Sparse layers for torch models: what a pruned Linear or Conv2d is replaced by, for inference.
-
-A layer keeps its packed weight as buffers (so state_dict, deepcopy and pickling work as for any module) and a plan,
-which is prepared at the first call and thrown away when the module is moved, cast or loaded (not when a buffer is
-written to). The plan may hold the weights once more, in the order its kernel reads them.
+"""Sparse layers for torch models: replacements of a pruned Linear or Conv2d, for inference.
 
     y = SparseLinear.from_dense(linear, VectorWise(32), mask, activation="relu")(x)     # x (..., k) -> y (..., m)
 
-Backends `numba` and `reference` take float32 tensors on a CPU, `cupy` float16 and bfloat16 tensors on a CUDA GPU. The
-CUDA kernels read and write feature-major: a result is a transposed view, and a layer that gets one, from another
-sparse layer or through element-wise operations, copies nothing; other inputs are transposed first. Work goes to
-torch's current stream. Call a layer once with inputs of the same shape before it is captured into a CUDA graph, and
-capture again after its weights have changed: a graph reads the plan of its time.
+A layer keeps its packed weight as buffers, so state_dict, deepcopy and pickling work as for any module. It makes a
+plan at the first call. It drops the plan when the module is moved, cast or loaded, but not when a buffer is written
+to. The plan may hold the weights once more, in the order its kernel reads them.
 
-On a CPU a layer keeps a plan for few tokens and one for many, or for each of the latest image sizes. A SparseLinear
-with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.tuner`, and again for about twice or
-half as many tokens. After a call on a CPU, child processes that are to run layers must be started anew, not forked
-(`cpu.threads`).
+Backends `numba` and `reference` take float32 tensors on a CPU. Backend `cupy` takes float16 and bfloat16 tensors on a
+CUDA GPU. Its kernels read and write feature-major, so a result is a transposed view. A layer copies nothing if its
+input is such a view, from another sparse layer or through element-wise operations; it transposes other inputs first.
+Work goes to torch's current stream. Call a layer once with inputs of the same shape before a CUDA graph captures it.
+Capture again after its weights have changed, because a graph keeps the plan that it captured.
+
+On a CPU a layer keeps a plan for small and one for large batches, or one for each of the latest image sizes. A
+SparseLinear with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.plans.autotune`. It
+tries again for about twice or half as many tokens. After a call on a CPU, start child processes that run layers anew,
+do not fork them (`cpu.runtime.threads`).
 
 Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
-blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
-a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
+blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`; otherwise each number
+makes a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -40,16 +40,16 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparse_kernels import prepare, prepare_conv2d
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, plain
+from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, unframe
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
-from sparse_kernels.torch_tiles import Tiles, tiles_shape, worthwhile
+from sparse_kernels.torch_tiles import TokenTiles, tiles_shape, worthwhile
 
 if TYPE_CHECKING:
-    from sparse_kernels.cuda.machine import Machine
+    from sparse_kernels.cuda.machine import CudaMachine
 
 ACTIVATIONS = (None, "relu", "gelu")
 CPU_BACKENDS = ("numba", "reference")
@@ -57,28 +57,55 @@ GPU_BACKENDS = ("cupy",)
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
 
-KEPT_PLANS = 4  # by a layer on a CPU; those made longest ago go first
-KEPT_PLACES = 16  # of results, by a plan
+KEPT_PLANS = 4  # plans that a layer on a CPU keeps; the oldest go first
+KEPT_PLACES = 16  # places of results that a plan keeps
 
 _CPU = torch.device("cpu")
 
-# Up to a vector of tokens is few, as kernels see it, and what is more is prepared for no fewer than fill a tile.
-FEW_TOKENS, MANY_TOKENS = 16, 64
+# At most one vector of tokens counts as a small batch. A plan for more is made for at least as many as fill a tile.
+SMALL_BATCH, LARGE_BATCH = 16, 64
 
-# What a layer's class must not have changed for a sparse one to take its place.
+# Methods that a layer's class must not override, or no sparse layer can replace it.
 _COMPUTING = ("__call__", "forward", "_conv_forward")
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
-    """The layer's weight as the matrix that is pruned and multiplied, (m, k).
+    """Return the layer's weight as the matrix that is pruned and multiplied.
 
-    A convolution's is (c_out, kh*kw*c_in) with column (r*kw + s)*c_in + c. Shares memory only where torch can.
+    Parameters
+    ----------
+    module : nn.Linear or nn.Conv2d
+        A layer that `refuses` accepts.
+
+    Returns
+    -------
+    Tensor (m, k)
+        A convolution's matrix is (c_out, kh*kw*c_in), with column (r*kw + s)*c_in + c. It shares the weight's memory
+        where torch can.
+
+    Raises
+    ------
+    ValueError
+        If no sparse layer can replace the module.
     """
     return as_matrix(_prunable(module).weight.detach())
 
 
 def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
-    """Write a matrix (m, k) of `weight_matrix`'s order back into the layer, in place."""
+    """Write a matrix back into the layer, in place.
+
+    Parameters
+    ----------
+    module : nn.Linear or nn.Conv2d
+        The layer.
+    matrix : Tensor (m, k)
+        In the order of `weight_matrix`.
+
+    Raises
+    ------
+    ValueError
+        If the matrix does not fit the weight, or no sparse layer can replace the module.
+    """
     weight = _prunable(module).weight
     if matrix.shape != (weight.shape[0], weight[0].numel()):
         raise ValueError(f"a matrix of {tuple(matrix.shape)} does not fit a weight of {tuple(weight.shape)}")
@@ -87,7 +114,7 @@ def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
 
 
 def as_matrix(weight: Tensor) -> Tensor:
-    """A weight, or what has its shape, as the matrix (m, k) of `weight_matrix`."""
+    """Return a weight, or what has its shape, as the matrix (m, k) of `weight_matrix`."""
     return weight if weight.ndim == 2 else weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
 
 
@@ -121,15 +148,15 @@ def refuses(module: nn.Module) -> str | None:
     return None
 
 
-def machine_of(device: torch.device) -> Machine:
-    """The GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
+def machine_of(device: torch.device) -> CudaMachine:
+    """Return the GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
     if device.type != "cuda":
         raise TypeError(f"backend 'cupy' runs on CUDA tensors, not on {device}: x.cuda(), or backend='numba'")
     return _machine(device)
 
 
 @functools.cache
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device) -> CudaMachine:
     from sparse_kernels.cuda.machine import TorchMachine
 
     return TorchMachine.of(device)
@@ -142,10 +169,10 @@ class _Ready:
     plan: Any
     bias: Tensor | None
     rows: int  # of the weight
-    _y_places: dict[tuple[Places, int | None], Places] = field(default_factory=dict)
+    _y_places: dict[tuple[ImagePlaces, int | None], ImagePlaces] = field(default_factory=dict)
 
-    def y_places(self, x: Places, margin: int | None) -> Places:
-        """Where a convolution's result lies: one object for all calls, as it remembers what it works out."""
+    def y_places(self, x: ImagePlaces, margin: int | None) -> ImagePlaces:
+        """Return where a convolution's result lies: one object for all calls, as it remembers what it works out."""
         known = self._y_places.get((x, margin))
         if known is None:
             if len(self._y_places) >= KEPT_PLACES:
@@ -254,9 +281,10 @@ class _Sparse(nn.Module):
         return x
 
     def _product(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
-        """The kernel's result for x as it lies in memory."""
+        """Return the kernel's result for x as it lies in memory."""
         if torch.compiler.is_compiling():
-            return multiply(x, list(y_shape), self._number)
+            result: Tensor = multiply(x, list(y_shape), self._number)
+            return result
         return self._multiply(x, y_shape)
 
     def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
@@ -295,11 +323,11 @@ class _Sparse(nn.Module):
         raise NotImplementedError
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        """What a plan is for: another input with the same key runs on the same plan."""
+        """Return what a plan is for: another input with the same key runs on the same plan."""
         raise NotImplementedError
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
-        """A new plan for inputs like x."""
+        """Return a new plan for inputs like x."""
         raise NotImplementedError
 
     @contextmanager
@@ -325,7 +353,9 @@ class _Sparse(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
-        return super()._apply(fn, recurse)
+        inherited: Any = super()  # torch gives no types here
+        moved: nn.Module = inherited._apply(fn, recurse)
+        return moved
 
     def _load_from_state_dict(
         self,
@@ -337,7 +367,7 @@ class _Sparse(nn.Module):
         unexpected: Any,
         errors: list[str],
     ) -> None:
-        """As torch does, but what does not fit together is refused as a whole: kernels follow its indices."""
+        """Load as torch does, but refuse a weight whose arrays contradict each other: kernels follow its indices."""
         self._forget_plan()
         before = {name: buffer.clone() for name, buffer in self._buffers.items() if buffer is not None}
         known = len(errors)
@@ -352,10 +382,12 @@ class _Sparse(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
-        return {**super().__getstate__(), "_plans": {}, "_latest": None, "_number": None}
+        inherited: Any = super()
+        return {**inherited.__getstate__(), "_plans": {}, "_latest": None, "_number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        inherited: Any = super()
+        inherited.__setstate__(state)
         self._enlist()
 
 
@@ -366,7 +398,7 @@ _numbers = itertools.count()
 
 @torch.library.custom_op("sparse_kernels::multiply", mutates_args=())
 def multiply(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
-    """What a layer's kernel makes of x, which lies as the kernel reads it: an operator, opaque to `torch.compile`."""
+    """Return the result of a layer's kernel for x in its layout: an operator that `torch.compile` does not open."""
     if layer not in _layers:
         raise RuntimeError("the sparse layer that this was compiled for is gone: compile the model again")
     return _layers[layer]._multiply(x, y_shape)
@@ -381,8 +413,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """softmax(q @ k.T * scale) @ v for q (batch, heads, n, d), k and v (batch, heads, keys, d); by default 1/sqrt(d).
 
     What stands in a converted model where torch.nn.functional.scaled_dot_product_attention stood, without a mask:
-    float32 on a CPU by `cpu.attention`, at the speed of the sparse layers around it; anything else by torch itself.
-    The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
+    float32 on a CPU by `cpu.kernels.attention`, at the speed of the sparse layers around it; anything else by torch
+    itself. The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
     """
     all_three = q, k, v
     ours = all(
@@ -458,9 +490,34 @@ class SparseLinear(_Sparse):
         tune: bool = False,
         precision: str = "float32",
     ) -> SparseLinear:
-        """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense).
+        """Return the sparse layer of a pruned Linear.
 
-        precision: float32, or what of it is rounded to bfloat16, as `prepare` says.
+        Parameters
+        ----------
+        linear : nn.Linear
+            The layer, whose weight (m, k) is packed.
+        pattern : Pattern
+            The pattern of the mask.
+        mask : bool array (m, k) or None
+            True where a weight is kept; None keeps every weight (pattern Dense).
+        activation : str or None
+            ``relu``, ``gelu`` or None, applied to the result.
+        backend : str
+            ``numba``, ``reference`` or ``cupy``.
+        tune : bool
+            Try a few kernels at the first call and keep the fastest; backend ``numba`` only.
+        precision : str
+            What may be rounded to bfloat16, as `prepare` says.
+
+        Returns
+        -------
+        SparseLinear
+            A layer for inference.
+
+        Raises
+        ------
+        ValueError
+            If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, precision)
 
@@ -470,14 +527,14 @@ class SparseLinear(_Sparse):
 
         linear.check_precision(packed, precision)
 
-    def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
+    def forward(self, x: Tensor | TokenTiles, keep: bool = False) -> Tensor | TokenTiles:
         """Run the sparse kernel on the rows of x (..., k), of any number of dimensions and any size, 0 included.
 
         keep: the result may stay in tiles of tokens, for another SparseLinear that alone reads it.
         """
         m, k = self.shape
-        tiles = x if isinstance(x, Tiles) else None
-        x = self._accepted(x.values if isinstance(x, Tiles) else x)
+        tiles = x if isinstance(x, TokenTiles) else None
+        x = self._accepted(x.values if isinstance(x, TokenTiles) else x)
         if x.ndim == 0:
             raise ValueError(f"this layer takes {k} features, the input is a single number")
         shape = x.shape
@@ -489,15 +546,17 @@ class SparseLinear(_Sparse):
             raise ValueError(f"tiles of {tuple(shape)} do not hold {n} tokens of {k} features")
         if self.backend == "numba" and type(x) in PLAIN and not torch.compiler.is_compiling():
             if keep and self.lays_out and worthwhile(n):
-                return Tiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
+                return TokenTiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
             return self._by_address(x, tiles, n, (*lead, m), False)
         rows = x if tiles is not None or x.ndim == 2 else x.reshape(-1, k)
         if self._on_gpu:
             return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
         return self._product(rows.contiguous(), (n, m)).view(*lead, m)
 
-    def _by_address(self, x: Tensor, tiles: Tiles | None, n: int, y_shape: Sequence[int], into_tiles: bool) -> Tensor:
-        """The kernel's result for n tokens, past everything that checks them again or makes arrays of tensors."""
+    def _by_address(
+        self, x: Tensor, tiles: TokenTiles | None, n: int, y_shape: Sequence[int], into_tiles: bool
+    ) -> Tensor:
+        """Return the kernel's result for n tokens by address, without further checks and without arrays of NumPy."""
         threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
         x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
         ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
@@ -517,7 +576,7 @@ class SparseLinear(_Sparse):
         """Whether the layer lays many tokens out in tiles, so that it saves time to get or give them so."""
         from sparse_kernels.cpu.plans import linear
 
-        return self.backend == "numba" and linear.lays_out(self.packed)
+        return self.backend == "numba" and linear.lays_out_tokens(self.packed)
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         if self._on_gpu:
@@ -525,10 +584,10 @@ class SparseLinear(_Sparse):
         return self._about(x.shape[0], x.ndim == 3, len(y_shape) == 3)
 
     def _about(self, n: int, from_tiles: bool, into_tiles: bool) -> object:
-        """What a plan on a CPU is for: another input with the same answer runs on it."""
+        """Return what a plan on a CPU is for: another input with the same answer runs on it."""
         if from_tiles:
             return True, into_tiles, None
-        return False, into_tiles, n.bit_length() if self._by_size else n <= FEW_TOKENS
+        return False, into_tiles, n.bit_length() if self._by_size else n <= SMALL_BATCH
 
     @property
     def _by_size(self) -> bool:
@@ -537,17 +596,28 @@ class SparseLinear(_Sparse):
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
-            from sparse_kernels.cuda import plan
+            from sparse_kernels.cuda import cuda_plan
 
             dtype = str(x.dtype).removeprefix("torch.")
-            return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
+            return cuda_plan.prepare_cuda_linear(
+                self.packed, cuda_plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device)
+            )
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
-        if not self._by_size and n > FEW_TOKENS:
-            n = max(n, MANY_TOKENS)
+        if not self._by_size and n > SMALL_BATCH:
+            n = max(n, LARGE_BATCH)
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
         return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
+
+
+class ConvolutionGeometry(NamedTuple):
+    """Taps of a convolution, each (rows, columns); the padding is zeros on all sides."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
 
 
 class SparseConv2d(_Sparse):
@@ -559,15 +629,11 @@ class SparseConv2d(_Sparse):
         bias: Tensor | None,
         activation: str | None,
         backend: str,
-        *,
-        kernel_size: tuple[int, int],
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
+        geometry: ConvolutionGeometry,
         precision: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend, precision)
-        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.kernel_size, self.stride, self.padding, self.dilation = geometry
 
     @classmethod
     def from_dense(
@@ -580,23 +646,40 @@ class SparseConv2d(_Sparse):
         backend: str = "numba",
         precision: str = "float32",
     ) -> SparseConv2d:
-        """Pack a Conv2d's weight under a mask (c_out, kh*kw*c_in); mask None keeps every weight.
+        """Return the sparse layer of a pruned Conv2d.
 
-        precision: float32 or bfloat16, as `prepare_conv2d` says.
+        Parameters
+        ----------
+        conv : nn.Conv2d
+            The layer, whose weight is packed as (c_out, kh*kw*c_in).
+        pattern : Pattern
+            The pattern of the mask.
+        mask : bool array (c_out, kh*kw*c_in) or None
+            True where a weight is kept; None keeps every weight.
+        activation : str or None
+            ``relu``, ``gelu`` or None, applied to the result.
+        backend : str
+            ``numba``, ``reference`` or ``cupy``.
+        precision : str
+            ``float32`` or ``bfloat16``, as `prepare_conv2d` says.
+
+        Returns
+        -------
+        SparseConv2d
+            A layer for inference.
+
+        Raises
+        ------
+        ValueError
+            If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
-        kernel_size = (conv.kernel_size[0], conv.kernel_size[1])
-        dilation = (conv.dilation[0], conv.dilation[1])
-        return cls(
-            _pack(conv, pattern, mask),
-            conv.bias,
-            activation,
-            backend,
-            kernel_size=kernel_size,
+        geometry = ConvolutionGeometry(
+            kernel_size=(conv.kernel_size[0], conv.kernel_size[1]),
             stride=(conv.stride[0], conv.stride[1]),
             padding=symmetric_padding(conv),
-            dilation=dilation,
-            precision=precision,
+            dilation=(conv.dilation[0], conv.dilation[1]),
         )
+        return cls(_pack(conv, pattern, mask), conv.bias, activation, backend, geometry, precision)
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:
@@ -606,21 +689,21 @@ class SparseConv2d(_Sparse):
 
     def forward(
         self,
-        x: Tensor | Framed,
+        x: Tensor | FramedImages,
         margin: int | None = None,
-        added: Tensor | Framed | None = None,
+        added: Tensor | FramedImages | None = None,
         then: str | None = None,
-    ) -> Tensor | Framed:
+    ) -> Tensor | FramedImages:
         """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew.
 
         added: what is added to the result, and `then` the activation of the sum. margin: the result may stay in
-        frames of this margin, for others that know them. See `framing`, which asks for them.
+        frames of this margin, for others that know them. See `pad_propagation`, which asks for them.
         """
-        if isinstance(x, Framed) and self.backend == "numba":
+        if isinstance(x, FramedImages) and self.backend == "numba":
             return self._over_frames(x, x.places, margin, added, then)
-        x = self._accepted(plain(x))
+        x = self._accepted(unframe(x))
         if x.ndim == 3:
-            return finished(plain(self.forward(x[None]))[0], added, then)
+            return finished(unframe(self.forward(x[None]))[0], added, then)
         if x.ndim != 4:
             raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(x.shape)}")
         shape = self._shape(*x.shape)
@@ -630,18 +713,18 @@ class SparseConv2d(_Sparse):
             return finished(y, added, then)
         x = x.contiguous()
         if margin is not None and self.backend == "numba" and framable(x):
-            return self._over_frames(x.resolve_neg(), Places(*x.shape), margin, added, then)
+            return self._over_frames(x.resolve_neg(), ImagePlaces(*x.shape), margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 
     def _over_frames(
         self,
-        x: Tensor | Framed,
-        x_places: Places,
+        x: Tensor | FramedImages,
+        x_places: ImagePlaces,
         margin: int | None,
-        added: Tensor | Framed | None,
+        added: Tensor | FramedImages | None,
         then: str | None,
-    ) -> Tensor | Framed:
-        """The result for contiguous x at these places: in frames of this margin, or as torch has it."""
+    ) -> Tensor | FramedImages:
+        """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
         threads.use(torch.get_num_threads())
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
@@ -650,15 +733,15 @@ class SparseConv2d(_Sparse):
         if self._latest is not ready:
             self._latest = ready
         y_places = ready.y_places(x_places, margin)
-        y: Tensor | Framed
+        y: Tensor | FramedImages
         if margin is None:
             y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
         else:
-            y = Framed(y_places)
-        source, to = (each.address if isinstance(each, Framed) else address_of(each) for each in (x, y))
-        alike = isinstance(added, Framed) and added.places == y_places
-        if alike and self.activation is None and ready.plan.adds(x_places, y_places):
-            assert isinstance(added, Framed)
+            y = FramedImages(y_places)
+        source, to = (each.address if isinstance(each, FramedImages) else address_of(each) for each in (x, y))
+        alike = isinstance(added, FramedImages) and added.places == y_places
+        if alike and self.activation is None and ready.plan.can_add(x_places, y_places):
+            assert isinstance(added, FramedImages)
             code = ACTIVATIONS.index(then)
             ready.plan.run(source, x_places, ready.bias_address, code, to, y_places, added.address)
             return y
@@ -679,11 +762,11 @@ class SparseConv2d(_Sparse):
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
-            from sparse_kernels.cuda import plan
+            from sparse_kernels.cuda import cuda_plan
 
             shape = self._shape(x.shape[3], *x.shape[:3])
             dtype = str(x.dtype).removeprefix("torch.")
-            return plan.prepare_conv2d(self.packed, shape, plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
+            return cuda_plan.prepare_conv2d(self.packed, shape, cuda_plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
         batch, c_in, h, w = x.shape
         return prepare_conv2d(
             self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw", precision=self.precision
@@ -691,12 +774,12 @@ class SparseConv2d(_Sparse):
 
 
 def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:
-    """A plan takes any batch; which kernel is best depends on about how many images there are."""
+    """Return a plan takes any batch; which kernel is best depends on about how many images there are."""
     return device, dtype, shape[1:], shape[0].bit_length()
 
 
 def symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """The convolution's zero padding (rows, columns), its words 'valid' and 'same' resolved."""
+    """Return the convolution's zero padding (rows, columns), its words 'valid' and 'same' resolved."""
     if conv.padding == "valid":
         return (0, 0)
     if conv.padding == "same":

@@ -1,15 +1,18 @@
-"""What a kernel's result must be, and how far from it float32 arithmetic may lead.
+"""The right result of a kernel, and how far from it float32 arithmetic may lead.
 
-The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms, added in any order, with
-or without fused multiply-add, is off by at most gamma_k * |w| @ |x|, where gamma_k = k*u / (1 - k*u) and u = 2**-24
-(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so
-k is the largest number of weights that a row keeps, plus 1 for a bias; products too small for a normal number may be
-flushed to zero. A unit that forms products of float32 from products of bfloat16 (`cpu.thirds`) leaves out up to 2 u
-of each and rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others, which is at most
-k + 2; it takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
-Where x, and what comes out, may be rounded to another type, with unit roundoff u, that is up to 2 u * |w| @ |x| more.
-ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation may be off by
-4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
+The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms is off by at most gamma_k
+* |w| @ |x|, in any order, with or without fused multiply-add. Here gamma_k = k*u / (1 - k*u) and u = 2**-24 (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so k is the
+largest number of weights that a row keeps, plus 1 for a bias. Products too small for a normal number may be flushed
+to zero.
+
+A unit may form products of float32 from products of bfloat16 (`cpu.codegen.bf16_split`). It leaves out up to 2 u of
+each. It rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others. That is at most k + 2
+times. It takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
+
+Where x and the result may be rounded to another type, of unit roundoff u, that adds up to 2 u * |w| @ |x|. ReLU
+adds nothing. GELU changes by at most 1.13 times what its argument does. Its own evaluation may be off by 4 * eps32 of
+the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
 """
 
 from __future__ import annotations
@@ -72,14 +75,14 @@ def check_conv2d(
     activation: str | None = None,
     roundoff: float = 0.0,
 ) -> float:
-    """The same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
+    """Return the same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
     _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
     return _compare(columns, *_expected(packed, patches(x, shape), bias, activation, roundoff))
 
 
 def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """A weight (m, k) and x (k, n), float32, whose product float32 holds exactly whatever the order of the sums.
+    """Return a weight (m, k) and x (k, n), float32, whose product float32 holds exactly in any order of the sums.
 
     Small whole numbers, with weights of 12 significant bits, one more than float16 and TF32 keep: a kernel that
     drops, repeats or rounds anything is off by whole units, where its errors do not cancel. ValueError for k above
@@ -96,7 +99,7 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np
 def _expected(
     packed: Packed, x: np.ndarray, bias: np.ndarray | None, activation: str | None, roundoff: float = 0.0
 ) -> tuple[Result, Result, Result]:
-    """What y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
+    """Return what y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
     weight = unpack(packed).astype(np.float64)
@@ -116,7 +119,7 @@ def _expected(
 
 
 def _kept(packed: Packed, weight: Result) -> int:
-    """The most weights that are stored for a row: zeros among them take part in sums."""
+    """Return the most weights that are stored for a row: zeros among them take part in sums."""
     match packed:
         case DenseWeight():
             return packed.shape[1]

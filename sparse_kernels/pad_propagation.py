@@ -1,14 +1,15 @@
-"""Which images of a converted model stay in frames (`cpu.frames`) from one sparse convolution to the next.
+"""Choose which images of a converted model stay in frames from one sparse convolution to the next.
 
-Convolutions that keep the size of their images work from frames to frames. One that pads its images gains by that,
-as it reads them where they lie. So its input is put in frames, and with it
+`cpu.layouts.padded_images` says what a frame is. Convolutions that keep the size of their images work from frames to
+frames. One that pads its images gains by that, as it reads them where they lie. So its input is put in frames, and
+with it
 
 - what one convolution reads from another, and what one that keeps the size needs to write into frames,
 - what is added to such a convolution's result, as a residual block does, and the sum: it is added before the result
   is stored.
 
-Whoever else reads a value in frames reads a copy without them. A value that comes from a layer of torch's is laid
-into frames once, for all that work there.
+Every other reader of a value in frames reads a copy without them. A value that comes from a layer of torch's is laid
+into frames once, for all readers that work there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import fx, nn
 
 from sparse_kernels.fx_graphs import activation, call, changed, element_wise, erase, only_user, wrap
 from sparse_kernels.nn import SparseConv2d
-from sparse_kernels.padded_conv import OnFrames, frame, plain
+from sparse_kernels.padded_conv import OnFrames, frame, unframe
 
 _ADD = (operator.add, torch.add, "add")
 
@@ -74,7 +75,7 @@ def keep_frames(traced: fx.GraphModule) -> None:
         if value in knowing:
             value.update_kwarg("margin", margin)
         if value in knowing or value in on_frames:
-            _read(traced, value, plain, (), set(value.users) - knowing - on_frames)
+            _read(traced, value, unframe, (), set(value.users) - knowing - on_frames)
         else:
             _read(traced, value, frame, (margin,), set(value.users) & at_work)
     for node in on_frames:
@@ -110,7 +111,7 @@ def _choose(
 def _sums(
     traced: fx.GraphModule, modules: dict[str, nn.Module], convs: set[fx.Node], touched: set[fx.Node]
 ) -> list[_Sum]:
-    """The sums of which one part is the result of such a convolution, and read by nothing else.
+    """Return the sums of which one part is the result of such a convolution, and read by nothing else.
 
     touched: what is changed in place. The convolution will run where the sum did, so it must not read such a value.
     """
@@ -141,7 +142,7 @@ def _read(
 
 
 def _sparse_conv(node: fx.Node, modules: dict[str, nn.Module]) -> SparseConv2d | None:
-    """The layer that a node calls, if that is a sparse convolution, with its input as the only argument."""
+    """Return the layer that a node calls, if that is a sparse convolution, with its input as the only argument."""
     layer = modules[str(node.target)] if node.op == "call_module" else None
     alone = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
     return layer if isinstance(layer, SparseConv2d) and alone else None
@@ -154,14 +155,14 @@ def _layer(node: fx.Node, modules: dict[str, nn.Module]) -> SparseConv2d:
 
 
 def _keeps_size(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether the convolution's output is as large as its input, whatever that is."""
+    """Return whether the convolution's output is as large as its input, whatever that is."""
     layer = _layer(node, modules)
     axes = zip(layer.kernel_size, layer.padding, layer.dilation, strict=True)
     return layer.stride == (1, 1) and all(2 * padding == dilation * (taps - 1) for taps, padding, dilation in axes)
 
 
 def _keeps_zeros(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node is element-wise and leaves zeros what they are."""
+    """Return whether a node is element-wise and leaves zeros what they are."""
     if not element_wise(node, modules) or not isinstance(node.args[0], fx.Node):
         return False
     function = modules[node.target] if isinstance(node.target, str) else node.target

@@ -1,6 +1,6 @@
-"""What convolutions of a converted model hand to each other: torch's images or images in frames, either way.
+"""Images between convolutions of a converted model: torch's, or in frames. Every function here takes both.
 
-Every function here takes both. See `cpu.frames` for what a frame is and `framing` for who gets one.
+`cpu.layouts.padded_images` says what a frame is, and `pad_propagation` which images get one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels import image_layout as images
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 
-Images = Tensor | Framed
+Images = Tensor | FramedImages
 
 # What may have numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong one).
 PLAIN = (Tensor, nn.Parameter)
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x,
 
 
 def framable(x: Images) -> bool:
-    """Whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
+    """Return whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
     if (
         not isinstance(x, Tensor)
         or type(x) not in PLAIN
@@ -38,7 +38,7 @@ def framable(x: Images) -> bool:
 
 
 def address_of(x: Tensor) -> int:
-    """The address of a tensor's numbers; TypeError where it has none, as what stands for one inside of torch."""
+    """Return the address of a tensor's numbers; raise TypeError for a fake or wrapped tensor, which has none."""
     address = x.data_ptr() if type(x) in PLAIN else 0
     if not address:
         raise TypeError(
@@ -48,32 +48,34 @@ def address_of(x: Tensor) -> int:
 
 
 def frame(x: Images, margin: int) -> Images:
-    """The images in frames of this margin, where they can be."""
-    if isinstance(x, Framed) or not framable(x):
+    """Return the images in frames of this margin, where they can be."""
+    if isinstance(x, FramedImages) or not framable(x):
         return x
     batch, channels, h, w = x.shape
-    framed = Framed(Places(batch, channels, h, w, margin))
+    framed = FramedImages(ImagePlaces(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, address_of(source), Places(batch, channels, h, w), framed.address, framed.places)
+    images.copy_images(
+        host().lanes, address_of(source), ImagePlaces(batch, channels, h, w), framed.address, framed.places
+    )
     return framed
 
 
-def plain(x: Images) -> Tensor:
-    """The images as torch has them, in memory of their own if they were in frames."""
+def unframe(x: Images) -> Tensor:
+    """Return the images as torch has them, in memory of their own if they were in frames."""
     if isinstance(x, Tensor):
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.address, x.places, address_of(result), Places(*x.places.shape))
+    images.copy_images(host().lanes, x.address, x.places, address_of(result), ImagePlaces(*x.places.shape))
     return result
 
 
 def finished(y: Images, added: Images | float | None, then: str | None) -> Images:
-    """The activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
+    """Return the activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
     if added is None:
         return y
-    total = plain(y) + (plain(added) if isinstance(added, Framed) else added)
+    total = unframe(y) + (unframe(added) if isinstance(added, FramedImages) else added)
     return _ACTIVATIONS[then](total)
 
 
@@ -85,13 +87,13 @@ class OnFrames(nn.Module):
         self.function, self.args, self.kwargs = function, args, kwargs
 
     def forward(self, x: Images) -> Images:
-        """The function of x, in the form that x has."""
+        """Return the function of x, in the form that x has."""
         if isinstance(x, Tensor):
             return self.function(x, *self.args, **self.kwargs)
         values = torch.from_numpy(x.array)
         changed = self.function(values, *self.args, **self.kwargs)
         if changed.data_ptr() == values.data_ptr():  # nothing was done, or it was done in place
             return x
-        result = Framed(x.places)
+        result = FramedImages(x.places)
         torch.from_numpy(result.array).copy_(changed)
         return result

@@ -1,11 +1,12 @@
-"""The sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
+"""Sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
 
-A pattern is a frozen value. Its text form (`nm:2:4`, `block:32x32`, `vector:32`, `shflbw:32`) is what tables,
-profiles and the command line write; `parse` reads it back. A mask is bool (m, k), True = kept. Scores are floats
-(m, k), not negative: the larger, the more a weight matters (w**2, say). Sparsity is the share of elements dropped;
-every mask keeps as close to (1 - sparsity) * m * k elements as its pattern allows, and among such masks it is the one
-with the most score (Shfl-BW: for the row groups that were found). Edge units, smaller because m or k is no multiple,
-are chosen as `selection.top_units` says.
+A pattern is a frozen value. Tables, profiles and the command line write its text form (`nm:2:4`, `block:32x32`,
+`vector:32`, `shflbw:32`), and `parse` reads it back.
+
+A mask is bool (m, k), True where an element is kept. Scores are floats (m, k), not negative: the larger, the more a
+weight matters (w**2, say). Sparsity is the share of elements dropped. Every mask keeps as close to (1 - sparsity) * m
+* k elements as its pattern allows. Among such masks it is the one with the most score (Shfl-BW: for the row groups
+that were found). Edge units are smaller where m or k is no multiple; `top_units.top_units` says how they are chosen.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Dense:
         return "dense"
 
     def mask(self, scores: Scores, sparsity: float = 0.0) -> Mask:
-        """All True (m, k); ValueError for any sparsity but 0."""
+        """Return all True (m, k); ValueError for any sparsity but 0."""
         _check(scores, sparsity)
         if sparsity != 0:
             raise ValueError(f"a dense layer drops nothing: its sparsity is 0, not {sparsity}")
         return np.ones(scores.shape, bool)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: any layer can be dense."""
+        """Return None: any layer can be dense."""
         return None
 
 
@@ -53,12 +54,12 @@ class Unstructured:
         return "unstructured"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
+        """Return the top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
         _check(scores, sparsity)
         return top(scores.ravel(), math.floor(_wanted(scores, sparsity) + 0.5)).reshape(scores.shape)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: any layer can be unstructured."""
+        """Return None: any layer can be unstructured."""
         return None
 
 
@@ -66,9 +67,9 @@ class Unstructured:
 class NM:
     """At most `keep` of every `of` consecutive columns of a row (Mishra et al. 2021).
 
-    Where k is no multiple of `of`, the last group of a row has `length` < `of` columns and keeps at most
-    ceil(keep * length / of). A convolution's groups run along its input channels and must not cross from one tap to
-    the next, so one larger than 1x1 is refused unless its channels are a multiple of `of`.
+    Where k is no multiple of `of`, the last group of a row has `length` < `of` columns. It keeps at most ceil(keep *
+    length / of) of them. A convolution's groups run along its input channels and must not cross from one tap to the
+    next. So one larger than 1x1 is refused unless its channels are a multiple of `of`.
     """
 
     keep: int
@@ -93,11 +94,11 @@ class NM:
         return 1 - self.keep / self.of
 
     def keeps_of(self, length: int) -> int:
-        """How many of a group of `length` <= `of` columns are kept at most."""
+        """Return how many of a group of `length` <= `of` columns are kept at most."""
         return -(-self.keep * length // self.of)
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
+        """Return the top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
         _check(scores, sparsity)
         _check_only(self, sparsity)
         m, k = scores.shape
@@ -114,7 +115,7 @@ class NM:
         return mask.reshape(m, -1)[:, :k].copy()
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where groups would cross from one tap of a convolution to the next."""
+        """Return a sentence where groups would cross from one tap of a convolution to the next."""
         return _crosses_taps(self, self.of, shape)
 
 
@@ -135,7 +136,7 @@ class BlockWise:
         return f"block:{self.rows}x{self.cols}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The blocks of most score in the whole layer."""
+        """Return the blocks of most score in the whole layer."""
         _check(scores, sparsity)
         m, k = scores.shape
         top_rows, left_columns = np.arange(0, m, self.rows), np.arange(0, k, self.cols)
@@ -147,7 +148,7 @@ class BlockWise:
         return kept.reshape(totals.shape).repeat(heights, axis=0).repeat(widths, axis=1)
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where a single block covers the whole layer."""
+        """Return a sentence where a single block covers the whole layer."""
         if self.rows >= shape.m and self.cols >= shape.k:
             return f"one block of {self} covers the whole {shape.m}x{shape.k} layer and could only be kept or dropped"
         return None
@@ -172,13 +173,13 @@ class VectorWise:
         return f"vector:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score in the whole layer."""
+        """Return the vectors of most score in the whole layer."""
         _check(scores, sparsity)
         kept, _, heights = top_vectors(scores, self.v, sparsity)
         return kept.repeat(heights, axis=0)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: a layer with fewer than v rows is one short group."""
+        """Return None: a layer with fewer than v rows is one short group."""
         return None
 
 
@@ -206,7 +207,7 @@ class VectorNM(VectorWise):
         return 1 - self.keep / self.of
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score in every group of `of`; ValueError for a sparsity other than 1 - keep/of."""
+        """Return the best vectors in every group of `of`; raise ValueError for a sparsity other than 1 - keep/of."""
         _check(scores, sparsity)
         _check_only(self, sparsity)
         m = scores.shape[0]
@@ -214,7 +215,7 @@ class VectorNM(VectorWise):
         return NM(self.keep, self.of).mask(totals, self.sparsity).repeat(self.v, axis=0)[:m]
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where groups would cross from one tap of a convolution to the next."""
+        """Return a sentence where groups would cross from one tap of a convolution to the next."""
         return _crosses_taps(self, self.of, shape)
 
 
@@ -237,7 +238,7 @@ class ShflBW:
         return f"shflbw:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score among the row groups that `shuffle.group_rows` finds.
+        """Return the vectors of most score among the row groups that `shuffle.group_rows` finds.
 
         Consecutive rows are among the groupings it compares, so this never retains less score than VectorWise(v). The
         same scores give the same mask every time on one machine; the rounding of another's BLAS may lead to another.
@@ -250,7 +251,7 @@ class ShflBW:
         return mask
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: a layer with fewer than v rows is one short group."""
+        """Return None: a layer with fewer than v rows is one short group."""
         return None
 
 
@@ -268,7 +269,23 @@ _FORMS = (
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that str() wrote as `text`; ValueError lists what is known."""
+    """Return the pattern of a text, as str(pattern) writes it.
+
+    Parameters
+    ----------
+    text : str
+        Such as ``nm:2:4``, ``block:32x32``, ``vector:32`` or ``shflbw:32``.
+
+    Returns
+    -------
+    Pattern
+        The pattern.
+
+    Raises
+    ------
+    ValueError
+        If the text is no pattern; the message lists the known ones.
+    """
     for form, pattern in _FORMS:
         if found := form.fullmatch(text):
             return pattern(*map(int, found.groups()))

@@ -1,9 +1,16 @@
-"""A plan is a packed weight made ready to run: everything that can be done once is done in `planner.prepare`.
+"""Plans: packed weights made ready to run. `planner.prepare` does once everything that can be done once.
 
-Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m); on backend `numba` also
-`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t), see `cpu.transpose`; `into_blocks`, x
-token-major -> y token-blocked, and `out_of_blocks`, the other way, as many tokens as `out` has rows. Convolutions:
-`nchw` x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
+Layouts of linear layers, with n tokens, k inputs and m outputs:
+
+- `feature_major`: x (k, n) -> y (m, n)
+- `token_major`: x (n, k) -> y (n, m)
+- `token_blocked`: whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t), see `cpu.kernels.transpose_tiles`
+- `into_blocks`: x token-major -> y token-blocked
+- `out_of_blocks`: x token-blocked -> y token-major, as many tokens as `out` has rows
+
+The last three are for backend `numba`. Layouts of convolutions: `nchw`, x (batch, c_in, h, w) -> y (batch, c_out,
+out_h, out_w), and `chwn`, where the batch comes last in both.
+
 Activations: None, `relu`, `gelu` (the exact form, with erf). Backends `reference` and `numba` take NumPy arrays of
 float32; `cupy` and `numba_cuda` take arrays on the GPU, as their own plans say.
 """
@@ -43,10 +50,10 @@ class Plan(Protocol):
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
-        """activation(w @ x + bias) in the plan's layout; bias (m,); written to `out` where given, and returned."""
+        """Return activation(w @ x + bias) in the plan's layout; bias (m,). Write it to `out` if given."""
 
     def copy(self) -> Self:
-        """A plan with weights of its own at another address."""
+        """Return a plan with weights of its own at another address."""
 
 
 def check_call(
@@ -94,7 +101,7 @@ def _check_float32(name: str, array: Array) -> None:
 
 
 def _filled(shape: tuple[int | None, ...], free: int | None) -> tuple[int | None, ...]:
-    """The shape with its free length written in."""
+    """Return the shape with its free length written in."""
     if None not in shape:
         return shape
     at = shape.index(None)

@@ -13,18 +13,38 @@ from sparse_kernels.shapes import Conv2dShape
 def prepare(
     packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False, precision: str = "float32"
 ) -> Plan:
-    """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
+    """Make a linear layer's packed weight ready to run.
 
-    tune: try a few kernels for n columns and Numba's threads of now, and take the fastest; backend `numba` only. The
-    first time takes some seconds, then what was found is kept on disk: see `cpu.tuner`.
+    Parameters
+    ----------
+    packed : Packed
+        The weight (m, k), from `pack`.
+    backend : str
+        ``reference``, ``numba``, ``cupy`` or ``numba_cuda``.
+    layout : str
+        How x and y lie, see `plan_protocol`: ``token_major``, ``feature_major``, or a blocked layout.
+    n : int
+        About how many tokens a call has; the plan runs any number.
+    tune : bool
+        Try a few kernels for n tokens and Numba's threads of now, and take the fastest. Only backend ``numba``. The
+        first time takes seconds; then the result is kept on disk, see `cpu.plans.autotune`.
+    precision : str
+        What may be rounded, backend ``numba`` only. ``float32``: nothing. ``bfloat16-weights``: the weights, to the
+        nearest bfloat16. It pays for few tokens, for patterns whose rows fill vectors. ``bfloat16``: x too, where
+        that is faster. It pays for many tokens, for patterns whose rows share columns, on processors that multiply
+        pairs of bfloat16. Sums and results are float32 always.
 
-    precision: `bfloat16-weights` rounds the weights to the nearest bfloat16, ties to even, and nothing else, for
-    patterns whose rows fill vectors: it pays for few tokens, where a layer waits for its weights. `bfloat16` rounds x
-    too where that is faster, for patterns whose rows share columns: it pays for many tokens, on processors that
-    multiply pairs of bfloat16. Sums and results are float32 either way; backend `numba` only.
+    Returns
+    -------
+    Plan
+        Called with x, and optionally bias (m,), an activation and ``out``, it returns activation(w @ x + bias).
 
-    Raises ValueError for an unknown layout or backend, a layout that the backend does not take, a backend that cannot
-    be tuned, and a precision that the backend or the pattern does not take.
+    Raises
+    ------
+    ValueError
+        If layout or backend is unknown, or the backend or the pattern does not take layout, tuning or precision.
+    MissingLibrary
+        If the backend needs a library that is not installed.
     """
     if layout not in (*LAYOUTS, *BLOCKED_LAYOUTS):
         known = ", ".join((*LAYOUTS, *BLOCKED_LAYOUTS))
@@ -32,12 +52,12 @@ def prepare(
     if layout in BLOCKED_LAYOUTS and backend != "numba":
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if not isinstance(n, int | np.integer) or n < 0:
-        raise ValueError(f"n is a number of columns, not {n}")
-    function = registry.find(packed.pattern.format, "linear", backend)
+        raise ValueError(f"n must be a number of columns of at least 0, not {n}")
+    function = registry.find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
         if tune or precision != "float32":
-            said = "tune=True" if tune else f"precision={precision!r}"
-            raise ValueError(f"{said} is for backend numba, not {backend}")
+            setting = "tune=True" if tune else f"precision={precision!r}"
+            raise ValueError(f"{setting} is for backend numba, not {backend}")
         return function(packed, layout, n)
     return function(packed, layout, n, precision, tune=tune)
 
@@ -45,11 +65,34 @@ def prepare(
 def prepare_conv2d(
     packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None, *, precision: str = "float32"
 ) -> Plan:
-    """Make a convolution's packed weight (c_out, kh*kw*c_in) ready for about shape.batch images, on `backend`.
+    """Make a convolution's packed weight ready to run.
 
-    layout: the backend's own unless given. precision: float32, or `bfloat16` as `prepare` takes it. Raises ValueError
-    for an unknown layout or backend, a layout that the backend does not take, a weight that does not fit the shape,
-    and a precision that the backend or the pattern does not take.
+    Parameters
+    ----------
+    packed : Packed
+        The weight (c_out, kh*kw*c_in), from `pack`.
+    shape : Conv2dShape
+        The layer, for about shape.batch images a call; the plan runs any number.
+    backend : str
+        ``reference``, ``numba``, ``cupy`` or ``numba_cuda``.
+    layout : str or None
+        ``nchw`` or ``chwn``; by default that of the backend.
+    precision : str
+        ``float32``, or ``bfloat16`` as in `prepare`.
+
+    Returns
+    -------
+    Plan
+        Called with x, and optionally bias (c_out,), an activation and ``out``, it returns the activation of the
+        result.
+
+    Raises
+    ------
+    ValueError
+        If layout or backend is unknown, the weight does not fit the shape, or the backend or the pattern does not
+        take layout or precision.
+    MissingLibrary
+        If the backend needs a library that is not installed.
     """
     own = "chwn" if backend == "cupy" else "nchw"
     layout = layout or own
@@ -57,7 +100,7 @@ def prepare_conv2d(
         raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
-    function = registry.find(packed.pattern.format, "conv2d", backend)
+    function = registry.find_kernel(packed.pattern.format, "conv2d", backend)
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
     if backend == "numba":
@@ -68,5 +111,20 @@ def prepare_conv2d(
 
 
 def matmul(packed: Packed, x: Array, *, backend: str) -> Array:
-    """w (m, k) @ x float32 (k, n) -> y float32 (m, n): prepares and runs once."""
+    """Multiply once, without keeping a plan.
+
+    Parameters
+    ----------
+    packed : Packed
+        The weight (m, k).
+    x : float32 array (k, n)
+        One column a token.
+    backend : str
+        As in `prepare`.
+
+    Returns
+    -------
+    float32 array (m, n)
+        w @ x.
+    """
     return prepare(packed, backend, "feature_major", x.shape[-1] if x.ndim else 0)(x)

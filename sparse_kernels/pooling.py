@@ -1,8 +1,8 @@
-"""Max pooling of a converted model the way torch does it fast on a CPU: with channels last.
+"""Run max pooling of a converted model with channels last, which is fast in torch on a CPU.
 
-As torch has images by default, its max pooling uses no vectors and takes nearly twenty times as long: 3.0 ms instead
-of 0.16 for an image of 64 x 112 x 112, a sixth of a pruned ResNet50. Changing the order costs 0.4 ms, and nothing
-where the images come from a dense convolution, which gives them in either order.
+With torch's default order of images, its max pooling uses no vectors and takes nearly twenty times as long: 3.0 ms
+instead of 0.16 for an image of 64 x 112 x 112. That is a sixth of a pruned ResNet50. To change the order costs 0.4
+ms; it costs nothing if the images come from a dense convolution, which gives them in either order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def _is_pool(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node is a max pooling of images, and gives nothing but them."""
+    """Return whether a node is a max pooling of images, and gives nothing but them."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.op == "call_module":

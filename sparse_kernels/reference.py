@@ -1,6 +1,6 @@
-"""The plain kernels: what every format means, in readable NumPy. Backend "reference", float32, feature-major inside.
+"""Reference kernels: what every format means, in readable NumPy. Backend "reference", float32, feature-major inside.
 
-Convolution by implicit GEMM with the input patches written out, as `patches` says.
+A convolution is an implicit GEMM whose input patches are written out, as `patches` says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReferenceLinear:
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
-        """activation(w @ x + bias), as `Plan` says."""
+        """Return activation(w @ x + bias), as `Plan` says."""
         m, k = self.packed.shape
         if self.layout == "feature_major":
             check_call(x, (k, None), bias, activation, out, (m, None), m)
@@ -53,7 +53,7 @@ class ReferenceLinear:
         return _into(out, y)
 
     def copy(self) -> ReferenceLinear:
-        """The same plan with weights of its own."""
+        """Return the same plan with weights of its own."""
         return ReferenceLinear(copied(self.packed), self.layout)
 
 
@@ -78,29 +78,29 @@ class ReferenceConv2d:
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
-        """activation(convolution of x (batch, c_in, h, w) + bias), as `Plan` says."""
+        """Return activation(convolution of x (batch, c_in, h, w) + bias), as `Plan` says."""
         s = self.shape
         check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, s.c_out, s.out_h, s.out_w), s.c_out)
         y = finish(multiply(self.packed, patches(x, s)), bias, activation)
         return _into(out, y.reshape(s.c_out, len(x), s.out_h, s.out_w).swapaxes(0, 1))
 
     def copy(self) -> ReferenceConv2d:
-        """The same plan with weights of its own."""
+        """Return the same plan with weights of its own."""
         return ReferenceConv2d(copied(self.packed), self.shape, self.layout)
 
 
-def prepare(packed: Packed, layout: str, n: int) -> ReferenceLinear:
-    """The plan of a linear layer; n changes nothing."""
+def prepare_reference_linear(packed: Packed, layout: str, n: int) -> ReferenceLinear:
+    """Return the plan of a linear layer; n changes nothing."""
     return ReferenceLinear(packed, layout)
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str) -> ReferenceConv2d:
-    """The plan of a convolution."""
+    """Return the plan of a convolution."""
     return ReferenceConv2d(packed, shape, layout)
 
 
 def multiply(packed: Packed, x: Array) -> Array:
-    """w (m, k) @ x float32 (k, n) -> y float32 (m, n), each format as it is stored."""
+    """Return w (m, k) @ x float32 (k, n), float32 (m, n), each format as it is stored."""
     match packed:
         case DenseWeight():
             return packed.values @ x
@@ -116,7 +116,7 @@ def multiply(packed: Packed, x: Array) -> Array:
 
 
 def patches(x: np.ndarray, shape: Conv2dShape) -> np.ndarray:
-    """What each output position reads of x (batch, c_in, h, w), zero outside: (kh*kw*c_in, batch*out_h*out_w).
+    """Return what each output position reads of x (batch, c_in, h, w), zero outside: (kh*kw*c_in, batch*out_h*out_w).
 
     Row (r*kw + s)*c_in + c, column (image*out_h + i)*out_w + j. The dtype is that of x, the batch is that of x.
     """
@@ -132,15 +132,18 @@ def patches(x: np.ndarray, shape: Conv2dShape) -> np.ndarray:
 
 
 def finish(y: np.ndarray, bias: np.ndarray | None, activation: str | None) -> np.ndarray:
-    """activation(y (m, n) + bias (m,)), in the dtype of y: None, relu, or gelu = y/2 * (1 + erf(y / sqrt 2))."""
+    """Return activation(y (m, n) + bias (m,)) in the dtype of y.
+
+    activation: None, relu, or gelu = y/2 * (1 + erf(y / sqrt 2)).
+    """
     if bias is not None:
         y = y + bias[:, None]
     if activation == "relu":
-        return np.maximum(y, 0)
+        y = np.maximum(y, 0)
     if activation == "gelu":
         from scipy.special import erf  # here: every process that measures would import it
 
-        return y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
+        y = y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
     return y
 
 

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from sparse_kernels.plan_protocol import Plan
 
 KERNELS = {
-    ("dense", "linear", "reference"): "sparse_kernels.reference:prepare",
-    ("unstructured", "linear", "reference"): "sparse_kernels.reference:prepare",
-    ("nm", "linear", "reference"): "sparse_kernels.reference:prepare",
-    ("block", "linear", "reference"): "sparse_kernels.reference:prepare",
-    ("vector", "linear", "reference"): "sparse_kernels.reference:prepare",
-    ("shflbw", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("dense", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("unstructured", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("nm", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("block", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("vector", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("shflbw", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
     ("dense", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("unstructured", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("nm", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
@@ -28,34 +28,34 @@ KERNELS = {
     ("block", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
     ("vector", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
     ("shflbw", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
-    ("dense", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("unstructured", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("nm", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("block", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("vector", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
-    ("dense", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("unstructured", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("nm", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("block", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("vector", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("shflbw", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
-    ("dense", "conv2d", "cupy"): "sparse_kernels.cuda.plan:prepare_conv2d",
-    ("block", "conv2d", "cupy"): "sparse_kernels.cuda.plan:prepare_conv2d",
-    ("vector", "conv2d", "cupy"): "sparse_kernels.cuda.plan:prepare_conv2d",
-    ("shflbw", "conv2d", "cupy"): "sparse_kernels.cuda.plan:prepare_conv2d",
-    ("dense", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("unstructured", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("nm", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("block", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("vector", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("shflbw", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
-    ("dense", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
-    ("unstructured", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
-    ("nm", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
-    ("block", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
-    ("vector", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
-    ("shflbw", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("dense", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("unstructured", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("nm", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("block", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("vector", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
+    ("dense", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("unstructured", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("nm", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("block", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("vector", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("shflbw", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("dense", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
+    ("block", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
+    ("vector", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
+    ("shflbw", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
+    ("dense", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("unstructured", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("nm", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("block", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("vector", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("shflbw", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("dense", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
+    ("unstructured", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
+    ("nm", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
+    ("block", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
+    ("vector", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
+    ("shflbw", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
 }
 
 
@@ -71,8 +71,8 @@ class NoDevice(RuntimeError):
     """There is no GPU that a backend's kernels run on."""
 
 
-def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
-    """The function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
+def find_kernel(format: str, op: str, backend: str) -> Callable[..., Plan]:
+    """Return the function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
 
     Raises UnknownKernel, which lists what is known, and MissingLibrary, which says what to install.
     """
@@ -85,10 +85,11 @@ def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
         raise UnknownKernel(f"no kernel for {format} {op}: known are {known_pairs}")
     module, function = target.split(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        prepare: Callable[..., Plan] = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "sparse_kernels":
             raise
         raise MissingLibrary(
             f"backend {backend!r} needs {error.name}, which is not installed: pip install {error.name}"
         ) from error
+    return prepare

@@ -1,8 +1,8 @@
 """The two layer kinds that latbench prunes, by shape alone.
 
-Every layer is a matrix product `y (m, n) = w (m, k) @ x (k, n)`: m output features, k input features, n columns.
-A linear layer's columns are tokens; a convolution's are output positions times batch (implicit GEMM, nothing is
-materialised), its k is kh*kw*c_in with column (r*kw + s)*c_in + c.
+Every layer is a matrix product `y (m, n) = w (m, k) @ x (k, n)`: m output features, k input features, n columns. A
+linear layer's columns are tokens. A convolution's columns are output positions times batch (implicit GEMM, nothing is
+materialised). Its k is kh*kw*c_in, with column (r*kw + s)*c_in + c.
 """
 
 from __future__ import annotations

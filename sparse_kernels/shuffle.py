@@ -7,7 +7,7 @@ Two steps, repeated from several starts while the work allows:
    score (a local search with very large neighbourhoods: Ahuja et al., Discrete Applied Mathematics 123, 2002).
 
 The second step sees the scores, which the binary mask hides. On convolutions of a trained ResNet32 it gains several
-times what the first step does; where rows fall into clear clusters the first step does nearly all.
+times what the first step does. Where rows fall into clear clusters, the first step does nearly all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BATCH = 128  # groups that lend rows to each other at a time: the cost of an ass
 
 
 def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator) -> Order:
-    """An order (m,) of the rows of scores (m, k): the first v are one group, and so on; the last may be smaller.
+    """Return an order (m,) of the rows of scores (m, k): each v rows are one group; the last group may be smaller.
 
     Never worse than the order they have: of all groupings tried, consecutive rows among them, the one whose best
-    vectors (`selection.top_vectors`) retain the most score. The same scores and generator state give the same order.
+    vectors (`top_units.top_vectors`) retain the most score. The same scores and generator state give the same order.
     """
     m, k = scores.shape
     best = np.arange(m)
@@ -61,7 +61,7 @@ def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator
 
 
 def cluster(rows: NDArray[np.float32], v: int, rng: np.random.Generator, rounds: int = 8) -> Order:
-    """An order of rows float32 (m, k) in which like ones are together: balanced k-means with clusters of v rows.
+    """Return an order of rows float32 (m, k) that puts like rows together: balanced k-means, clusters of v rows.
 
     The last cluster has m mod v rows where m is no multiple of v. Centres start as rows drawn by rng, far from one
     another (k-means++: Arthur and Vassilvitskii, SODA 2007).
@@ -84,8 +84,8 @@ def exchange(
     """Better and better orders of the rows of scores float32 (m, k), one after each sweep; at most SWEEPS.
 
     In a sweep every row is lent once. A vector counts for what its score exceeds the price of keeping it, the score
-    of the last vector kept: with the price fixed, groups can be judged one by one, and giving each row back where it
-    was is one of the assignments, so that no step loses.
+    of the last vector kept: With the price fixed, groups can be judged one by one. To give each row back where it was
+    is one of the assignments, so no step loses.
     """
     from scipy.optimize import linear_sum_assignment  # here, so that `import sparse_kernels` stays light
 
@@ -143,7 +143,7 @@ def _spread(rows: NDArray[np.float32], count: int, rng: np.random.Generator) -> 
 
 
 def _assign(value: NDArray[np.float32], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The group (m,) of each row, `sizes` rows in each, for much of value (m, groups) in sum; greedy.
+    """Return the group (m,) of each row, `sizes` rows in each, for much of value (m, groups) in sum; greedy.
 
     In rounds: every row left asks for its best group with room, and a group that too many ask for takes those of most
     value to it.

@@ -37,23 +37,23 @@ def check_sparsity(sparsity: float) -> None:
 
 
 def top(totals: Scores, count: int) -> Mask:
-    """The `count` largest of totals (units,), as a mask of the same shape; ties go to the lower index."""
+    """Return the `count` largest of totals (units,), as a mask of the same shape; ties go to the lower index."""
     if count <= 0:
         return np.zeros(totals.shape, bool)
     if count >= totals.size:
         return np.ones(totals.shape, bool)
     least = np.partition(totals, totals.size - count)[totals.size - count]
-    kept = totals > least
+    kept: Mask = totals > least
     kept[np.flatnonzero(totals == least)[: count - np.count_nonzero(kept)]] = True
     return kept
 
 
 def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
-    """The units to keep: their elements number as close to `wanted` as can be, with the most score among those.
+    """Return the units to keep: as close to `wanted` elements as possible, and among such choices the most score.
 
     Whole units are all of one size; those at the edges of a matrix are smaller, of at most three other sizes. For
-    every possible number of edge units the number of whole ones follows, so that the best combination is found
-    exactly, and no edge unit is favoured or held back by its size.
+    every possible number of edge units the number of whole ones follows. So the best combination is found exactly,
+    and no edge unit is favoured or held back by its size.
 
     totals: float64 (units,), the score of each unit. sizes: int64 (units,), the elements of each.
     """
@@ -81,7 +81,7 @@ def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
 
 
 def top_vectors(scores: Scores, v: int, sparsity: float) -> tuple[Mask, NDArray[np.float64], NDArray[np.int64]]:
-    """The vectors of v consecutive rows x 1 column to keep of scores (m, k), chosen over the whole matrix.
+    """Return the vectors of v consecutive rows x 1 column to keep of scores (m, k), chosen over the whole matrix.
 
     Returns kept bool (groups, k), the scores of all vectors float64 (groups, k), and the rows int64 (groups,) of each
     group: v, fewer in the last where m is no multiple of v.

@@ -1,8 +1,8 @@
-"""What lies between two sparse layers of a converted model: tokens as the CPU's kernels read them.
+"""Tokens between two sparse layers of a converted model, as the CPU kernels read them.
 
 A sparse layer on a CPU lays its tokens out in tiles, multiplies, and puts the result back in torch's order. Where
-only element-wise functions stand before the next sparse layer, the way back and forth is saved: `convert` asks the
-first one to keep its tiles, and wraps the functions in `OnTiles`.
+only element-wise functions stand before the next sparse layer, both ways can be saved. Then `convert` asks the first
+layer to keep its tiles, and wraps the functions in `OnTiles`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.kernels import token_blocks as blocks
-from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
+from sparse_kernels.cpu.kernels import token_blocks
+from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TokenTiles:
     """Tokens (*lead, features) in layout token_blocked: values (tiles, features, tokens of a tile).
 
     What is beyond the last token means nothing.
@@ -37,19 +37,19 @@ class OnTiles(nn.Module):
         super().__init__()
         self.function, self.args, self.kwargs = function, args, kwargs
 
-    def forward(self, x: Tensor | Tiles) -> Tensor | Tiles:
-        """The function of x, in the form that x has."""
-        if isinstance(x, Tiles):
-            return Tiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
+    def forward(self, x: Tensor | TokenTiles) -> Tensor | TokenTiles:
+        """Return the function of x, in the form that x has."""
+        if isinstance(x, TokenTiles):
+            return TokenTiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
         return self.function(x, *self.args, **self.kwargs)
 
 
 def tiles_shape(n: int, features: int) -> tuple[int, int, int]:
-    """The shape of tiles that hold n tokens."""
-    tokens = tokens_in_tile()
+    """Return the shape of tiles that hold n tokens."""
+    tokens = count_tile_tokens()
     return -(-n // tokens), features, tokens
 
 
 def worthwhile(n: int) -> bool:
-    """Whether n tokens are so many that kernels lay them out block by block, with as many threads as torch uses."""
-    return blocks.enough(n, host().lanes, torch.get_num_threads())
+    """Return whether n tokens are so many that kernels lay them out block by block with torch's threads."""
+    return token_blocks.fills_threads(n, host().lanes, torch.get_num_threads())

@@ -14,7 +14,7 @@ import pytest
 
 from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
 from latbench.sweeping.gpu_roofline import GpuPace
-from latbench.sweeping.roofline_pace import KERNELS, CpuPace
+from latbench.sweeping.roofline_pace import REFERENCE_KERNELS, CpuPace
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
@@ -44,7 +44,7 @@ def is_there(name: str) -> bool:
 def every_name() -> list[str]:
     sources = [path.read_text() for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    paces = [f"{pace.module}:{kernel}" for pace in (CpuPace, GpuPace) for kernel in KERNELS]
+    paces = [f"{pace.module}:{kernel}" for pace in (CpuPace, GpuPace) for kernel in REFERENCE_KERNELS]
     engines = [f"{engine.module}:prepare" for engine in (CPU_ENGINES | GPU_ENGINES).values()]
     found = {name for source in sources for name in named(source)}
     return sorted({*found, *scripts.values(), *paces, *engines})

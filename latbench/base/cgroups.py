@@ -20,7 +20,7 @@ def list_cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = root / _CGROUPS / controllers
-        # Inside a container the path may be that of the host, of which only the top is seen.
+        # Inside a container the path may be the host's, of which only the top is visible.
         for folder in [Path(path), *Path(path).parents]:
             if (group := top / str(folder).lstrip("/")).is_dir():
                 yield group

@@ -47,7 +47,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            # mkstemp makes files private; a table is as readable as any other file its user writes.
+            # mkstemp makes files private; a table should be as readable as the user's other files.
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
@@ -67,7 +67,7 @@ def remove_abandoned(folder: Path) -> None:
     """
     try:
         for path in (*folder.glob(".part-*.tmp"), *folder.glob(".env-*.tmp")):
-            with contextlib.suppress(FileNotFoundError):  # its writer is done
+            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     path.unlink()
     except OSError as error:
@@ -108,7 +108,7 @@ def delay_interrupts() -> Iterator[None]:
     handlers = {
         number: signal.signal(number, lambda number, _: came.append(number))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if callable(signal.getsignal(number))  # what is ignored or kills stays so
+        if callable(signal.getsignal(number))  # ignored signals and default actions stay
     }
     try:
         yield

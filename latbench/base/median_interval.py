@@ -27,9 +27,12 @@ def find_interval_rank(count: int) -> int | None:
     """
     if count < FEWEST_FOR_INTERVAL:
         return None
-    from scipy.special import bdtr, bdtrik  # takes as long to import as all the rest, and workers do without
+    from scipy.special import (
+        bdtr,
+        bdtrik,
+    )  # imported late, because it takes as long as all other imports and workers do not need it
 
-    rank = int(bdtrik(0.025, count, 0.5))  # where that probability, interpolated over r, is 2.5%; so nearly it
+    rank = int(bdtrik(0.025, count, 0.5))  # an approximation, interpolated over r
     while bdtr(rank + 1, count, 0.5) <= 0.025:
         rank += 1
     while bdtr(rank, count, 0.5) > 0.025:

@@ -66,7 +66,7 @@ def main() -> None:
     stdout, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
         given = sys.argv[1:] or ["--help"]
-        code = build_application(given[0])(given, standalone_mode=False)
+        code = build_application(given[0])(given, prog_name="latbench", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except LatbenchError as error:

@@ -67,7 +67,7 @@ class SweepDevice:
     installed : Installed
         The engines that can be used there.
     run : callable
-        `latbench.sweeping.sweep.run` for this device.
+        `latbench.sweeping.sweep.run_sweep` for this device.
     close : callable
         Ends what `run` may have started.
     gpu : bool
@@ -108,11 +108,11 @@ def open_gpu(wanted: str, given: Sequence[str], how: SweepCommandOptions) -> Swe
     Raises EnvironmentUnusable where the GPU is not here, or where an engine that is needed cannot use it.
     """
     from latbench.backends.gpu.gpu_installation import find_installed
-    from latbench.machines import gpu_discovery as discovery
+    from latbench.machines.gpu_discovery import find_gpu
     from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine
     from latbench.sweeping.sweep import run_sweep
 
-    machine = GpuMachine(discovery.find_gpu(wanted))
+    machine = GpuMachine(find_gpu(wanted))
     try:
         there = list(find_installed()) if how.dry_run else _start_engines(machine, given, how.wait_seconds)
     except BaseException:

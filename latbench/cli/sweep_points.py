@@ -68,19 +68,19 @@ def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) 
     """Select the points of a GPU in blocks, the most telling block first."""
     from latbench.base.engine_registry import GPU_ENGINES
     from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
-    from latbench.workloads import points as plan
+    from latbench.workloads.points import FINE_SPARSITIES, parse_patterns, parse_sparsities
     from latbench.workloads.workload import list_workloads, read_workload
 
     names = options.workloads
     needed = {name: engine.install_names[:1] for name, engine in GPU_ENGINES.items()}
     shapes = [layer.shape for name in names or list_workloads() for layer in read_workload(name).layers]
-    sparsities = plan.FINE_SPARSITIES if options.adaptive else None
+    sparsities = FINE_SPARSITIES if options.adaptive else None
     return list_staged_blocks(
         shapes if names else [*list_standard_shapes(), *shapes],
         device,
         backends=select_engines(options.backends or ["all"], needed, installed),
-        patterns=plan.parse_patterns(options.patterns) if options.patterns else None,
-        sparsities=plan.parse_sparsities(options.sparsities) if options.sparsities else sparsities,
+        patterns=parse_patterns(options.patterns) if options.patterns else None,
+        sparsities=parse_sparsities(options.sparsities) if options.sparsities else sparsities,
         seed=options.seed,
     )
 

@@ -1,19 +1,21 @@
-"""Kernel timings that other projects publish as tables, read into table rows: one line a kernel, milliseconds.
+"""Kernel timings that other projects publish as tables, in milliseconds, one kernel per line.
 
 NeuSight (Lee et al. 2025), csv: OPName, Device, Latency and a layer's sizes, of float32 PyTorch. A linear layer has
-B, M (tokens), N (output features) and K; a convolution (conv) B, Input_Channel, Output_Channel, Kernel_Szie (as they
-spell it), Input_Size, Stride and Padding. Other operations are left out: a batched product has a weight an image.
+B, M (tokens), N (output features) and K. A convolution (conv) has B, Input_Channel, Output_Channel, Kernel_Szie
+(their spelling), Input_Size, Stride and Padding. Other operations are skipped: a batched product has one weight per
+image.
 
 DeepBench (Baidu), csv made from its spreadsheets: file, sheet, kind (gemm, sparse_gemm), M (output features), N
 (tokens), K, a_t and b_t (T where transposed), sparsity, time_ms, or sparse_ms and dense_ms. The file names the
-device, the sheet its precision, or several: then `dtype` has to say it, as for all sparse times that were published.
+device, and the sheet its precision. Where it names several, as for all published sparse times, `dtype` has to name
+it.
 
 aiconfigurator (NVIDIA), Parquet: framework, version, device, op_name, kernel_source, gemm_dtype, m (tokens), n
 (output features), k, latency.
 
-Lines with equal keys become one row with all their samples; how many were left out, and why, is told. A table is of
-one device, and of one software version since a key does not hold it: `only`, a value by column, narrows a file that
-has several.
+Lines with equal keys become one row with all their samples; skipped lines are counted by reason. A table is of one
+device and one software version, because a key does not hold the version. `only`, a value by column, narrows a file
+that has several.
 """
 
 from __future__ import annotations
@@ -70,10 +72,8 @@ def read_kernel_timings(
 
     Returns
     -------
-    rows : list of dict
-        Table rows.
-    skipped : Counter
-        Skipped lines by reason.
+    (list of dict, Counter)
+        Table rows, and the number of skipped lines by reason.
 
     Raises
     ------
@@ -86,8 +86,8 @@ def read_kernel_timings(
         raise UsageError(f"unknown dtype {dtype}: known are {', '.join(DTYPES)}")
     frame = _read_lines(format, path, only)
     merged: dict[str, Row] = {}
-    # A key does not hold the version, and models are of one device and backend.
-    found: dict[str, set[str]] = {"device": set(), "backend": set(), "backend_version": set()}
+    # A key lacks the version, and models are of one device and backend.
+    found: dict[str, set[str]] = {name: set() for name in ("device", "backend", "backend_version")}
     left_out: Counter[str] = Counter()
     for line, record in zip(frame.index + 2, frame.to_dict("records"), strict=True):
         try:
@@ -229,7 +229,7 @@ def _seconds(milliseconds: Any) -> float:
     return value
 
 
-_MOST = 2**31  # sizes of no layer that ever was
+_MOST = 2**31  # no layer is that large
 
 
 def _count(line: Mapping[str, Any], name: str, least: int = 1) -> int:
@@ -278,4 +278,4 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], pd.DataFrame], RowsOf
         _aiconfigurator,
     ),
 }
-"""By name: the columns that a file must have, how its lines are read, and the rows of a line with their times."""
+"""For each format: its required columns, the reader of its lines, and the rows of a line with their times."""

@@ -172,7 +172,7 @@ def convert_rows_to_spdy(frame: pd.DataFrame, network: str) -> SpdyTimings:
 
     A layer without a dense time is left out. Raises BadData where no layer has one, or the whole network has none.
     """
-    # The whole model by the clock that timed its layers; baselines and verifications are of another.
+    # The whole model by the clock of its layers; baselines and verifications use another one.
     rows = frame[(frame["context"] == "network") & frame["purpose"].isin(("sweep", "import"))]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["pattern"] == "dense")]
     prefix = f"{network}:"

@@ -1,9 +1,9 @@
 """Performance ceilings of a device and the usual times of reference work, measured once and cached.
 
-The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second,
+The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"). They are float32 operations a second,
 operations a second on numbers multiplied as bfloat16, and bytes read a second from working sets of several sizes. No
-call can be faster than its operations at the first rate, or than reading its data at the rate of a working set of
-that size. The caches may hold such a set as well as they can.
+call can be faster than its operations at the first rate. Nor can it be faster than reading its data at the rate of a
+working set of that size, which the caches may hold.
 
 The pace is the usual time of a sweep's two reference kernels: a dense product, which is bound by the vector units,
 and a sum over more memory than the caches hold. A GPU's ceilings (`latbench.timing.gpu_ceilings`) are cached in the
@@ -185,7 +185,7 @@ class CachedCeilings(Generic[AnyCeilings]):
 
     def known(self) -> AnyCeilings | None:
         """Return the cached ceilings; None where there are none or they are of other work or another device."""
-        # A file that is not as it should be will be replaced.
+        # An invalid file is replaced later.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             document = json.loads(self._path.read_text())
             if document.pop("identity") == self._identity:
@@ -214,7 +214,7 @@ class CachedCeilings(Generic[AnyCeilings]):
         return find_cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
 
     def _keep(self, found: AnyCeilings) -> AnyCeilings:
-        # Where the folder cannot be written, the next sweep measures them again.
+        # If the folder cannot be written, the next sweep measures them again.
         with contextlib.suppress(EnvironmentUnusable):
             document = {"identity": self._identity, **asdict(found)}  # type: ignore[call-overload]
             write_text_atomically(self._path, json.dumps(document, indent=2))

@@ -69,7 +69,7 @@ LIBRARIES = {
     "nvvm": Library({13: "libnvvm.so.4", 12: "libnvvm.so"}, {13: "nvidia-nvvm", 12: "nvidia-cuda-nvcc-cu12"}),
 }
 
-# CuPy compiles what is not a product. Its products in float64 check the results of all engines but torch's.
+# CuPy compiles all work but products. Its float64 products check the results of all engines but torch's.
 _CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
 
 OPENED_LIBRARIES = {

@@ -78,7 +78,7 @@ def count_cores() -> int:
     return max(1, min(len(siblings), most))
 
 
-# The environment: what may change times although the device is the same ---------------------------------------------
+# The environment: everything that may change times on the same device ---------------------------------------------
 
 
 def describe_cpu_environment(threads: int) -> dict[str, Any]:

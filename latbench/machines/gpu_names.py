@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from latbench.errors import UsageError
 from latbench.machines.devices import make_slug
 
-# Words that never tell chips apart: some drivers and users write them, others do not.
+# Words that never distinguish chips; some drivers and users write them, others do not.
 _MAKER = {"nvidia", "tesla", "geforce", "quadro"}
 
 # Words that may be left out: the maker's line, memory, form factor, edition. All other words name the chip, so that a
@@ -24,7 +24,7 @@ _OPTIONAL = re.compile(
     r"rtx|\d+gb?|hbm\d[a-z]?|sxm\d*|pcie|nvl\d*|ac|gpu|generation|edition|blackwell|server|workstation"
 )
 
-# Only to refuse typos and to suggest names where no GPU is seen: before a cluster is asked, and in a plan.
+# Used to refuse typos and to suggest names where no GPU is visible: before a cluster is asked, and in a plan.
 _KNOWN = (
     "A2", "A10", "A10G", "A16", "A30", "A40", "A100", "A800", "B200", "B300", "GB10", "GB200", "GB300", "GH200",
     "H20", "H100", "H200", "H800", "L2", "L4", "L20", "L40", "L40S", "T4", "V100",

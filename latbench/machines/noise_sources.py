@@ -15,7 +15,7 @@ from latbench.base.cgroups import list_cgroups, read_number, read_text_file, run
 
 _CPUS = Path("sys/devices/system/cpu")
 
-# One runnable thread may be the command that asks.
+# One runnable thread may be this command itself.
 _OWN_LOAD = 1.0
 _MUCH_STEAL = 0.01
 _FEW_CORES = 2

@@ -19,14 +19,14 @@ from latbench.machines.devices import count_cores, describe_cpu_environment, fin
 from latbench.machines.gpu_discovery import list_gpus
 from latbench.machines.gpu_names import Gpu
 
-# nvml.h, "clocks event reasons": why the clocks are not higher than they are.
+# nvml.h, "clocks event reasons": why the clocks are not higher.
 _REASONS = {
     0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
     0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }  # fmt: skip
 
-# The power cap is not among them: the device runs at the most power it may have, and would in production.
+# The power cap is not included: the device runs at its power limit, as it would in production.
 THROTTLING = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"})
 
 _GRAPHICS, _SM, _MEMORY = 0, 1, 2  # nvmlClockType_t
@@ -115,7 +115,7 @@ class GpuObserver:
             "gpu_memory_bytes": None if memory is None else int(memory.total),
             "gpu_max_clock_hertz": _whole(self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM), 1_000_000),
             "gpu_max_memory_clock_hertz": _whole(self._ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY), 1_000_000),
-            # What `nvidia-smi --applications-clocks` sets. Locked clocks (--lock-gpu-clocks) NVML does not tell.
+            # Set by `nvidia-smi --applications-clocks`. NVML does not report locked clocks (--lock-gpu-clocks).
             "gpu_application_clock_hertz": _whole(
                 self._ask("nvmlDeviceGetApplicationsClock", handle, _GRAPHICS), 1_000_000
             ),

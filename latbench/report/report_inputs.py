@@ -154,7 +154,7 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
     if given.workload and not given.database:
         raise UsageError("--workload names the layers of a --database: give both")
     table_hash = hash_table(table)  # first, while no frame is in memory beside it
-    frame = read_latest(table, COLUMNS, per=["point_id", "status"], useful=accept_every_row)
+    frame = read_latest(table, COLUMNS, group_columns=["point_id", "status"], accept=accept_every_row)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = ReportInputs(

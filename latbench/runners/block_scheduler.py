@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
 
 ASK_SECONDS = 120.0  # a node's first process may have to load its libraries from a cold disk
-MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
+MOST_LOSSES = 2  # of one node's process; then the node is no longer used
 
 Item = TypeVar("Item")
 FunctionCall = tuple[Any, ...]
@@ -63,8 +63,8 @@ class WholeNodes(ABC):
     nodes: list[Node]
 
     def __init__(self) -> None:
-        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
-        self._starting: dict[Any, Node] = {}  # what is waited for until a node is held
+        self.lost: dict[str, str] = {}  # the first loss of each node by name, in a sentence
+        self._starting: dict[Any, Node] = {}  # references to nodes that are not held yet
         self._idle: list[Node] = []
 
     def run(
@@ -78,8 +78,8 @@ class WholeNodes(ABC):
     ) -> Iterator[tuple[Item, Any]]:
         """Yield each of `items` with its answer, in the order of completion.
 
-        An item that loses its node goes to another. A node that raises EnvironmentUnusable, or the error of a full
-        disk or a missing library, is no longer used; its item goes to another node.
+        An item that loses its node goes to another. A node that raises EnvironmentUnusable is no longer used, nor is
+        one with a full disk or a missing library. Its item goes to another node.
 
         Parameters
         ----------
@@ -125,16 +125,26 @@ class WholeNodes(ABC):
             if not done and not running:
                 waiting()
             for ref in done:
-                node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
-                try:
-                    answer = self._outcome(ref, node)
-                except EnvironmentUnusable as error:  # of the node, whatever it had to do
-                    self._do_without(node, f"{error}; it is left out")
-                    if attempt_of is not None:
-                        todo.appendleft(attempt_of)
-                    continue
-                if attempt_of is not None:
-                    yield from attempt_of.settle(answer, tries, todo)
+                yield from self._collect(ref, running, todo, tries)
+
+    def _collect(
+        self,
+        ref: Any,
+        running: dict[Any, tuple[Node, _Attempt[Item]]],
+        todo: deque[_Attempt[Item]],
+        tries: int,
+    ) -> Iterator[tuple[Item, Any]]:
+        """Yield the item and the answer that `ref` stands for, if it is an item that is finished."""
+        node, attempt = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
+        try:
+            answer = self._outcome(ref, node)
+        except EnvironmentUnusable as error:  # a fault of the node, whatever its work
+            self._do_without(node, f"{error}; it is left out")
+            if attempt is not None:
+                todo.appendleft(attempt)
+            return
+        if attempt is not None:
+            yield from attempt.settle(answer, tries, todo)
 
     @abstractmethod
     def _take_all(self, prepare: FunctionCall) -> None:

@@ -27,7 +27,7 @@ WAIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.2
 
 
-FOLDER_VARIABLE = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
+FOLDER_VARIABLE = "LATBENCH_LOCKS"  # names a folder that containers of one machine share
 
 
 def find_lock_folder() -> Path:
@@ -80,7 +80,7 @@ def lock_device(
         _sign(handle)
         yield
     finally:
-        os.close(handle)  # which unlocks it
+        os.close(handle)  # this unlocks it
 
 
 def _opened(path: Path) -> int:
@@ -89,7 +89,7 @@ def _opened(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # Linux refuses O_CREAT on the files of others in /tmp
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-    with contextlib.suppress(PermissionError):  # somebody else made it just now
+    with contextlib.suppress(PermissionError):  # another user has just created it
         os.fchmod(handle, 0o666)
     return handle
 
@@ -113,12 +113,12 @@ def _sign(handle: int) -> None:
 
 def _holder(handle: int, device: str) -> str:
     """Return who holds the lock, as far as the file says so."""
-    said = " ".join(os.pread(handle, 500, 0).decode(errors="replace").split())
-    return f"another latbench process measures on {device}" + (f" ({said})" if said else "")
+    note = " ".join(os.pread(handle, 500, 0).decode(errors="replace").split())
+    return f"another latbench process measures on {device}" + (f" ({note})" if note else "")
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container may run as somebody without a name
+    except (OSError, KeyError):  # in a container the user may have no name
         return str(os.getuid())

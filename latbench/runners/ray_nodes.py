@@ -127,7 +127,7 @@ class RayNodes(WholeNodes):
             if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
                 self.nodes.remove(node)
             reason = f"node {node.name} was lost: {explain_loss(error)}"
-            self.lost.setdefault(node.name, reason)  # to be taken again may fail as well
+            self.lost.setdefault(node.name, reason)  # keep the first reason: another attempt may fail too
             return LostNodes((reason,))
         self._idle.append(node)
         return answer
@@ -168,7 +168,7 @@ def open_ray() -> Iterator[Any]:
     except ImportError:
         raise EnvironmentUnusable("Ray is not installed here: pip install ray") from None
     check_reachable(address := os.environ.get(ADDRESS_VARIABLE, "auto"))
-    # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
+    # Ray prints pages on lost nodes to stdout from a thread; our stdout is for results.
     with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):  # noqa: PTH123 - no file of ours
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
@@ -184,7 +184,7 @@ def check_reachable(address: str) -> None:
     """Raise EnvironmentUnusable where nothing listens at `address`, host:port. Ray itself would wait for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdigit()):
-        return  # a word of Ray's own
+        return  # a keyword of Ray
     try:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, OverflowError) as error:

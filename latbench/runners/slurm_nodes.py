@@ -52,10 +52,10 @@ from latbench.runners.block_scheduler import (
 )
 from latbench.runners.worker import load_function
 
-MINUTES = 60  # of a job, by default
+MINUTES = 60  # default time limit of a job
 TICK_SECONDS = 10.0
-MESSAGE_SECONDS = 30  # without a byte in the middle of a message
-SILENT_SECONDS = 60  # until a machine that is not heard of at all counts as lost
+MESSAGE_SECONDS = 30  # longest gap within a message
+SILENT_SECONDS = 60  # silence after which a machine counts as lost
 _OURS = {"array", "error", "exclusive", "job-name", "ntasks", "open-mode", "output", "wrap"}
 
 
@@ -85,7 +85,7 @@ class _Job:
         """Send the request now, or as soon as the job is connected."""
         self.request = request
         if self.connection is not None:
-            with contextlib.suppress(OSError):  # who waits for the answer finds out
+            with contextlib.suppress(OSError):  # the wait for the answer reports it
                 self.connection.send(request)
 
     def end(self) -> None:
@@ -99,11 +99,11 @@ class _Job:
         log = ""
         with contextlib.suppress(OSError):
             log = self.handle.paths.stderr.read_text(errors="replace")
-        said = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
+        errors = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
             log.split("\n") if not self.host else []
         )
         ended = "its process has ended" if self.host else "it ended before it was heard of"
-        last = next((line.strip() for line in reversed(said) if line.strip()), ended)
+        last = next((line.strip() for line in reversed(errors) if line.strip()), ended)
         return f"{self} was lost: {last}"
 
 
@@ -135,8 +135,8 @@ class SlurmNodes(WholeNodes):
         count, given = parse_slurm_options(options)
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
-        self._fruitless: Counter[str] = Counter()  # losses of a node since it did anything
-        self._queued: dict[str, str] | None = None  # as Slurm said last
+        self._fruitless: Counter[str] = Counter()  # losses of a node since its last result
+        self._queued: dict[str, str] | None = None  # Slurm's latest answer
         self._stack = contextlib.ExitStack()
         try:
             self._executor = self._connect(wanted, given)
@@ -186,22 +186,22 @@ class SlurmNodes(WholeNodes):
         self._key = secrets.token_bytes(32)
         self._given = " ".join(f"--{key}={value}" for key, value in given.items()) or "its usual options"
         executor = submitit.SlurmExecutor(folder)
-        # Without srun, which might bind its one task to one core; a batch script has the whole machine.
+        # Without srun, which might bind the task to one core; a batch script has the whole machine.
         executor.update_parameters(
             job_name="latbench", time=MINUTES, mem="0", exclusive=True, use_srun=False,
-            additional_parameters={"no-requeue": True, **given},  # a lost job is submitted anew, by us
+            additional_parameters={"no-requeue": True, **given},  # this process resubmits lost jobs
         )  # fmt: skip
         return executor
 
     def _submit(self, node: Node) -> None:
         address = socket.gethostname(), self._server.getsockname()[1]
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # where submitit prints what it raises as well
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints its exceptions there too
                 handle = self._executor.submit(run_node_job, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
-            said = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
+            reason = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
             raise EnvironmentUnusable(
-                f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
+                f"Slurm takes no job with {self._given}: {reason}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
                 "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
             ) from None
         self._jobs[node.id] = _Job(handle, node)
@@ -217,18 +217,18 @@ class SlurmNodes(WholeNodes):
 
         Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
-        said = "no node is left"
+        reason = "no node is left"
         self._tell(
             f"waiting for Slurm to start one of {len(self._jobs)} jobs: {', '.join(map(str, self._jobs.values()))}"
         )
-        told = ""
+        told_why = ""
         while self._jobs and not any(job.connection for job in self._jobs.values()):
             for job in self._wait(list(self._jobs.values())):
-                said = job.why_lost()
+                reason = job.why_lost()
                 self._leave(job)
-            if (why := self._why_waiting()) not in (told, ""):
+            if (why := self._why_waiting()) not in (told_why, ""):
                 self._tell(f"Slurm says why they wait: {why}")
-                told = why
+                told_why = why
         asked = {job for job in self._jobs.values() if job.connection is not None}
         for job in asked:
             job.ask("ask", function, args)
@@ -239,14 +239,14 @@ class SlurmNodes(WholeNodes):
                 asked.remove(job)
                 answer = self._answer(job)
                 if isinstance(answer, LostNodes):
-                    said = answer.reasons[0]
+                    reason = answer.reasons[0]
                     self._leave(job)
                 else:
                     answers[replace(job.node, name=str(job))] = answer
             if asked and time.monotonic() > end:
                 raise EnvironmentUnusable(f"{asked.pop()} gives no answer for {ASK_SECONDS:g} s")
         if not answers:
-            raise EnvironmentUnusable(said)
+            raise EnvironmentUnusable(reason)
         return answers
 
     def _leave(self, job: _Job) -> None:
@@ -282,7 +282,7 @@ class SlurmNodes(WholeNodes):
             self._welcome()
         if ready:
             return [connected[one] for one in ready if one in connected]
-        # A machine that loses its power says nothing, and a job may end before it gets here.
+        # A machine without power sends nothing, and a job may end before it connects.
         self._queued = list_queued_jobs(job.handle.job_id for job in self._jobs.values())
         return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
 
@@ -347,14 +347,14 @@ def list_queued_jobs(numbers: Iterable[str]) -> dict[str, str] | None:
 
     None where Slurm does not answer.
     """
-    # Variables of that name would leave some of them out.
+    # Such variables filter squeue's output.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     command = ["squeue", "--noheader", "--format=%A %r", f"--jobs={','.join(numbers)}"]
     try:
         asked = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    if asked.returncode and "Invalid job id" not in asked.stderr:  # which it says of one that ended minutes ago
+    if asked.returncode and "Invalid job id" not in asked.stderr:  # the answer for a job that ended minutes ago
         return None
     lines = (line.partition(" ") for line in asked.stdout.splitlines())
     return {number: reason.strip() for number, _, reason in lines}
@@ -370,7 +370,7 @@ def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
         key = found[1].replace("_", "-")
         if key in _OURS or key.startswith("ntasks-"):
             raise UsageError(f"--slurm {key}= is not allowed: a job is one process that has a node for itself")
-        if key == "clusters":  # the numbers of jobs are told apart within one
+        if key == "clusters":  # job numbers are unique within one cluster only
             raise UsageError("--slurm clusters= is not allowed: sweep from where that cluster's jobs are submitted")
         given[key] = found[2]
     count = given.pop("nodes", "1")
@@ -400,7 +400,7 @@ def _connection(peer: socket.socket, *, patient: bool) -> Connection:
 
 def run_node_job(address: tuple[str, int], key: bytes, node: str) -> None:
     """Run a node's job: do what the process at `address` asks for, until it is gone."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit passes it by, and scancel would have to wait
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it, and scancel would have to wait
     try:
         peer = socket.create_connection(address, timeout=SILENT_SECONDS)
     except OSError as error:

@@ -80,7 +80,7 @@ def _begin_anew(connection: Connection) -> NoReturn:
         given.close()
         _, status = os.waitpid(child, 0)
         with back:
-            back.setblocking(False)  # what the child started may have its end of this, and live on
+            back.setblocking(False)  # processes that the child started may keep its end open
             try:
                 descriptors = socket.recv_fds(back, len(b"again"), 1)[1]
             except BlockingIOError:
@@ -89,7 +89,7 @@ def _begin_anew(connection: Connection) -> NoReturn:
             break
         connection = Connection(descriptors[0])
     if os.WIFSIGNALED(status):
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(ours, os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
@@ -101,14 +101,14 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, Timer]) -> Any:
             return load_function(function)(*args)
         case ("prepare", key, function, args):
             run = load_function(function)(*args)
-            # A GPU's work is timed by the GPU's own events: it comes with a timer.
+            # Work on a GPU brings its own timer, which uses CUDA events.
             timer = run if hasattr(run, "burst") else WallClock(run)
             prepared[key] = timer
             return timer.inner_loops, timer.facts
         case ("burst", key, seconds):
             return prepared[key].burst(seconds)
         case ("path", entries):
-            sys.path[:] = entries  # what the parent can import, the worker can, and from the same places
+            sys.path[:] = entries  # the worker imports from the same places as the parent
             return None
         case ("drop", keys):
             for key in keys:
@@ -145,7 +145,7 @@ def _die_with(parent: int) -> None:
     """Make the kernel kill this process with its parent, and first when memory runs out."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # a container may forbid it: then the kernel chooses by size
+        with contextlib.suppress(OSError):  # a container may forbid it; then the kernel chooses by size
             Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent:
         sys.exit("the parent is gone")

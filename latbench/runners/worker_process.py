@@ -31,12 +31,12 @@ from latbench.timing.sampling import Burst
 
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
-LEAST_SECONDS = 1.0  # that a request may take although the caller's time is over
-MESSAGE_SECONDS = 60.0  # without a byte in the middle of a message, whose bytes come at once
+LEAST_SECONDS = 1.0  # minimum time limit of a request, even if the caller's time is over
+MESSAGE_SECONDS = 60.0  # longest gap within a message
 MOST_ANSWERED_BYTES = 1 << 30
-END_SECONDS = 5.0  # from the last word of a process to its end
+END_SECONDS = 5.0  # wait for the end of a process
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-_QUOTED_BYTES = 1 << 16  # of a worker's log, from its end
+_QUOTED_BYTES = 1 << 16  # end of a worker's log that is searched for a message
 
 
 class WorkerDied(LatbenchError):
@@ -92,10 +92,10 @@ class Worker:
     def __init__(self, *, threads: int, name: str = "worker", environment: dict[str, str] | None = None) -> None:
         self.name = name
         self.threads = threads
-        self.generation = 0  # of the process that runs now; 0 while none does
+        self.generation = 0  # number of the present process; 0 while there is none
         self.seconds_left: Callable[[], float | None] = lambda: None
         self._environment = environment or {}
-        self._forks = False  # whether the process that was started only forks, and a child of it serves
+        self._forks = False  # whether the process only forks, and its child serves
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
@@ -112,7 +112,7 @@ class Worker:
         The module is imported once, and each new process is a fork from then. torch alone takes two seconds to
         import, which adds up with more workers than cores. Raises as `call` does.
         """
-        if not self._forks:  # what it has done may have left threads, which a fork would be without
+        if not self._forks:  # its work may have left threads, which a fork would lack
             self.close()
         self._request(("renew", function), timeout)
         self._forks = True
@@ -167,7 +167,7 @@ class Worker:
         """Kill the process and free its resources."""
         if self._process is not None:
             self.kill()
-            # A process that hangs inside of a driver cannot even be killed: do not wait for it for ever.
+            # A process that hangs inside a driver cannot even be killed, so the wait is limited.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
             self._process = None
@@ -195,7 +195,7 @@ class Worker:
         except (EOFError, OSError) as error:
             raise self._obituary(error) from error
         except KeyboardInterrupt:
-            # The answer to this request may still come: a later one must not take it for its own.
+            # The answer may still arrive, and must not be taken for that of a later request.
             self.close()
             raise
         match _read(answer):
@@ -208,7 +208,7 @@ class Worker:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        # A worker may be stopped, or write nonsense, in the middle of a message: reading must not wait for the rest.
+        # A worker may stop within a message, or write nonsense; reading must not wait for the rest.
         patience = struct.pack("ll", int(MESSAGE_SECONDS), int(MESSAGE_SECONDS % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, patience)
@@ -221,7 +221,7 @@ class Worker:
                 stdout=self._log,
                 stderr=self._log,
                 env={**os.environ, **build_thread_variables(self.threads), **self._environment},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
         self._connection = Connection(ours.detach())
         self.generation = next(self._generations)

@@ -1,8 +1,12 @@
 """Detection of cores that do not share a cache at the moment.
 
 A host may move the cores of a virtual machine apart, and back. On two virtual cores of an AMD EPYC this happens every
-few seconds or minutes. Then 256 KiB that one core has changed take the next one 9 us instead of 3 us; threads start
-in 2.2 us instead of 1.2 us; a 1x1 convolution whose threads read each other's layout takes 240 us instead of 101 us.
+few seconds or minutes. These times were measured together and apart:
+
+- one core reads 256 KiB that another has changed: 3 us and 9 us,
+- threads start: 1.2 us and 2.2 us,
+- a 1x1 convolution whose threads read each other's layout: 101 us and 240 us.
+
 Work of a single thread is not slower, and no counter shows the change. A median over both states means nothing, so
 bursts with the cores apart count as disturbed. `tests/benchmarks/placement.py` shows both states on any machine.
 """
@@ -18,22 +22,22 @@ import numpy as np
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
 HANDOVER_TASK = "latbench.backends.cpu.cpu_reference:build_hand_over"
-CORES_APART = "cores_apart"  # how a burst's reasons name it
+CORES_APART = "cores_apart"  # its name in a burst's reasons
 READING_SECONDS = 0.001
 
-# Fixed work that takes longer than this hangs; a worker that died so often in a row would cost as long again.
+# Time limits of reference work; and the deaths in a row after which its worker is given up.
 PREPARE_SECONDS, BURST_SECONDS = 60.0, 10.0
 MOST_DEATHS = 2
 
-# How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
-# was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
+# Threshold between together and apart, over the best reading. Cores apart take 2.8 times as long, at least 2.6. One
+# direction alone is slow at times (1.9 times, the mean of both), and no layer is slower then.
 APART_RATIO = 2.3
-BEST_QUANTILE = 0.1  # this quantile of the readings
-MOST_READINGS = 100_000  # that are kept: of half an hour
+BEST_QUANTILE = 0.1  # of the readings: the best reading, robustly
+MOST_READINGS = 100_000  # kept readings: half an hour
 UPDATE_ALWAYS_UNTIL, UPDATE_EVERY = (
     200,
     50,
-)  # with more readings than that, what they are at best is worked out once in so many
+)  # the quantile is computed for each of the first readings, later once in so many
 
 Result = TypeVar("Result")
 
@@ -85,7 +89,7 @@ class CorePlacement:
             return float(np.median(burst.samples))
         except TaskFailed:
             self._known = False
-        except WorkerDied as death:  # it is tried again the next time, unless that would cost as long again
+        except WorkerDied as death:  # the next call tries again, unless there were too many deaths
             self._deaths += death.reason != "late"
             self._known = self._deaths < MOST_DEATHS
         return None

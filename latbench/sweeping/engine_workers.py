@@ -22,11 +22,11 @@ class EngineWorkers:
     def __init__(self, machine: SweepMachine, time_left: TimeLeft) -> None:
         self.machine, self._time_left = machine, time_left
         self.pace: SweepRoofline[Any] | None = None
-        self.without_pace = False  # because it could not be had
+        self.without_pace = False  # whether the pace could not be measured
         self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, PreparedTask] = {}
-        self._served: dict[str, int] = {}  # the generation of each worker that was asked for a point
+        self._served: dict[str, int] = {}  # the generation in which each worker got its first point
 
     def close(self) -> None:
         """End all workers."""
@@ -96,13 +96,15 @@ class EngineWorkers:
             return taken
         began = perf_counter()
         apart = self.pace.apart()
-        taken = replace(taken, rest_seconds=taken.rest_seconds + perf_counter() - began)  # no time of the point's
+        taken = replace(
+            taken, rest_seconds=taken.rest_seconds + perf_counter() - began
+        )  # does not count as the point's time
         return replace(taken, preempted=True, reasons=(*taken.reasons, CORES_APART)) if apart else taken
 
     def drop(self) -> None:
         """Free all points; the workers keep what they imported and compiled."""
         for worker in self._workers.values():
-            with contextlib.suppress(WorkerDied):  # then all is freed
+            with contextlib.suppress(WorkerDied):  # its memory is free already
                 worker.drop(self._prepared.values(), timeout=self.machine.burst_seconds)
         self._prepared.clear()
 

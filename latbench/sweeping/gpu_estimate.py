@@ -19,17 +19,17 @@ GPU_ESTIMATE_ASSUMPTION = (
     "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
 )
 
-_START_SECONDS = 10.0  # of a process, about: importing torch or CuPy, and starting CUDA
-_CEILINGS_SECONDS = 5.0  # beside the start of their process
-_COMPILE_SECONDS = 1.0  # of one of our kernels: the slowest of the compile gate's take two
+_START_SECONDS = 10.0  # of a process: importing torch or CuPy, and starting CUDA
+_CEILINGS_SECONDS = 5.0  # without the start of their process
+_COMPILE_SECONDS = 1.0  # of one of our kernels; the slowest take two
 _TUNE_SECONDS = 12.0  # torch_sparse.TUNE_SECONDS
-_READY_SECONDS = 0.3  # of a point: copies to the GPU, a graph to capture, how often to repeat it
-# Of a weight that is drawn, pruned and packed: 1.7e7 with 2:4, 2.8e7 with vectors, 4.6e8 with blocks, measured on an
-# ordinary core; our kernels' own order comes on top.
+_READY_SECONDS = 0.3  # of a point: copies to the GPU, capture of a graph, calibration of repeats
+# Rate of drawing, pruning and packing weights on an ordinary core: 1.7e7 with 2:4, 2.8e7 with vectors, 4.6e8 with
+# blocks; the order of our kernels takes additional time.
 _HOST_ELEMENTS_PER_SECOND = 2e7
-_SAMPLES = 400  # of a row: a dozen bursts of a few dozen
+_SAMPLES = 400  # per row: a dozen bursts of a few dozen
 
-# Of the two float64 products of a check. Chips that are not made for float64 have a sixty-fourth of their rate.
+# Rate of the two float64 products of a check. Chips not made for float64 have a sixty-fourth of the float32 rate.
 _CHECKED_FLOP_PER_SECOND, _SLOWLY_CHECKED = 5e12, 2.5e11
 _MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb200"}
 

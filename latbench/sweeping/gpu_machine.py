@@ -30,7 +30,7 @@ from latbench.sweeping.settings import SecondsLeft, SweepSettings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import fingerprint
+from sparse_kernels.cuda import family_fingerprint as fingerprint
 from sparse_kernels.cuda.machine import architectures_of
 from sparse_kernels.cuda.variants import FAMILIES
 from sparse_kernels.registry import NoDevice
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GPU_SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
-"""A GPU alone repeats itself within a percent; a burst is a few batches."""
+"""Settings of a GPU, whose times vary less than a percent when it is alone; a burst is a few batches."""
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
-BUSY_SECONDS = 30.0  # that whoever needs one of these waits until it has started
-MOST_PROCESSES = 8  # at the same time: one for each name of a process in GPU_ENGINES, and these
+BUSY_SECONDS = 30.0  # longest wait until such a process has started
+MOST_PROCESSES = 8  # at the same time: those of GPU_ENGINES, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
-_MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
+_MEMORY_SHARE = 0.5  # of the free memory; the rest is for the float64 check and the libraries
 
 
 class GpuMachine:
@@ -62,8 +62,8 @@ class GpuMachine:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.device = gpu, gpu.device
-        self._started: dict[str, Worker] = {}  # that nobody has asked for yet
-        self._loading: dict[str, Future[None]] = {}  # of those, what they do just now
+        self._started: dict[str, Worker] = {}  # not used yet
+        self._loading: dict[str, Future[None]] = {}  # their present work
         self._threads: ThreadPoolExecutor | None = None
         self._loaded: dict[str, dict[str, str | None]] = {}  # libraries, by process
         self._architecture: str | None = None
@@ -93,7 +93,7 @@ class GpuMachine:
         self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
         threads = self.threads_of_processes
         self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
-        # Every row of ours needs fingerprints, which take seconds: they are cached while the processes start.
+        # Rows of our kernels need fingerprints, which take seconds; they are computed while the processes start.
         threads.submit(self._fingerprint)
         for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
             if isinstance(found, str):
@@ -110,7 +110,7 @@ class GpuMachine:
     def _fingerprint(self) -> None:
         if (architecture := find_architecture(describe_gpu_environment(self.gpu)["compute_capability"])) is not None:
             for family in FAMILIES:
-                fingerprint.of_family(family, architecture)
+                fingerprint.fingerprint_family(family, architecture)
 
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
@@ -207,7 +207,7 @@ class GpuMachine:
         """
 
         def find() -> GpuCeilings:
-            with self.worker("ceilings") as worker:  # whose memory is others' again at once
+            with self.worker("ceilings") as worker:  # its memory is free again at once
                 worker.seconds_left = seconds_left
                 seconds = self.start_seconds + self.prepare_seconds
                 found: GpuCeilings = worker.call(

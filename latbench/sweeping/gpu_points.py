@@ -16,11 +16,11 @@ from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstr
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 MOST_POINTS = 500
-BLOCK_POINTS = 16  # what a block has prepared is lost if time runs out before it is timed
+BLOCK_POINTS = 16  # small, because a block's preparation is lost if time runs out before it is timed
 
 GPU_SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 
-# Kernels by what they multiply: backend, kernel, layout.
+# A kernel: backend, name, layout.
 Kernel = tuple[str, str, str]
 
 DENSE: tuple[Kernel, ...] = (
@@ -95,7 +95,7 @@ FIRST = (LARGE[0],)
 TUNED = (LARGE[1], LARGE[3])  # a search for Triton's parameters takes as long as twenty points
 
 LINEAR_WISHES = (
-    # What the kernels have to show, on one shape.
+    # The main comparison, on one shape.
     Wish(1, DENSE + DENSE_AGAIN, Dense(), shapes=FIRST),
     Wish(1, OURS, ShflBW(128), shapes=FIRST),
     Wish(1, OURS, VectorWise(128), shapes=FIRST),
@@ -103,7 +103,7 @@ LINEAR_WISHES = (
     Wish(1, OURS, VectorWise(64), (0.75, 0.9), FIRST),
     Wish(1, OURS + BSR + BSR_TUNED, BlockWise(128, 128), (0.75,), FIRST),
     Wish(1, OURS + CUSPARSELT + CUTLASS, NM(2, 4), shapes=FIRST),
-    # The same of every shape, in brief.
+    # The same for every shape, with fewer points.
     Wish(2, DENSE, Dense()),
     Wish(2, OURS, VectorWise(128), (0.75, 0.9)),
     Wish(2, OURS, ShflBW(64), (0.75, 0.9)),

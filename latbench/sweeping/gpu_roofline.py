@@ -9,20 +9,20 @@ from typing import Any
 from latbench.machines.ceilings import CachedCeilings
 from latbench.machines.devices import find_version
 from latbench.sweeping.roofline_pace import ReferencePace
-from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing import gpu_ceilings
 from latbench.timing.gpu_ceiling_kernels import SOURCE
 from latbench.timing.gpu_ceilings import ORDINARY, GpuCeilings
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
 
-# What changes the ceilings of one and the same GPU. Nobody tells whether its clocks are locked: where they were when
-# the ceilings were measured, what is too fast for them has them measured again (`Roofline.doubt`).
+# Settings that change the ceilings of a GPU. Locked clocks cannot be detected. If they were locked when the ceilings
+# were measured, a time that beats the ceilings has them measured again (`SweepRoofline.doubt`).
 CEILING_SETTINGS = (
     "gpu_max_clock_hertz", "gpu_max_memory_clock_hertz", "gpu_application_clock_hertz",
     "gpu_application_memory_clock_hertz", "gpu_power_limit_milliwatts", "gpu_ecc",
 )  # fmt: skip
 
-_METHOD = 2  # counts changes of how ceilings are found
+_METHOD = 2  # version of the method; change it to invalidate cached ceilings
 
 
 class GpuPace(ReferencePace[GpuCeilings]):
@@ -63,5 +63,5 @@ def build_cached_gpu_ceilings(
 def describe_work() -> str:
     """Return a description of the work that measures the ceilings."""
     source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
-    sizes = f"{ceilings.PRODUCT_SIZE} {ceilings.PACE_SIZE}, reads {ceilings.PACE_BYTES}"
+    sizes = f"{gpu_ceilings.PRODUCT_SIZE} {gpu_ceilings.PACE_SIZE}, reads {gpu_ceilings.PACE_BYTES}"
     return f"products {sizes}, torch {find_version('torch')}, kernels {source}, {_METHOD}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NAMED = ("backend", "kernel_requested", "pattern", "layout")
-_TIMED = (*TIMED, "throttled", "spike")  # the statuses of rows whose result was right
+_TIMED = (*TIMED, "throttled", "spike")  # statuses of rows whose result was correct
 
 
 def judge_smoke_points(rows: pd.DataFrame | None) -> GpuTestOutcome:

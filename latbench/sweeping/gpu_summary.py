@@ -19,7 +19,7 @@ from latbench.tables.table import select_timed
 
 OUR_ENGINES = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
-LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
+LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # the peers of our kernels
 
 SHAPE_COLUMNS = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
@@ -113,13 +113,13 @@ def _shape(row: pd.Series) -> str:
 
 
 def _remarks(row: pd.Series) -> str:
-    said = [
+    remarks = [
         f"({row['launch_mode']})" if row["launch_mode"] != "graph" else "",
         row["status"] if row["status"] != "ok" else "",
         *(flag for flag in (row["flags"] or "").split("+") if flag != "preempted"),
         row["event_reasons"] or "",
     ]
-    return "".join(f" {remark}" for remark in said if remark)
+    return "".join(f" {remark}" for remark in remarks if remark)
 
 
 def _clock(row: pd.Series) -> str:

@@ -24,17 +24,17 @@ TESTS = (
     "tests/sparse_kernels/numba_cuda",
 )  # fmt: skip
 
-# What pyproject.toml asks of pytest needs plugins that a GPU machine may lack, and it has others: only named ones are
-# loaded. After a minute in one test, its output says where it is; the test goes on.
+# pyproject.toml's options need plugins that a GPU machine may lack, and it may have others, so only named plugins are
+# loaded. After a minute in one test, the output shows its stack; the test continues.
 PYTEST = (
     "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
     "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors",
     "-o", "faulthandler_timeout=60", "-o", "markers=gpu\ntimed\nslow", *TESTS,
 )  # fmt: skip
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-WIDE = {"COLUMNS": "200"}  # so that the line of a failed test has room for its reason
+WIDE = {"COLUMNS": "200"}  # room for the reason in the line of a failed test
 MOST_SIDE_BY_SIDE = 8  # processes of tests, each with up to four workers on the GPU
-UNTIMED_SHARE = 0.7  # of the time; tests that compare times have what is left after the others
+UNTIMED_SHARE = 0.7  # of the time; tests that compare times get the rest
 _NO_TESTS = 5  # pytest's exit code where nothing was collected
 _STATUS = "PASSED|FAILED|ERROR|SKIPPED"
 _ENDED = re.compile(
@@ -65,8 +65,8 @@ class GpuTestOutcome:
 def build_test_commands() -> list[list[str]]:
     """Return the commands that run the tests.
 
-    First the tests that may share the GPU, in several processes where xdist is installed; then those that compare
-    times, which have the GPU to themselves.
+    Tests that may share the GPU come first, in several processes where xdist is installed. Tests that compare times
+    come second and have the GPU to themselves.
     """
     alone = [sys.executable, "-P", *PYTEST, "-m"]
     beside: list[str] = []
@@ -92,7 +92,7 @@ def combine_outcomes(first: GpuTestOutcome, second: GpuTestOutcome) -> GpuTestOu
 
 def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> GpuTestOutcome:
     """Run tests for at most `seconds`, in a process of their own, because a kernel may end it."""
-    # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
+    # Children of pytest may outlive it and keep a pipe open, so the output goes to a file.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **NO_PLUGINS, **WIDE},
@@ -119,7 +119,7 @@ def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
     if code == _NO_TESTS:
         return GpuTestOutcome("failed", f"{name}: there are none", text)
-    passed = code == 0 and " passed" in last  # pytest is content where everything is skipped
+    passed = code == 0 and " passed" in last  # pytest also succeeds when all tests are skipped
     how = "passed" if passed else f"FAILED (exit code {code})"
     return GpuTestOutcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
 

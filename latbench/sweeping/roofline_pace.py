@@ -25,8 +25,8 @@ from latbench.workloads.points import Point
 
 READ_EVERY_BURSTS = 10  # bursts of 15 ms: a sixth of the time goes into the reference
 READING_SECONDS = 0.008
-NEAREST_READINGS = 9  # readings around a moment that tell the pace then: one alone is off by several percent
-SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
+NEAREST_READINGS = 9  # readings that give the pace at a moment; a single one is off by several percent
+SLOW_SPELL = 1.15  # over the typical pace of the sweep; a quiet machine varies within 5%
 
 REFERENCE_KERNELS = ("build_product", "build_sum")
 

@@ -10,18 +10,18 @@ from latbench.errors import Incomplete
 from latbench.runners.device_lock import WAIT_SECONDS
 from latbench.timing.sampling import StopRule
 
-NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
+NOISY_CHANCES = 3  # disturbances come in spells, so a later try is often quiet
 
-NO_ROOFLINE = "no_roofline"  # flag of a row: what the device can do at most could not be measured
+NO_ROOFLINE = "no_roofline"  # flag of a row: the device's ceilings could not be measured
 
 SecondsLeft = Callable[[], "float | None"]
-"""How many seconds a run still has; None: any time."""
+"""Returns the seconds that a run has left; None: no limit."""
 
 Row = dict[str, Any]
-"""A row of the table as it is measured, columns by name; its run and its block are filled in when it is kept."""
+"""A measured row of the table, columns by name; run and block are filled in when it is written."""
 
-Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
-"""Takes an environment and the rows that were measured in it."""
+RowWriter = Callable[[Mapping[str, Any], Sequence[Row]], None]
+"""Gets an environment and the rows measured in it."""
 
 
 class TimeLeft(NamedTuple):
@@ -74,7 +74,7 @@ class SweepSettings:
 
 
 CPU_SETTINGS = SweepSettings()
-"""Of a CPU."""
+"""Settings of a CPU."""
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
-"""What to measure next, given the table so far without its samples (None while there is none); called until it names
-nothing new.
-"""
+"""Names the points to measure next, given the table so far without its samples (None while there is none). It is
+called until it names nothing new."""
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
@@ -161,14 +160,14 @@ def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
 
 def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
     """Measure until `choose` names nothing new; measure disturbed points again after each choice or at the end."""
-    if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
+    if isinstance(sweep.folder, Path):  # a store never holds partial objects
         remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, but a sweep writes into a folder: give one with -o")
     measured: list[Point] = []
     try:
-        while (wanted := sweep.new(choose(sweep.table()))) is not None:
-            if todo := sweep.remaining(wanted):
+        while (wanted := sweep.select_new(choose(sweep.table()))) is not None:
+            if todo := sweep.select_remaining(wanted):
                 sweep.make_folder()
                 sweep.measure_all(todo)
                 measured += todo
@@ -183,8 +182,8 @@ def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
         stopped.summary = SweepSummary(sweep.statuses, len(sweep.skipped))
         stopped.interrupted = isinstance(end, KeyboardInterrupt)
         raise stopped from None
-    if sweep.growing.damage is not None:  # it came after the start, and has stopped nothing
-        raise sweep.growing.damage
+    if sweep.growing_table.damage is not None:  # damage that came during the sweep
+        raise sweep.growing_table.damage
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
 
@@ -199,7 +198,7 @@ class MeasurementSite(Protocol):
         """Return for each row of a table whether it timed the present versions of the engines."""
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
-        """Measure `points` block by block and pass the rows of each block to `sweep.keep`.
+        """Measure `points` block by block and pass the rows of each block to `sweep.write_block`.
 
         Raises TimeUsedUp when `sweep.check_time` does.
         """
@@ -224,12 +223,12 @@ class Sweep:
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if options.time_budget is None else monotonic() + options.time_budget
-        self.growing = GrowingTable(folder, _CHOSEN_BY)
-        self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
+        self.growing_table = GrowingTable(folder, _CHOSEN_BY)
+        self.newest_starts: dict[str, datetime] = {}  # start of each point's newest row, by point_id
         self.total = 0
-        self._named: set[str] = set()  # every point that was ever wanted, by its id
+        self._named: set[str] = set()  # all points named so far, by point_id
         self.block = 0
-        self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
+        self.spikes: dict[str, float] = {}  # medians of points with the status spike, by point_id
         self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # medians by sparsity
 
     @property
@@ -243,7 +242,7 @@ class Sweep:
         return None if table is None else table[self.site.current(table)]
 
     def _every_row(self) -> pd.DataFrame | None:
-        table = self.growing.frame()
+        table = self.growing_table.frame()
         if table is None:
             return None
         others = set(table["device"]) - {self.site.device}
@@ -254,7 +253,7 @@ class Sweep:
             )
         return table
 
-    def new(self, points: Iterable[Point]) -> list[Point] | None:
+    def select_new(self, points: Iterable[Point]) -> list[Point] | None:
         """Return `points`, or None if the run knows all of them already."""
         wanted = list(points)
         ids = {point.id for point in wanted}
@@ -263,7 +262,7 @@ class Sweep:
         self._named |= ids
         return wanted
 
-    def remaining(self, points: Iterable[Point]) -> list[Point]:
+    def select_remaining(self, points: Iterable[Point]) -> list[Point]:
         """Return the points without a finished row that this run has not tried yet."""
         wanted = {point.id: point for point in points}
         table = self.table()
@@ -272,7 +271,7 @@ class Sweep:
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         every = self._every_row()
         if table is not None and every is not None and left:
-            self.newest |= find_newest_starts(every, left.keys())
+            self.newest_starts |= find_newest_starts(every, left.keys())
             self._recall(table, left.values())
         return list(left.values())
 
@@ -316,16 +315,16 @@ class Sweep:
         """Report the present activity; `finished` points have an outcome that is not kept yet."""
         self._report(Progress(min(self.done + finished, self.total), self.total, activity))
 
-    def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
+    def write_block(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
         """Write the rows of a block as a part of the table; `environment` is None if nothing was measured."""
-        rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
+        rows = date_after(self.newest_starts, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
         with delay_interrupts():
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
             self.statuses |= {hash_key(row): row["status"] for row in rows}
-            self.newest |= {hash_key(row): row["started_at"] for row in rows}
+            self.newest_starts |= {hash_key(row): row["started_at"] for row in rows}
             self.block += 1
             self._saved()
 
@@ -354,7 +353,7 @@ class Sweep:
         wanted = {_curve(point.key()) for point in points} - self.curves.keys()
         alike = [(place, {key[place] for key in wanted}) for place in range(len(_CURVE))]
         rows = table[table["status"].isin((*TIMED, "spike")) & table["median_seconds"].notna()]
-        for place, values in alike:  # few are left to look at one by one
+        for place, values in alike:  # filter column by column, so that few rows are left
             if None not in values:
                 rows = rows[rows[_CURVE[place].name].isin(values)]
         for row in rows.sort_values("started_at", kind="stable").to_dict("records"):
@@ -379,10 +378,10 @@ class LocalSite:
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See MeasurementSite."""
         for block in group_into_blocks(points, sweep.options.seed, sweep.settings.block_points):
-            for chunk in self.bench.fitting(block):
+            for chunk in self.bench.split_to_fit(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
-                    chunk, sweep.keep, chance=chance, tell=sweep.tell, time_left=sweep.time_left()
+                    chunk, sweep.write_block, chance=chance, tell=sweep.tell, time_left=sweep.time_left()
                 )
 
 

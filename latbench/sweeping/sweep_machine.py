@@ -24,11 +24,11 @@ from sparse_kernels.shapes import Conv2dShape
 if TYPE_CHECKING:
     import pandas as pd
 
-PREPARE = "latbench.backends.cpu.prepare_point:prepare_point"  # what a worker is asked to do with a point
+PREPARE = "latbench.backends.cpu.prepare_point:prepare_point"  # the task that prepares a point
 
-PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
-BURST_SECONDS = 120.0  # for one of Settings.round_seconds
-CEILINGS_SECONDS = 120.0  # to find a CPU's: they take some seconds, most of them compiling
+PREPARE_SECONDS = 300.0  # compiling and tuning takes seconds; longer is a hang
+BURST_SECONDS = 120.0  # time limit of a burst
+CEILINGS_SECONDS = 120.0  # measuring a CPU's ceilings takes some seconds, mostly for compiling
 
 
 class SweepMachine(Protocol):
@@ -120,9 +120,9 @@ class CpuMachine:
 
     timer = "perf_counter"
     disturbed_status = "noisy"
-    threads_of_processes = None  # kernels are tuned by timing them, and each has all cores
+    threads_of_processes = None  # one at a time, because tuning times kernels that use all cores
     host_task = None
-    start_seconds = 0.0  # prepare_seconds has room for it
+    start_seconds = 0.0  # included in prepare_seconds
     burst_seconds = BURST_SECONDS
 
     def __init__(self, threads: int) -> None:
@@ -203,7 +203,7 @@ def estimate_cpu_bytes(point: Point) -> float:
     """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
-    packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
+    packed = weight * min(1.0, 2 * (1 - point.sparsity))  # kept weights are stored with their positions
     if isinstance(shape, Conv2dShape):
         packed += 4 * shape.batch * shape.c_in * shape.h * shape.w * point.threads
     copies = min(prepare_point.count_cold_bytes() + packed, prepare_point.MOST_COPIES * packed)

@@ -6,13 +6,13 @@ from collections.abc import Collection, Hashable, Mapping
 from itertools import combinations
 from typing import TypeVar
 
-# How a time was taken. A table may hold several of each (two thread counts, say); tables are unlike in a column of
-# which they share no value.
+# The columns of the measurement mode. A table may hold several values of each, such as two thread counts. Tables
+# differ in a column if they share no value of it.
 MODES = ("context", "cache_mode", "launch_mode", "threads", "timer", "l2_flush_bytes", "pinning")
 
 Named = TypeVar("Named", bound=Hashable)
 ColumnValues = Mapping[str, Collection[Hashable]]
-"""Column -> the values that a table has in it, nulls left out."""
+"""The values of a table by column, without nulls."""
 
 
 def describe_device_difference(tables: Mapping[Named, ColumnValues]) -> str | None:

@@ -28,7 +28,7 @@ from latbench.tables.table import select_timed
 
 MISSING, NEW = "MISSING", "NEW"
 KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
-"""What can be said of a point, the most alarming first. MISSING and NEW have a time on one side only."""
+"""The verdicts on a point, the most alarming first. MISSING and NEW have a time on one side only."""
 
 
 _COLUMNS = list(dict.fromkeys([
@@ -42,11 +42,11 @@ def read_compared_rows(path: str | Place) -> pd.DataFrame:
 
     Memory grows with the points, however often each was measured. Raises BadData as `read_table` does.
     """
-    found = read_latest_arrow(path, _COLUMNS, per=["point_id", "status"], useful=accept_every_row)
+    found = read_latest_arrow(path, _COLUMNS, group_columns=["point_id", "status"], accept=accept_every_row)
     return found.to_pandas(self_destruct=True)
 
 
-# How a point was timed, as far as its key does not say so.
+# The mode columns that are not part of the key.
 _WAYS = [name for name in MODES if name not in {field.name for field in KEY_COLUMNS}]
 
 
@@ -195,7 +195,7 @@ def _change(
     return Change(key, found.kind, before, after, found.ratio, found.low, found.high)
 
 
-_DISTURBED = {"preempted", "slow_spell"}  # flags of rows that are no measure of a change
+_DISTURBED = {"preempted", "slow_spell"}  # rows with these flags cannot show a change
 
 
 def _flags(row: dict[str, Any]) -> list[str]:

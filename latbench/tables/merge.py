@@ -18,7 +18,7 @@ from latbench.tables.storage import Place, hide_secrets, parse_place
 from latbench.tables.table import list_environments, list_parts, read_batches
 from latbench.tables.writer import mark_unfinished, write_environment, write_rows
 
-# Of a part that is written, in memory: whichever comes first.
+# Limits of a written part in memory, whichever comes first.
 PART_ROWS, PART_BYTES = 1 << 17, 256 * 2**20
 
 
@@ -65,7 +65,7 @@ def merge_tables(sources: Sequence[str | Place], folder: str | Place, *, mixed: 
     EnvironmentUnusable
         The disk refuses.
     """
-    # Parts never change, but a sweep may add some meanwhile.
+    # The list of parts is read once, because a sweep may add some meanwhile.
     into, given = parse_place(folder), {parse_place(source): list_parts(source) for source in sources}
     values: dict[Place, _Values] = {source: _Values() for source in given}
     hashes = []

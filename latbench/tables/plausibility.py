@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 MOST_UTILISATION = 1.25
-"""Of what the ceilings say: they are the fastest of some milliseconds, and clocks rise for a while above that."""
+"""Highest accepted utilisation. Ceilings are measured within milliseconds, and clocks rise above that for a while."""
 
 SPIKE_RATIO = 1.5
-"""How far a time may lie above those of the two neighbouring sparsities. Steps where libraries switch kernels are
-real, and are mostly smaller; a second measurement tells."""
+"""Accepted ratio of a time to those of both neighbouring sparsities. Steps where libraries switch kernels are real
+but mostly smaller; a second measurement decides."""
 
 
 def explain_impossible(samples: Sequence[float], roofline_seconds: float | None) -> str | None:
@@ -30,7 +30,7 @@ def explain_impossible(samples: Sequence[float], roofline_seconds: float | None)
         return None
     return explain_too_fast(
         float(np.median(samples)), roofline_seconds
-    )  # the table's median, which validate judges too
+    )  # the table's median, which `latbench validate` checks too
 
 
 def explain_too_fast(seconds: float, roofline_seconds: float) -> str | None:

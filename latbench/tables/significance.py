@@ -1,9 +1,9 @@
-"""Whether the same work got faster or slower between two measurements, from the samples of both.
+"""Whether the same work became faster or slower between two measurements, judged by the samples of both.
 
-Samples that were taken one after the other resemble each other: the machine's mood lasts longer than a call. So they
-are not resampled one by one, which would make the interval far too narrow, but in blocks of neighbours (Kunsch 1989,
-"The jackknife and the bootstrap for general stationary observations"). So few blocks vary less than they should; the
-interval is widened for that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
+Consecutive samples resemble each other, because the state of a machine lasts longer than a call. Resampling them one
+by one would make the interval far too narrow. Blocks of neighbours are resampled instead (Kunsch 1989, "The jackknife
+and the bootstrap for general stationary observations"). So few blocks vary too little. The interval is widened for
+that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
 
 Samples of one run cannot show how runs differ: by the placement of memory, by the load of neighbouring cores. The
 other points of the same two tables can (`estimate_spread`), provided that most of them did not change. Among many
@@ -23,12 +23,12 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
 
-COVERAGE = 0.95  # luck needs more than that to be judged: the interval has to clear the threshold too
+COVERAGE = 0.95  # a verdict also needs the interval to clear the threshold
 FEWEST_SAMPLES = 6  # with fewer, not even the range of the samples is a 95% interval of their median
 BLOCKS = 12
 MOST_OF_A_BLOCK = 20  # evenly spaced quantiles stand for a longer block
-MAD_EFFICIENCY = 0.37  # of a normal distribution's deviation, against the plain estimate
-PAIRS = 4000  # of a median before and one after
+MAD_EFFICIENCY = 0.37  # efficiency for a normal distribution, relative to the plain estimate
+PAIRS = 4000  # pairs of a resampled median before and one after
 
 
 @dataclass(frozen=True)

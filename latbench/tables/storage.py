@@ -22,14 +22,14 @@ from latbench.base.bundled_data import SCHEME, find_bundled_table
 from latbench.base.files import write_bytes_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
-# The name of a part tells its content, so that damage of any kind shows when it is read.
+# The name of a part is the hash of its content, so that a reader detects any damage.
 PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 
-UNFINISHED = "unfinished.txt"  # lies beside the parts of a table while there are more to come
+UNFINISHED = "unfinished.txt"  # lies beside the parts of a table until all are written
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.*", re.S)
 
-# How each kind of store learns who asks, for whoever was refused.
+# Where each kind of store looks for credentials; for messages on refused requests.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or this machine's role; the region: s3://...?region=",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`; public: gs://anonymous@bucket",
@@ -37,7 +37,7 @@ _CREDENTIALS = {
     "URI, abfs://account@container/table?...",
 }
 _SAME_STORE = {"gcs": "gs", "abfss": "abfs"}
-_GCS_PATIENCE_SECONDS = 30  # its client tries again for 15 minutes unless told
+_GCS_PATIENCE_SECONDS = 30  # the client's default is 15 minutes of retries
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RemotePlace:
         Scheme of the URI, for messages.
     """
 
-    filesystem: fs.FileSystem = field(repr=False, hash=False)  # a filesystem can be compared, but has no hash
+    filesystem: fs.FileSystem = field(repr=False, hash=False)  # filesystems can be compared but not hashed
     path: str
     scheme: str
 
@@ -167,7 +167,7 @@ def write_bytes(place: Place, content: Any) -> None:
         write_bytes_atomically(place, content)
         return
     with _reached(place):
-        # A store has no folders; the filesystems that do (and pyarrow's stand-ins for them) want them made.
+        # A store has no folders; other filesystems (and pyarrow's test doubles) need them created.
         if not isinstance(place.filesystem, fs.S3FileSystem | fs.GcsFileSystem | fs.AzureFileSystem):
             place.filesystem.create_dir(place.parent.path, recursive=True)
         with place.filesystem.open_output_stream(place.path) as stream:

@@ -27,10 +27,10 @@ from latbench.tables.storage import PART_NAME, UNFINISHED, Place, open_input, pa
 if TYPE_CHECKING:
     import pandas as pd
 
-# Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
+# Limits of a piece: rows, and bytes in memory, because a row may have a hundred thousand samples.
 BATCH_ROWS, BATCH_BYTES = 1 << 15, 64 * 2**20
-_MOST_SAMPLES = 10_000_000  # of a row; a number beyond is damage
-_TEXT_BYTES = 24  # of a text in memory, with its offset; typical of the columns here
+_MOST_SAMPLES = 10_000_000  # per row; a greater number is damage
+_TEXT_BYTES = 24  # typical memory of a text in these columns, with its offset
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
 
@@ -127,14 +127,17 @@ def read_batches(path: str | Place, columns: Sequence[str] | None = None) -> Ite
 
 
 def select_rows(
-    path: str | Place, columns: Sequence[str], wanted: Callable[[pa.Table], pa.Array], looked_at: Sequence[str] = ()
+    path: str | Place,
+    columns: Sequence[str],
+    wanted: Callable[[pa.Table], pa.Array],
+    filter_columns: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Read `columns` of the rows for which `wanted` is true.
 
-    `wanted` gets pieces of the table with `columns` and those `looked_at`, and returns booleans (rows,). Memory grows
+    `wanted` gets pieces of the table with `columns` and `filter_columns`, and returns booleans (rows,). Memory grows
     with the selected rows.
     """
-    read = list(dict.fromkeys([*columns, *looked_at]))
+    read = list(dict.fromkeys([*columns, *filter_columns]))
     empty = pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
     found = (piece.filter(pc.fill_null(wanted(piece), False)).select(columns) for piece in read_batches(path, read))
     return pa.concat_tables([empty, *found]).to_pandas(self_destruct=True)

@@ -47,17 +47,17 @@ from latbench.tables.table import (
 )
 from latbench.tables.time_summary import summarise_sample_rows, summarise_samples
 
-# No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
+# No device of this decade is faster. A time that implies more has the wrong unit or is invented.
 MOST_FLOP_PER_SECOND = 1e16
 LONGEST_SECONDS = 3600.0
-MOST_OF_A_FILE = 1000  # findings of one severity; what is wrong with every row is told by a few
-_CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
-_FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
+MOST_OF_A_FILE = 1000  # findings of one severity that are listed
+_CLOSE = 1e-9  # relative tolerance: medians are computed from the stored samples by one function
+_FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss the target on a small layer by up to this
 
 _FIRST_YEAR = 2010  # no kernel for sparse networks is older
 _CLOCKS_DIFFER = timedelta(days=1)
 _SUMMARY = [name for name in summarise_samples([1.0]) if name != "sample_count"]
-# What makes a measurement: one run does not measure a point twice at the same moment.
+# The identity of a measurement: one run does not measure a point twice at the same moment.
 _MEASUREMENT = ("point_id", "run_id", "started_at")
 
 Bools = NDArray[np.bool_]
@@ -167,7 +167,7 @@ class _Measured:
             yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
 
         for run, blocks in sorted(self._blocks.items()):
-            # A run numbers its blocks as it writes them, each as a part; damaged ones may be deleted, as is advised.
+            # A run numbers its blocks in the order of their parts. Damaged parts may have been deleted, as advised.
             if missing := max(blocks) + 1 - len({block for block in blocks if block >= 0}):
                 text = (
                     f"run {run} has rows of {len(blocks)} blocks, and {missing} more were written: parts are missing"
@@ -197,7 +197,7 @@ def _row_findings(table: pa.Table) -> _Found:
 
 
 def _identity(table: pa.Table) -> _Found:
-    # What others published may name a layer and not say which operation it is.
+    # Published times may name a layer without its operation.
     imported = pc.and_(pc.equal(table["purpose"], "import"), pc.not_equal(table["model"], ""))
     without_op = imported.fill_null(False).to_numpy()
     for name in list_needed_columns(EVERY_ROW):
@@ -352,7 +352,7 @@ def _samples(table: pa.Table) -> _Found:
         summary = summarise_sample_rows(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
         for name, expected in summary.items():
             found = columns[name][rows]
-            # Not relative to the value alone: the spread of equal samples is rounding.
+            # Relative to the median, because the spread of equal samples is rounding only.
             close = np.abs(found - expected) <= _CLOSE * summary["median_seconds"]
             for index in np.flatnonzero(~close & ~(np.isnan(found) & np.isnan(expected))):
                 said = "none" if np.isnan(expected[index]) else f"{float(expected[index])!r}"

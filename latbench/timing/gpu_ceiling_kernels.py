@@ -10,13 +10,13 @@ import numpy as np
 from sparse_kernels.cuda.program import Launch, Operand, Variant
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
-THREADS = 512  # of a block
-BLOCKS = 2  # a multiprocessor: the 1024 threads that Turing's have room for keep any of them busy
-CHAINS = 8  # of a thread: beyond latency x units together with the other threads
-STEPS = 2**14  # of a chain: a third of a millisecond and more, beside which a launch does not count
+THREADS = 512  # per block
+BLOCKS = 2  # per multiprocessor: 1024 threads, which fit on Turing, keep any multiprocessor busy
+CHAINS = 8  # per thread: with all threads, more than latency x units
+STEPS = 2**14  # per chain: at least a third of a millisecond, so that the launch is negligible
 FACTOR = 0.5  # s = s / 2 + 1 / 2 ends at 1, whatever it starts with
 PIECE_BYTES = 16  # the widest load of a thread
-READ_BYTES = 2**30  # by a launch at least, for the same reason
+READ_BYTES = 2**30  # least bytes per launch, for the same reason
 
 SOURCE = Path(__file__).with_name("gpu_ceilings.cu")
 _DEFINES = {"THREADS": THREADS, "CHAINS": CHAINS}

@@ -2,9 +2,9 @@
 
 This is the roofline of `latbench.machines.ceilings` for a device with two kinds of units. The rate of tensor cores is
 that of a library's large dense products. The factors are zeros, which take the least power, so that the clocks stay
-up. The rate of ordinary cores is that of chains of float32 multiply-adds, because every kernel has to sum in float32
-or its result would be refused. Only the operations of kept weights count. So 2:4 weights may be twice as fast as the
-same layer dense, as sparse tensor cores are.
+up. The rate of ordinary cores is that of chains of float32 multiply-adds. Every kernel has to sum in float32, or its
+result would be refused. Only the operations of kept weights count. So 2:4 weights may be twice as fast as the same
+layer dense, as sparse tensor cores are.
 
 Bytes come from working sets of rising size, from the L2 on, because no kernel finds its data in the first-level
 caches. Writes overlap with reads and do not count.
@@ -33,10 +33,10 @@ DTYPES = ("float16", "bfloat16")
 WORKING_SETS = tuple(2**power for power in range(20, 30))  # bytes: the largest passes any L2 four times
 
 PRODUCT_SIZE = 8192  # rows and columns: many tiles for each multiprocessor
-PACE_SIZE = 4096  # some hundred microseconds, in matrices that a small GPU has room for all the time
+PACE_SIZE = 4096  # some hundred microseconds; the matrices fit permanently on a small GPU
 PACE_BYTES = 2**28  # no L2 holds half of it
 WARM_UP_SECONDS = 0.2  # clocks rise when there is something to do
-_SECONDS = 0.04  # of samples, for each rate
+_SECONDS = 0.04  # of sampling for each rate
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from latbench.timing.gpu_events import FLUSH_TIMES_L2, Call, Driver
 
-STREAMS = 32  # of torch's pool: c10/cuda/CUDAStream.cpp, kStreamsPerPool
+STREAMS = 32  # size of torch's pool: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 BFLOAT16_NAN = 0xFFFF  # CuPy holds the bits of bfloat16 as uint16
 
 
@@ -55,14 +55,14 @@ class TorchDriver:
         with self._torch.cuda.graph(graph, stream=stream):
             work()
         self._captured_on[stream.cuda_stream] = graph
-        replay: Call = graph.replay  # holds the graph
+        replay: Call = graph.replay  # keeps the graph alive
         return replay
 
     def _unused_stream(self) -> Any:
         """Return a stream on which no living graph was captured. Raises RuntimeError where there is none.
 
-        With a graph, torch since 2.12 frees the cuBLAS workspace of its stream, and other graphs of that stream would
-        go on using it (pytorch #193402). torch hands out the streams of a pool in turn.
+        With a graph, torch since 2.12 frees the cuBLAS workspace of its stream. Other graphs of that stream would go
+        on using it (pytorch #193402). torch hands out the streams of a pool in turn.
         """
         for _ in range(STREAMS):
             stream = self._torch.cuda.Stream()
@@ -118,7 +118,7 @@ class CupyDriver:
         try:
             work()
         finally:
-            # Ends a capture that failed as well, and then raises what made it invalid.
+            # This also ends a failed capture, and then raises the cause.
             graph = self._stream.end_capture()
         return functools.partial(graph.launch, stream=self._stream)
 

@@ -40,14 +40,14 @@ LAUNCH_MODES = ("call", "graph")
 # Caches that are hashed over slices need more than their size to be displaced.
 FLUSH_TIMES_L2 = 2
 ROTATED_TIMES_L2 = 2
-LEAST_TIMES_L2 = 1.5  # with less between two turns of a copy, part of it may wait in the L2
+LEAST_TIMES_L2 = 1.5  # with less between two uses of a copy, part of it may stay in the L2
 
 SHORTEST_SAMPLE_SECONDS = 2e-4  # events tick every 0.5 us: 0.25% of this
-MOST_LOOPS = 1024  # nodes of a graph: more take long to capture
+MOST_LOOPS = 1024  # nodes of a graph; capturing more takes long
 BATCH_SECONDS = 5e-3
 MOST_SAMPLES_A_BATCH = 50
-MOST_QUEUED = 500  # calls of a sample: a stream takes about a thousand operations before the host has to wait
-HEAD_START = 1.5  # of the host, over what it took to queue a batch when measured
+MOST_QUEUED = 500  # calls per sample: after about a thousand queued operations the host has to wait
+HEAD_START = 1.5  # reserve over the measured time for queueing a batch
 MOST_FLUSHES = 400
 TRIALS, TRIAL_FLUSHES = 3, 20
 
@@ -159,7 +159,7 @@ class EventTimer:
     def burst(self, seconds: float) -> Burst:
         """Return samples taken for about `seconds`, at least one batch, in seconds a call."""
         end = self._clock() + seconds
-        self.run()  # what ran before took the caches, and let the clocks fall
+        self.run()  # warm up: other work took the caches and let the clocks fall
         batches = [self._batch()]
         while self._clock() < end:
             batches.append(self._batch())
@@ -176,7 +176,7 @@ class EventTimer:
         for _ in range(self.flushes):
             self._driver.flush()
         if self._mode.cache == "warm":
-            self._work()  # the flushes were for the host's sake
+            self._work()  # undo the flushes, which only gained time for the host
         marks = [_sample(self._driver, self._mode, self._work) for _ in range(self.samples)]
         state = self._watch()  # the device still runs what was queued
         self._driver.wait()
@@ -225,7 +225,7 @@ def build_event_timer(
     for call in used:
         _wait_for(driver, call)  # compiles, and allocates what a capture may not
     gained = _gained(driver, clock)
-    room = MOST_FLUSHES * gained / HEAD_START / 2  # a sample, and the one that warms up before it
+    room = MOST_FLUSHES * gained / HEAD_START / 2  # for one sample and its warm-up
 
     def turn() -> None:
         _all(used)

@@ -55,30 +55,30 @@ class ResourceUsage(NamedTuple):
 UsageReader = Callable[[], ResourceUsage]
 """Reads what this process used so far."""
 
-SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times what reading perf_counter costs (50-100 ns)
+SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times the cost of reading perf_counter (50-100 ns)
 MOST_INNER_LOOPS = 1_000_000
 
 FEWEST_SAMPLES = 10
 FEWEST_ROUNDS = 5  # the spread between bursts is part of the noise
 PLATEAU_ROUNDS = 6
-SESSION_ROUNDS = 16  # of each of several sessions: about what a run takes when there is one
-# nvbench's idea: stop where more samples do not make the error smaller. Independent ones would by 29% if doubled.
+SESSION_ROUNDS = 16  # rounds of each of several sessions: about as many as a single session has
+# nvbench's idea: stop where more samples do not reduce the error. Twice as many independent ones would by 29%.
 PLATEAU_GAIN, PLATEAU_BURSTS = 0.05, 16
-NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
+NOISY_ERROR = 0.1  # above this error a callable may use its budget BUDGET_STRETCH times
 BUDGET_STRETCH = 2
-SLOW_BUDGET_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
+SLOW_BUDGET_STRETCH = 20  # for calls so slow that the six samples of an interval are missing
 
 # Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
 # beside one to four busy processes 200 to 300 times, and its median is 1.3 to 13 times longer.
 PREEMPTIONS_PER_SECOND = 60
-# Of the time that the threads of its process ran or would have, the share that they waited for a core in a burst.
-# Measured on two cores with two threads: 0.25% alone, 20% and more beside one busy process, which need not show in
-# context switches: a thread may wake up to a taken core.
+# Share of a burst that threads waited for a core, of the time that they ran or waited.
+# Measured on two cores with two threads: 0.25% alone, 20% and more beside one busy process. Context switches need not
+# show it, because a thread may wake up on a busy core.
 MOST_WAITED = 0.05
-# Of the time of all processors, the share that the hypervisor gave to others in a burst. It is counted in ticks of
-# 10 ms: on two cores each is a third of a burst of 15 ms, on 64 a hundredth.
+# Share of all processors' time that the hypervisor gave to others in a burst. It is counted in ticks of 10 ms: on two
+# cores a tick is a third of a burst of 15 ms, on 64 cores a hundredth.
 MOST_STOLEN = 0.05
-SLOW_CLOCK = 0.75  # of the fastest clock seen: nvbench's threshold
+SLOW_CLOCK = 0.75  # of the fastest clock so far: nvbench's threshold
 
 PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
 
@@ -219,7 +219,7 @@ def estimate_burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
         return None
     medians = np.array([np.median(burst) for burst in bursts])
     middle = float(np.median(medians))
-    if middle <= 0:  # no time at all: a gate says so
+    if middle <= 0:  # an invalid time, which `explain_impossible` reports
         return math.inf
     deviation = float(np.median(np.abs(medians - middle))) / _MAD
     return 1.96 * _OF_A_MEDIAN * deviation / math.sqrt(len(medians)) / middle
@@ -289,11 +289,11 @@ def calibrate_inner_loops(run: Run, *, clock: Clock = perf_counter) -> int:
     loops = 1
     while loops < MOST_INNER_LOOPS:
         seconds = _time(run, loops, clock)
-        if seconds >= SHORTEST_SAMPLE_SECONDS:  # one long reading may be others' doing
+        if seconds >= SHORTEST_SAMPLE_SECONDS:  # one long reading may be a disturbance
             seconds = min(seconds, _time(run, loops, clock))
         if seconds >= SHORTEST_SAMPLE_SECONDS:
             break
-        # Aim a little beyond, but never trust one short reading with a leap.
+        # Aim a little higher, but never leap after one short reading.
         wanted = 1.2 * SHORTEST_SAMPLE_SECONDS / max(seconds, 1e-9)
         loops = min(MOST_INNER_LOOPS, max(loops + 1, int(loops * min(wanted, 10.0))))
     return loops

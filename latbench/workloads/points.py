@@ -19,7 +19,7 @@ from sparse_kernels import patterns
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
-# The kernels that each engine is asked for, by operation.
+# The kernels of each engine, by operation.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {"linear": ("linear", "mkldnn", "prepacked"), "conv2d": ("conv2d", "mkldnn", "prepacked")},
     "onnxruntime": {"linear": ("auto",), "conv2d": ("auto",)},
@@ -28,10 +28,10 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_sparse_cpu": {"linear": ("auto",), "conv2d": ()},
     "scipy": {"linear": ("auto",), "conv2d": ()},
 }
-# What they are asked for besides in a sweep that tunes: kernels found by trying.
+# Additional kernels of a sweep that tunes; they are found by trying several.
 TUNED_KERNELS: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
-# And in one with bfloat16, by kernel the types that weights and activations are multiplied in: kernels that read two
-# bytes a weight; and those that round both, dense ones beside them.
+# Additional kernels of a sweep with bfloat16, with the element types of weights and activations: kernels that read
+# two bytes a weight, kernels that round both, and dense ones beside them.
 _WEIGHTS, _BOTH = (BFLOAT16, ""), (BFLOAT16, BFLOAT16)
 BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
@@ -39,38 +39,38 @@ BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
 STANDARD_ENGINES = list_standard(CPU_ENGINES)
-"""The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
+"""The default engines: all that run dense layers, because any may be the fastest, and our own."""
 
 _COMPRESSED = ("unstructured", "nm", "block")
-# The formats of weights that each engine multiplies; numba alone all of them.
+# The weight formats of each engine; numba has all of them.
 _FORMATS = {
     "torch": ("dense",), "onnxruntime": ("dense",), "openvino": ("dense",),
     "torch_sparse_cpu": _COMPRESSED, "scipy": _COMPRESSED,
 }  # fmt: skip
-# Where activations lie in another way than models have them by default: oneDNN's convolutions like channels last.
+# Activation layouts other than the default of models: oneDNN's convolutions prefer channels last.
 _LAYOUTS = {
     (engine, "conv2d", kernel): "nhwc"
     for engine, kernel in (("torch", "prepacked"), ("torch", "bf16"), ("openvino", "auto"), ("openvino", "bf16"))
 }
 
-# Anchors first: a look-up that interpolates over sparsity needs them, the others make it sharper.
+# Anchors first: a look-up that interpolates over sparsity needs them; the others refine it.
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 
-# What an adaptive sweep may choose from: six of them anchor a curve.
+# The choice of an adaptive sweep; six of them anchor a curve.
 FINE_SPARSITIES = tuple(round(0.5 + 0.025 * step, 3) for step in range(20))
 
-# What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
+# Estimated seconds per point on an ordinary core: compiling or building, checking, then timing.
 _PREPARE_SECONDS = {
     "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
 }  # fmt: skip
 _TUNE_SECONDS = 0.5
-_CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that a result is compared with
-_TIMING_SECONDS = 0.5  # most use up what they may, and a sixth of the time goes into the reference
-_START_SECONDS = 10.0  # engines, and ceilings where none are kept
+_CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that checks a result
+_TIMING_SECONDS = 0.5  # most points use their budget, and a sixth of the time is for reference work
+_START_SECONDS = 10.0  # of engines, and of ceilings that are not cached
 
 ESTIMATE_ASSUMPTION = "an ordinary core, and nothing else at work on it"
 
-# Sweeps of 70 points on two cores: a part is mostly the description of its columns, a row has 130 samples on average.
+# From sweeps of 70 points on two cores: a part is mostly its column metadata, a row has 130 samples on average.
 _PART_BYTES, _ROW_BYTES, _SAMPLE_BYTES, _SAMPLES = 25_500, 400, 5.3, 130
 _ENVIRONMENT_BYTES = 8_000
 
@@ -93,9 +93,9 @@ class Point:
     cache_mode: str = "rotated"
     launch_mode: str = "call"
     dtype: str = "float32"  # of weights, activations and results
-    layout: str = ""  # how the activations lie; by default as models on a CPU have them
-    dtype_w: str = ""  # of the weights, where they have another one
-    dtype_a: str = ""  # that activations are rounded to when they are multiplied, where it is another one
+    layout: str = ""  # of the activations; by default as in models on a CPU
+    dtype_w: str = ""  # of the weights, if it differs
+    dtype_a: str = ""  # to which activations are rounded for the product, if it differs
 
     def __post_init__(self) -> None:
         for name in ("dtype_w", "dtype_a"):
@@ -292,7 +292,7 @@ def group_into_blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> lis
         by_shape.setdefault(point.shape, []).append(point)
 
     def lot(shape: Shape) -> bytes:
-        # By hash, not by a generator: a rerun with fewer points left keeps the order.
+        # By hash, not by a generator, so that a rerun with fewer points keeps the order.
         return hashlib.sha256(f"{seed} {shape}".encode()).digest()
 
     found: list[list[Point]] = []

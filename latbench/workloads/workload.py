@@ -7,8 +7,8 @@
       - {name: layer1.0.conv2, op: conv2d, batch: 1, c_in: 64, h: 56, w: 56, c_out: 64, kh: 3, kw: 3,
          stride: [1, 1], padding: [1, 1], dilation: [1, 1], count: 3}
 
-count, stride, padding and dilation may be left out (1, [1, 1], [0, 0] and [1, 1]); nothing else may, and nothing
-unknown may be added. The bundled ones lie in `datasets/workloads` (in a wheel: `latbench/datasets/workloads`).
+Defaults are count 1, stride [1, 1], padding [0, 0] and dilation [1, 1]. All other keys are required, and unknown keys
+are refused. The bundled workloads lie in `datasets/workloads` (in a wheel: `latbench/datasets/workloads`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def write_workload(workload: Workload, path: Path) -> None:
     """
     head = yaml.safe_dump({"name": workload.name, "source": workload.source}, sort_keys=False, allow_unicode=True)
     lines = [
-        # One layer a line: a workload is read by people, and compared by their tools.
+        # One layer per line, because people read and diff workloads.
         "  - " + yaml.safe_dump(_entry(layer), sort_keys=False, default_flow_style=True, width=math.inf).strip()
         for layer in workload.layers
     ]
@@ -154,7 +154,7 @@ def trace_model(
     for module, module_name in names.items():
         matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         if not matrices and not isinstance(module, layer_kinds):
-            continue  # norms, activations and containers: nothing that a pattern could prune
+            continue  # norms, activations and containers have nothing to prune
         shape = shared.get(module) or _traced_shape(module, module_name, calls[module_name])
         if isinstance(shape, str):
             skipped.append((module_name, shape))
@@ -242,7 +242,7 @@ def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
         raise ValueError("its input has no batch dimension")
     kernel, dilation = module.kernel_size, module.dilation
     if isinstance(module.padding, str):
-        # torch's "same" pads dilation * (kernel - 1) in all; an odd number would put one more on one side.
+        # torch's "same" pads dilation * (kernel - 1) in total; an odd total is asymmetric.
         total = [0, 0] if module.padding == "valid" else [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         if any(amount % 2 for amount in total):
             raise ValueError("its 'same' padding is not symmetric")

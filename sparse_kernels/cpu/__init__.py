@@ -1,18 +1,22 @@
-"""Numba kernels for CPUs, float32, multi-threaded.
+"""Numba kernels for CPUs: float32, multi-threaded, for every pattern.
 
-linear, conv2d    the plans: which kernel runs, where everything lies
-panels            every format as rows that share their columns
-tokens, rows      the two kernels for panels: loops around a register tile
-single            rows that share no columns: their form, their tile, their kernel
-blocks            the same as rows and single for token-major x, a block of tokens at a time
-matrix            linear layers by the matrix unit that some processors have, where it pays
-matrix_conv2d     convolutions by that unit
-amx, thirds       what that unit's tiles do, emitted and emulated; a float32 as the sum of three bfloat16
-micro, emitter    the register tiles and copies, and the vector code they are emitted as
-ahead             what tiles fetch while they multiply, for those that come after them
-vectors           where vectors of positions lie
-transpose, images x and y as the kernels want them, and back
-call              what a plan does with the arguments of a call
-parts, compiled   kernels in parts that threads share, kept on disk
-target, split, threads, scratch   the vector unit, shares of work, Numba's threads, buffers
+Read the folders from the top down; imports go down only.
+
+- plans: which kernel runs a layer, and `autotune`, which finds the fastest by trying
+- kernels: loops, one file for weights of one kind and tokens or images that lie in one way
+- launch: the way from a call to a kernel on all threads
+- layouts: how panels of weights, vectors of positions and padded images lie in memory
+- codegen: emitters of vector code: register tiles, tiles of the matrix unit, prefetches
+- runtime: the cache of compiled code, threads, scratch memory, what we rely on in Numba
+
+The kernels:
+
+- token_major: token-major x as it lies, outputs along the vector
+- row_panels: panels of rows, positions along the vector
+- unstructured_rows: the same for rows that share no columns
+- token_blocks: the same for token-major x, a block of tokens at a time
+- small_batch: at most one vector of tokens
+- amx_linear, amx_conv2d: the matrix unit that some processors have
+- attention: dense attention of a converted model
+- transpose_tiles, image_layout: x and y as the kernels want them, and back
 """

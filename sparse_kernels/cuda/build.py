@@ -1,8 +1,9 @@
 """Kernels compiled by NVRTC to cubins, kept on disk.
 
-NVRTC needs no GPU and no driver, so tests and GPU machines compile the same way. It is found in NVIDIA's wheels
-(nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12, the last that knows Volta), in a conda or system
-CUDA, or by LD_LIBRARY_PATH. A cubin's file name says what it was made from: source, headers, options, compiler.
+NVRTC needs no GPU and no driver, so tests and GPU machines compile the same way. It is found in NVIDIA's wheels, in a
+conda or system CUDA, or by LD_LIBRARY_PATH. The wheels are nvidia-cuda-nvrtc for CUDA 13, and nvidia-cuda-nvrtc-cu12
+for CUDA 12, the last that knows Volta. A cubin's file name says what it was made from: source, headers, options,
+compiler.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_kernels.cuda.program import Variant
-from sparse_kernels.cuda.targets import ARCHITECTURES, OLDEST_NVRTC, TARGETS, Target
+from sparse_kernels.cuda.targets import ARCHITECTURES, OLDEST_NVRTC, TARGETS, GpuArchitecture
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
-KERNELS = Path(__file__).parent
+KERNELS = Path(__file__).parent / "device_code"
 
 # CUDA's major versions that the kernels are compiled with, newest first, and where NVIDIA's wheels put each.
 WHEEL_FOLDERS = {13: "cu13", 12: "cuda_nvrtc"}
@@ -57,7 +58,7 @@ class Cubin:
         return self._number(r"(\d+) bytes spill stores") + self._number(r"(\d+) bytes spill loads")
 
     def _number(self, pattern: str) -> int:
-        """A number that the log says of the function."""
+        """Return a number that the log gives for the function."""
         own = self.log.partition(f"Compiling entry function '{self.function}'")[2].partition("Compiling entry")[0]
         found = re.search(pattern, own)
         if not found:
@@ -81,7 +82,7 @@ class Nvrtc:
 
 
 def compile(variant: Variant, architecture: str, *, newest: int = 13, folder: Path | None = None) -> Cubin:
-    """The variant for an architecture (sm_80, sm_90a), from the cache in `folder` where it is there already.
+    """Return the variant for an architecture (sm_80, sm_90a), from the cache in `folder` where it is there already.
 
     newest: the newest CUDA major version whose cubins the driver loads. folder: the user's cache unless given.
     Raises BuildError, or MissingLibrary where there is no NVRTC for the architecture.
@@ -103,13 +104,13 @@ def compile(variant: Variant, architecture: str, *, newest: int = 13, folder: Pa
 
 
 def compile_options(variant: Variant, architecture: str) -> list[str]:
-    """What NVRTC is told."""
+    """Return the options that NVRTC gets."""
     defines = [f"-D{key}={value}" for key, value in variant.defines.items()]
     return [f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", f"-I{KERNELS}", *defines]
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: LATBENCH_CACHE or the user's cache folder."""
+    """Return where cubins are kept: LATBENCH_CACHE or the user's cache folder."""
     cache = os.environ.get("LATBENCH_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (Path(cache) if cache else home / "latbench") / "cubins"
@@ -181,7 +182,7 @@ def load_nvrtc(major: int) -> Nvrtc | None:
 
 
 def _candidates(major: int) -> Iterator[str]:
-    """Where NVRTC may be: wheels, then what the loader finds by itself, then conda's and the system's CUDA."""
+    """Yield where NVRTC may be: wheels, then what the loader finds by itself, then conda's and the system's CUDA."""
     name = f"libnvrtc.so.{major}"
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec else ():
@@ -197,7 +198,7 @@ def _candidates(major: int) -> Iterator[str]:
 
 
 def _compile(nvrtc: Nvrtc, source: str, variant: Variant, architecture: str, options: list[str]) -> tuple[bytes, str]:
-    """The cubin and the log."""
+    """Return the cubin and the log."""
     library, program = nvrtc.library, ctypes.c_void_p()
     encoded = [option.encode() for option in options]
     status = library.nvrtcCreateProgram(
@@ -216,7 +217,7 @@ def _compile(nvrtc: Nvrtc, source: str, variant: Variant, architecture: str, opt
 
 
 def _bytes(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
-    """What nvrtcGet<what> gives."""
+    """Return what nvrtcGet<what> gives."""
     size = ctypes.c_size_t()
     status = getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -227,18 +228,18 @@ def _bytes(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
 
 
 def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
-    """The same without the closing zero."""
+    """Return the same without the closing zero."""
     return _bytes(library, what, program).rstrip(b"\0")
 
 
 def _first_error(log: str) -> str:
-    """The first line of a log that says error, or its first line."""
+    """Return the first line of a log that says error, or its first line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["no reason is given"]
     return next((line for line in lines if "error" in line), lines[0])
 
 
 def _digest(source: str, options: list[str], nvrtc: Nvrtc) -> str:
-    """Of everything the cubin depends on; the folder of the headers is not, what they say is."""
+    """Return the hash of everything the cubin depends on: the text of the headers, but not their folder."""
     headers = [path.read_text() for path in sorted(KERNELS.glob("*.cuh"))]
     settings = [option for option in options if not option.startswith("-I")]
     parts = [source, *headers, *settings, f"nvrtc {nvrtc.version[0]}.{nvrtc.version[1]}"]
@@ -258,7 +259,7 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
 
 
-def _target(architecture: str) -> Target:
+def _target(architecture: str) -> GpuArchitecture:
     if architecture not in TARGETS:
         raise BuildError(f"no kernel is compiled for {architecture!r}: known are {', '.join(ARCHITECTURES)}")
     return TARGETS[architecture]

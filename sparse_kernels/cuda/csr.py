@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.nm import check
+from sparse_kernels.cuda.nm import check_target
 from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
 from sparse_kernels.cuda.targets import ARCHITECTURES
 from sparse_kernels.cuda.vector_tiles import element_bits
@@ -19,13 +19,13 @@ VECTORS = (8, 2, 1)
 
 
 def program(packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None) -> CSR:
-    """The program of an unstructured weight; n and the multiprocessors are not needed.
+    """Return the program of an unstructured weight; n and the multiprocessors are not needed.
 
     NotSupported for another format, element type or architecture.
     """
     if not isinstance(packed, CSRWeight):
         raise NotSupported(f"the CSR kernel multiplies unstructured weights, not {packed.pattern}")
-    check(dtype, architecture)
+    check_target(dtype, architecture)
     return CSR.of_weight(packed, dtype)
 
 
@@ -53,7 +53,7 @@ class CSR:
         np.cumsum(lengths[order], out=indptr[1:], dtype=np.uint64)
         moved = np.repeat(packed.indptr[order] - indptr[:-1].astype(np.int64), lengths[order])
         source = np.arange(packed.nnz) + moved  # sorted element -> element
-        values = rounded(packed.values[source], dtype)
+        values = round_values(packed.values[source], dtype)
         columns = packed.indices[source].astype(np.uint32)
         entries = np.stack([columns, values.view(np.uint32)], axis=1)
         return cls(packed.shape, dtype, indptr, entries, order.astype(np.int32))
@@ -64,7 +64,7 @@ class CSR:
         return self.indptr.nbytes + self.entries.nbytes + self.order.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """One launch; none where n is 0."""
+        """Return one launch; none where n is 0."""
         m = self.shape[0]
         if n == 0:
             return []
@@ -93,8 +93,8 @@ VARIANTS = tuple(variant(vector, dtype) for vector in VECTORS for dtype in DTYPE
 """Everything that a launch may ask for."""
 
 
-def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """The values as the element type holds them."""
+def round_values(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Return the values as the element type holds them."""
     bits = element_bits(values, dtype)
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)

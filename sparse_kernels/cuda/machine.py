@@ -2,7 +2,7 @@
 
 `CupyMachine` takes CuPy arrays. `TorchMachine` takes torch tensors: memory comes from torch's allocator, and the
 stream is torch's current one, so that its CUDA graphs capture what is launched. Both load and launch by CuPy. All
-that needs a GPU is here, behind `Machine`: everything else is tested without one.
+that needs a GPU is here, behind `CudaMachine`: everything else is tested without one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EMBEDDED = {
     (8, 7): "Jetson Orin is an embedded chip, on which code for other GPUs does not run; use another GPU",
     (10, 1): "Jetson Thor reports 10.1 with a driver older than CUDA 13; update the driver, and it reports 11.0",
 }
-"""Embedded chips that the rule of `Target.runs_on` does not hold for: why there is no kernel, and what to do."""
+"""Embedded chips for which `GpuArchitecture.runs_on` does not hold: why there is no kernel, and what to do."""
 
 # A GPU array of CuPy or torch: neither has types to check against here.
 Array = Any
 
-Kernel = Callable[[Dim3, Dim3, tuple[np.generic, ...]], None]
+LoadedKernel = Callable[[Dim3, Dim3, tuple[np.generic, ...]], None]
 """A loaded kernel: called with grid, block and arguments, puts a launch on the current stream."""
 
 
@@ -46,11 +46,11 @@ class View:
     nbytes: int
 
     def overlaps(self, other: View) -> bool:
-        """Whether two contiguous arrays share a byte."""
+        """Return whether two contiguous arrays share a byte."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
 
-class Machine(Protocol):
+class CudaMachine(Protocol):
     """What a plan asks of a GPU."""
 
     @property
@@ -66,19 +66,19 @@ class Machine(Protocol):
         """What its arrays are called, for messages."""
 
     def upload(self, array: NDArray[np.generic]) -> Array:
-        """The array's bytes on the GPU."""
+        """Return the array's bytes on the GPU."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array of float16, bfloat16 or uint8."""
+        """Return a new array of float16, bfloat16 or uint8."""
 
     def view(self, array: object) -> View | None:
-        """What the array is; None if it is no array of this GPU."""
+        """Return what the array is; None if it is no array of this GPU."""
 
     def scratch(self, count: int) -> Array:
-        """So many bytes that nothing else on the current stream uses before what is launched next has ended."""
+        """Return so many bytes of scratch memory, unused by others until the next launch ends."""
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
-        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
+        """Return a variant, compiled and loaded, that may use so much dynamic shared memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,18 +105,18 @@ class CupyMachine:
         return cls(cupy, cupy.cuda.runtime.getDevice(), *abilities)
 
     def upload(self, array: NDArray[np.generic]) -> Array:
-        """The array's bytes on the GPU."""
+        """Return the array's bytes on the GPU."""
         uploaded = self.cupy.array(array)
         # The copy is on the current stream, and the array may be used on another.
         self.cupy.cuda.get_current_stream().synchronize()
         return uploaded
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array of float16, bfloat16 or uint8."""
+        """Return a new array of float16, bfloat16 or uint8."""
         return self.cupy.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
 
     def view(self, array: object) -> View | None:
-        """What the array is; None if it is no array of CuPy's on this GPU."""
+        """Return what the array is; None if it is no array of CuPy's on this GPU."""
         if not isinstance(array, self.cupy.ndarray):
             return None
         it: Any = array
@@ -126,7 +126,7 @@ class CupyMachine:
         return View(it.data.ptr, dtype, it.shape, it.flags.c_contiguous, it.nbytes)
 
     def scratch(self, count: int) -> Array:
-        """So many bytes, of which every stream has its own; threads must not launch on one stream at the same time.
+        """Return so many bytes of scratch memory of the current stream, on which one thread may launch at a time.
 
         What is outgrown stays: a CUDA graph that was captured from a call goes on using it.
         """
@@ -135,8 +135,8 @@ class CupyMachine:
             grown.append(self.empty((max(count, 2 * grown[-1].nbytes if grown else 0),), "uint8"))
         return grown[-1]
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
-        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
+        """Return a variant, compiled and loaded, that may use so much dynamic shared memory."""
         device = self.cupy.cuda.Device(self.device)
         with device:
             function = _load(self.cupy, self.device, variant, shared_bytes, self.architecture, self.newest)
@@ -161,7 +161,7 @@ class TorchMachine:
 
     @classmethod
     def of(cls, device: Any) -> TorchMachine:
-        """The GPU of a torch device with an index. Raises MissingLibrary or NoDevice."""
+        """Return the GPU of a torch device with an index. Raises MissingLibrary or NoDevice."""
         torch, cupy = importlib.import_module("torch"), _cupy()
         with torch.cuda.device(device):
             return cls(torch, cupy, device, *_abilities(cupy))
@@ -172,16 +172,16 @@ class TorchMachine:
         return f"a torch tensor on {self.device}"
 
     def upload(self, array: NDArray[np.generic]) -> Array:
-        """The array's bytes on the GPU."""
+        """Return the array's bytes on the GPU."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return self.torch.tensor(flat, device=self.device)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new tensor of float16, bfloat16 or uint8."""
+        """Return a new tensor of float16, bfloat16 or uint8."""
         return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.device)
 
     def view(self, array: object) -> View | None:
-        """What the tensor is; None if it is no tensor on this GPU."""
+        """Return what the tensor is; None if it is no tensor on this GPU."""
         if not isinstance(array, self.torch.Tensor):
             return None
         it: Any = array
@@ -191,11 +191,11 @@ class TorchMachine:
         return View(it.data_ptr(), dtype, tuple(it.shape), it.is_contiguous(), it.nbytes)
 
     def scratch(self, count: int) -> Array:
-        """So many bytes of torch's allocator, which knows what graphs and streams use."""
+        """Return scratch memory of torch's allocator, which knows what graphs and streams use."""
         return self.empty((count,), "uint8")
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
-        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
+        """Return a variant, compiled and loaded, that may use so much dynamic shared memory."""
         # CuPy loads and launches on the current device, which it shares with torch.
         with self.torch.cuda.device(self.device):
             function = _load(self.cupy, self.device.index, variant, shared_bytes, self.architecture, self.newest)
@@ -264,7 +264,7 @@ _loading = threading.Lock()
 
 
 def _load(cupy: Any, device: int, variant: Variant, shared_bytes: int, architecture: str, newest: int) -> Any:
-    """A variant's function, compiled and loaded on the current GPU, whose number is `device`."""
+    """Return a variant's function, compiled and loaded on the current GPU, whose number is `device`."""
     key = device, variant.name, architecture
     with _loading:
         if key not in _functions:

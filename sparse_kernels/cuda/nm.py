@@ -44,7 +44,7 @@ DEPTH = 64  # columns of a weight that go through nm24.cu in one stage
 
 
 @dataclass(frozen=True)
-class Tile:
+class NMTile:
     """What a block of nm24.cu computes, by how many warps, and how many stages are under way."""
 
     rows: int
@@ -59,11 +59,11 @@ class Tile:
         return self.stages * DEPTH * (2 * self.columns + self.rows + self.rows // 8)
 
     def blocks(self, m: int, n: int) -> int:
-        """How many tiles cover out (m, n)."""
+        """Return how many tiles cover out (m, n)."""
         return -(-m // self.rows) * -(-n // self.columns)
 
 
-TILES = (Tile(128, 128, 2, 2, 3), Tile(64, 64, 2, 2, 4), Tile(32, 64, 2, 2, 4))
+TILES = (NMTile(128, 128, 2, 2, 3), NMTile(64, 64, 2, 2, 4), NMTile(32, 64, 2, 2, 4))
 """From the one that reads x and weights least often to the one that makes most blocks."""
 
 LANE_COLUMNS = (8, 4, 2)
@@ -76,20 +76,20 @@ SHARED_BYTES = 48 * 1024  # what every machine gives a block
 def program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> TensorCores | OrdinaryCores:
-    """The program of an N:M weight; n is not needed, as tiles are chosen at launch.
+    """Return the program of an N:M weight; n is not needed, as tiles are chosen at launch.
 
     NotSupported for another format, element type or architecture.
     """
     if not isinstance(packed, NMWeight):
         raise NotSupported(f"the N:M kernels multiply N:M weights, not {packed.pattern}")
-    check(dtype, architecture)
+    check_target(dtype, architecture)
     count = multiprocessors or TARGETS[architecture].multiprocessors
     if on_tensor_cores(packed.pattern, architecture):
         return TensorCores.of_weight(nm.unpack(packed), dtype, count)
     return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, count)
 
 
-def check(dtype: str, architecture: str) -> None:
+def check_target(dtype: str, architecture: str) -> None:
     """NotSupported for an element type or architecture that no kernel of this file knows."""
     if dtype not in DTYPES:
         raise NotSupported(f"elements are {' or '.join(DTYPES)}, not {dtype}")
@@ -98,7 +98,7 @@ def check(dtype: str, architecture: str) -> None:
 
 
 def on_tensor_cores(pattern: NM, architecture: str) -> bool:
-    """Whether a pattern's weights are 2:4 and sparse tensor cores are there and should be faster."""
+    """Return whether a pattern's weights are 2:4 and sparse tensor cores are there and should be faster."""
     is_2_of_4 = pattern.keep <= 2 and pattern.of % 4 == 0
     return is_2_of_4 and pattern.of / pattern.keep <= TENSOR_CORES_UP_TO.get(architecture, 0)
 
@@ -126,11 +126,11 @@ class TensorCores:
         return self.fragments.nbytes + self.metadata.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """One launch; none where n is 0."""
+        """Return one launch; none where n is 0."""
         return self.tiled(best_tile(self.shape[0], n, self.multiprocessors), n, activation) if n else []
 
-    def tiled(self, tile: Tile, n: int, activation: str | None) -> list[Launch]:
-        """The launch with blocks of a given tile."""
+    def tiled(self, tile: NMTile, n: int, activation: str | None) -> list[Launch]:
+        """Return the launch with blocks of a given tile."""
         m, k = self.shape
         scalars = (np.int32(m), np.int32(n), np.int32(k), activation_code(activation))
         return [
@@ -166,13 +166,13 @@ class OrdinaryCores:
         return self.entries.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """One launch; none where n is 0."""
+        """Return one launch; none where n is 0."""
         slots = self.entries.shape[3]
         columns = best_lane_columns(self.shape[0], n, self.depth, slots, self.multiprocessors)
         return self.with_lanes_of(columns, n, activation) if n else []
 
     def with_lanes_of(self, columns: int, n: int, activation: str | None) -> list[Launch]:
-        """The launch in which a lane takes `columns` columns of out."""
+        """Return the launch in which a lane takes `columns` columns of out."""
         m, k = self.shape
         slots = self.entries.shape[3]
         sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(self.depth), np.int32(slots))
@@ -191,8 +191,8 @@ class OrdinaryCores:
 # ---- Launch settings ----
 
 
-def best_tile(m: int, n: int, multiprocessors: int) -> Tile:
-    """The largest tile that is no wider than n needs and gives every multiprocessor a block, else the smallest."""
+def best_tile(m: int, n: int, multiprocessors: int) -> NMTile:
+    """Return the largest tile that n columns fill and that gives every multiprocessor a block, else the smallest."""
     for tile in TILES:
         if tile.columns - n < 64 and tile.blocks(m, n) >= multiprocessors:
             return tile
@@ -200,7 +200,7 @@ def best_tile(m: int, n: int, multiprocessors: int) -> Tile:
 
 
 def best_lane_columns(m: int, n: int, depth: int, slots: int, multiprocessors: int) -> int:
-    """The same for nm.cu, of which two blocks share a multiprocessor."""
+    """Return the same for nm.cu, of which two blocks share a multiprocessor."""
     for columns in LANE_COLUMNS:
         blocks = -(-m // BLOCK_ROWS) * -(-n // (32 * columns))
         fits = ordinary_shared_bytes(columns, depth, slots) <= SHARED_BYTES
@@ -215,12 +215,12 @@ def ordinary_shared_bytes(columns: int, depth: int, slots: int) -> int:
 
 
 def tile_depth(pattern: NM) -> int:
-    """How many columns of w nm.cu takes at once: about 32, or 64 where little is kept; whole groups if they fit."""
+    """Return how many columns of w nm.cu takes at once: about 32, or 64 if little is kept."""
     about = 32 if pattern.of <= 16 else 64
     return about // pattern.of * pattern.of if pattern.of <= about else about
 
 
-def tensor_variant(tile: Tile, dtype: str) -> Variant:
+def tensor_variant(tile: NMTile, dtype: str) -> Variant:
     """nm24.cu with these settings."""
     defines = {
         "ROWS": tile.rows,
@@ -274,8 +274,8 @@ def fragments(bits: NDArray[np.uint16]) -> Words:
     """Kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 32 lanes, 4 words). A tile and step is an instruction: 16 rows, 32
-    columns, of which 16 are kept. Word r of lane 4 g + t holds its row g + 8 (r % 2), kept columns 2 t + 8 (r // 2)
-    (lower half) and the next.
+    columns, of which 16 are kept. Word r of lane 4 g + t is of row g + 8 (r % 2). Its lower half is kept column 2 t +
+    8 (r // 2), its upper half the next.
     """
     groups, stages = bits.shape[0] // 32, bits.shape[1] // 32
     # Axes: group, tile, r % 2, g; stage, step, r // 2, t, half.
@@ -288,22 +288,24 @@ def fragments(bits: NDArray[np.uint16]) -> Words:
 def metadata(places: NDArray[np.uint8]) -> Words:
     """Places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
 
-    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): word 2 g + h is for lane 4 g + h and holds 2 bits a place,
+    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): Word 2 g + h is for lane 4 g + h. It holds 2 bits a place,
     of columns 16 h to 16 h + 15 of the step: those of row g in the lower half, of row g + 8 in the upper.
     """
     groups, stages = places.shape[0] // 32, places.shape[1] // 32
     # Axes: group, tile, lower or upper half, g; stage, step, h, place.
     split = places.reshape(groups, 2, 2, 8, stages, 2, 2, 8)
     by_word = split.transpose(0, 4, 1, 5, 3, 6, 2, 7).reshape(groups, stages, 2, 2, 16, 16).astype(np.uint32)
-    return (by_word << 2 * np.arange(16, dtype=np.uint32)).sum(axis=5, dtype=np.uint32)
+    words: Words = (by_word << 2 * np.arange(16, dtype=np.uint32)).sum(axis=5, dtype=np.uint32)
+    return words
 
 
 def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
-    """What is not zero of a weight (m, k), for nm.cu.
+    """Return what is not zero of a weight (m, k), for nm.cu.
 
     uint32 (blocks of 64 rows, tiles of `depth` columns, 64, slots): bits of the value in the lower half, column
     within the tile in the upper. slots is even and enough for any row and tile. Empty ones are 0 times the last
-    column that the row keeps in that tile, whose infinities reach the result anyway; column 0 where it keeps none.
+    column that the row keeps in that tile, whose infinities reach the result anyway. Where the row keeps none, it is
+    column 0.
     """
     m, k = weight.shape
     blocks, tiles = -(-m // BLOCK_ROWS), -(-k // depth)

@@ -29,9 +29,9 @@ STAGE = 128
 FOURS = STAGE // 4
 
 
-def kernel(height: int) -> sm90.Kernel:
-    """The kernel with tiles of `height` rows."""
-    return sm90.Kernel(
+def kernel(height: int) -> sm90.HopperKernel:
+    """Return the kernel with tiles of `height` rows."""
+    return sm90.HopperKernel(
         source="nm_sm90.cu",
         function="nm_sm90",
         defines={"ROWS": height, "BN": WIDTH},
@@ -55,12 +55,13 @@ def program(
     multiprocessors: int | None = None,
     height: int | None = None,
 ) -> sm90.HopperProgram:
-    """The weight packed for Hopper, in tiles of `height`, by default of the one that is expected to be faster for n
-    columns.
+    """Return the weight packed for Hopper.
+
+    height: of the tiles; by default the one that is expected to be faster for n columns.
 
     NotSupported for other formats and machines.
     """
-    sm90.check(dtype, architecture)
+    sm90.check_target(dtype, architecture)
     if not isinstance(packed, NMWeight) or packed.pattern != NM(2, 4):
         raise NotSupported(f"this kernel multiplies 2:4 weights, not {packed.pattern}")
     count = multiprocessors or TARGETS[architecture].multiprocessors
@@ -73,19 +74,19 @@ def program(
 
 
 def stages_of(shape: tuple[int, int], height: int) -> NDArray[np.int64]:
-    """The stages of each group of `height` rows of a weight (m, k)."""
+    """Return the stages of each group of `height` rows of a weight (m, k)."""
     return np.full(-(-shape[0] // height), -(-shape[1] // STAGE), np.int64)
 
 
 def expected_clocks(shape: tuple[int, int], height: int, n: int, multiprocessors: int) -> float:
-    """What tiles of this height are expected to take, times n columns."""
+    """Return what tiles of this height are expected to take, times n columns."""
     counts = stages_of(shape, height)
     splits = sm90.best_splits(kernel(height), counts, n, multiprocessors)
     return sm90.clocks(kernel(height), counts, splits, n, multiprocessors)
 
 
 def pack(packed: NMWeight, height: int, dtype: str) -> NDArray[np.uint16]:
-    """The array `weights` of the module's docstring, with `height` rows a group."""
+    """Return the array `weights` of the module's docstring, with `height` rows a group."""
     values, places = pairs(packed)
     m, fours, _ = values.shape
     groups, stages = -(-m // height), -(-fours // FOURS)
@@ -116,7 +117,7 @@ def pairs(packed: NMWeight) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
 
 
 def metadata(places: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The words of the module's docstring, (..., rows / 16, 8, 2, 4), of the places (..., rows, 32)."""
+    """Return the words of the module's docstring, (..., rows / 16, 8, 2, 4), of the places (..., rows, 32)."""
     *others, rows, _ = places.shape
     shifts = np.arange(0, 16, 4, dtype=np.uint32)
     halves = (places.reshape(*others, rows, 4, 2, 4) << shifts).sum(axis=-1, dtype=np.uint32)

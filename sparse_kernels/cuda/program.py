@@ -1,8 +1,8 @@
 """What a CUDA kernel is to Python: a source with its settings, and one launch of it, as plain values.
 
-A launch is described, not done: the same description is run by CuPy on a GPU (`plan.py`) and by the emulator of the
-tests on a CPU, and the compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
-arithmetic, so all of it is tested without a GPU.
+A launch is described, not done. CuPy runs the description on a GPU (`cuda_plan`), and the emulator of the tests runs
+it on a CPU. The compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
+arithmetic, so tests need no GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPES = ("float16", "bfloat16")
 class Variant:
     """A kernel as it is compiled.
 
-    `source` is a file of this folder, `function` its extern "C" kernel, `defines` the macros that choose tile sizes,
-    element type and so on. `architectures` are those it is for (sm_80, sm_90a, ...). `instruction` is what its SASS
-    must hold (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
+    source: file of `device_code`. function: its extern "C" kernel. defines: macros that choose tile sizes, element
+    type and so on. architectures: those that the kernel is for (sm_80, sm_90a, ...). instruction: what its SASS must
+    hold (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
     """
 
     source: str
@@ -63,7 +63,7 @@ Dim3 = tuple[int, int, int]
 
 
 def activation_code(activation: str | None) -> np.int32:
-    """The argument `activation` of every kernel: a number, so that one cubin serves all. ValueError if unknown."""
+    """Return the code of an activation, an argument so that one cubin serves all. Raises ValueError if unknown."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
     return np.int32(ACTIVATIONS.index(activation))
@@ -93,7 +93,7 @@ class Program(Protocol):
         """Bytes of the constant arrays."""
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What multiplies x (k, n) to out (m, n), feature-major, in order; empty where m or n is 0.
+        """Return what multiplies x (k, n) to out (m, n), feature-major, in order; empty where m or n is 0.
 
         Bias is added where the BIAS pointer is not null. x and out are contiguous. For a convolution n is the batch,
         x is (c_in, h, w, batch) and out (c_out, out_h, out_w, batch).

@@ -1,7 +1,7 @@
 """What the kernels for Hopper share on the host: the shared-memory image of a weight, the schedule, the launches.
 
 The other side is sm90.cuh. A weight is cut into groups of `rows` packed rows and each group into stages of 64 stored
-columns. The image of a stage is what the kernel's tensor cores read, so one bulk copy of it is all that the device
+columns. The image of a stage is what the kernel's tensor cores read. So one bulk copy of it is all that the device
 does to a weight.
 """
 
@@ -36,7 +36,7 @@ SUM_BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class HopperKernel:
     """One kernel with one tile size, before element type and alignment are chosen.
 
     `rows` and `width` are the tile of the result. A stage holds `x_rows` rows of x and `weight_bytes` of the weight,
@@ -74,7 +74,7 @@ class Kernel:
         return TILE_CLOCKS + self.rows * self.width / RESULTS_A_CLOCK
 
     def variant(self, dtype: str, align: int) -> Variant:
-        """The kernel as it is compiled."""
+        """Return the kernel as it is compiled."""
         settings = {
             **self.defines,
             "STAGES": self.stages,
@@ -85,12 +85,12 @@ class Kernel:
 
 
 def finish(dtype: str) -> Variant:
-    """What adds up the sums of a split product."""
+    """Return what adds up the sums of a split product."""
     return Variant("finish_sm90.cu", "finish_sm90", {"BF16": DTYPES.index(dtype)}, (ARCHITECTURE,))
 
 
-def variants(kernels: list[Kernel]) -> Iterator[Variant]:
-    """All that launches may ask for."""
+def variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
+    """Yield all that launches may ask for."""
     for kernel in kernels:
         for dtype in DTYPES:
             for align in (16, 8, 2):
@@ -121,7 +121,7 @@ class HopperProgram:
     `row_ids` int32 (groups * rows), -1 for none. `multiprocessors`: of the machine.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[HopperKernel, ...]
     dtype: str
     own: tuple[Argument, ...]
     counts: NDArray[np.int64]
@@ -142,14 +142,14 @@ class HopperProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """The product, and where it is split the addition of its parts; empty where n is 0."""
+        """Return the product, and where it is split the addition of its parts; empty where n is 0."""
         if n == 0:
             return []
         kernel, splits = self.choose(n)
         return self.launches_of(kernel, splits, n, activation)
 
-    def launches_of(self, kernel: Kernel, splits: int, n: int, activation: str | None) -> list[Launch]:
-        """The launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
+    def launches_of(self, kernel: HopperKernel, splits: int, n: int, activation: str | None) -> list[Launch]:
+        """Return the launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
         groups = self.counts.size
         tiles = groups * splits * -(-n // kernel.width)
         width = -(-n // kernel.width) * kernel.width
@@ -183,21 +183,22 @@ class HopperProgram:
         )
         return [first, second]
 
-    def choose(self, n: int) -> tuple[Kernel, int]:
-        """The tile and the number of splits with the shortest expected time."""
+    def choose(self, n: int) -> tuple[HopperKernel, int]:
+        """Return the tile and the number of splits with the shortest expected time."""
         splits = {kernel: best_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
         return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n, self.multiprocessors))
 
 
-def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
+def best_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
     """Among how many blocks to share out each tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
     choices = (2**i for i in range(most.bit_length()))
-    return min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
+    best: int = min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
+    return best
 
 
-def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
-    """What groups with so many stages each are expected to take, times n columns, in clocks.
+def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
+    """Return what groups with so many stages each are expected to take, times n columns, in clocks.
 
     There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in rounds, every
     other one backwards. Left out: what blocks that read the same rows of x save each other, and changes of the clock.
@@ -216,7 +217,7 @@ def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multi
     return total
 
 
-def check(dtype: str, architecture: str) -> None:
+def check_target(dtype: str, architecture: str) -> None:
     """NotSupported for an element type or machine that no kernel here is for."""
     if architecture != ARCHITECTURE:
         raise NotSupported(f"this kernel is for {ARCHITECTURE}, not {architecture}")

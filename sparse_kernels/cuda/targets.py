@@ -1,8 +1,8 @@
 """The GPU architectures that kernels are compiled for, and the properties of each that kernels depend on.
 
-Sources: CUDA C++ Programming Guide, "Compute Capabilities", and NVIDIA CCCL, cuda/__device/arch_traits.h, for shared
-memory; CUDA Features Archive, "CUDA Compiler", for the NVRTC versions (12.9 added sm_103 and sm_121; 13.0 dropped
-sm_70 and renamed sm_101, Jetson Thor, to sm_110).
+Sources for shared memory: CUDA C++ Programming Guide, "Compute Capabilities", and NVIDIA CCCL,
+cuda/__device/arch_traits.h. Source for the NVRTC versions: CUDA Features Archive, "CUDA Compiler". 12.9 added sm_103
+and sm_121; 13.0 dropped sm_70 and renamed sm_101, Jetson Thor, to sm_110.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESERVED_BYTES = 1024
 """Shared memory that the system keeps of every block, from sm_80 on."""
 
 
-class Target(NamedTuple):
+class GpuArchitecture(NamedTuple):
     """One architecture.
 
     capability: compute capability of its GPUs.
@@ -52,17 +52,17 @@ KIB = 1024
 _FROM_12_9 = {13: (13, 0), 12: (12, 9)}
 
 TARGETS = {
-    "sm_70": Target((7, 0), 80, 96 * KIB, {12: (12, 8)}),  # V100
-    "sm_75": Target((7, 5), 40, 64 * KIB),  # T4
-    "sm_80": Target((8, 0), 108, 164 * KIB),  # A100
-    "sm_86": Target((8, 6), 82, 100 * KIB),  # RTX 3090; A10 has 72
-    "sm_89": Target((8, 9), 128, 100 * KIB),  # RTX 4090; L40 has 142
-    "sm_90a": Target((9, 0), 132, 228 * KIB),  # H100 SXM and H200; H100 PCIe has 114
-    "sm_100": Target((10, 0), 148, 228 * KIB),  # B200
-    "sm_103": Target((10, 3), 148, 228 * KIB, _FROM_12_9),  # B300: taken from B200; the whole chip has 160
-    "sm_110": Target((11, 0), 20, 228 * KIB, {13: (13, 0)}),  # Jetson AGX Thor
-    "sm_120": Target((12, 0), 170, 100 * KIB),  # RTX 5090; RTX PRO 6000 has 188
-    "sm_121": Target((12, 1), 48, 100 * KIB, _FROM_12_9),  # GB10
+    "sm_70": GpuArchitecture((7, 0), 80, 96 * KIB, {12: (12, 8)}),  # V100
+    "sm_75": GpuArchitecture((7, 5), 40, 64 * KIB),  # T4
+    "sm_80": GpuArchitecture((8, 0), 108, 164 * KIB),  # A100
+    "sm_86": GpuArchitecture((8, 6), 82, 100 * KIB),  # RTX 3090; A10 has 72
+    "sm_89": GpuArchitecture((8, 9), 128, 100 * KIB),  # RTX 4090; L40 has 142
+    "sm_90a": GpuArchitecture((9, 0), 132, 228 * KIB),  # H100 SXM and H200; H100 PCIe has 114
+    "sm_100": GpuArchitecture((10, 0), 148, 228 * KIB),  # B200
+    "sm_103": GpuArchitecture((10, 3), 148, 228 * KIB, _FROM_12_9),  # B300: taken from B200; the whole chip has 160
+    "sm_110": GpuArchitecture((11, 0), 20, 228 * KIB, {13: (13, 0)}),  # Jetson AGX Thor
+    "sm_120": GpuArchitecture((12, 0), 170, 100 * KIB),  # RTX 5090; RTX PRO 6000 has 188
+    "sm_121": GpuArchitecture((12, 1), 48, 100 * KIB, _FROM_12_9),  # GB10
 }
 """From the oldest to the newest."""
 

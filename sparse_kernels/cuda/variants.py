@@ -25,7 +25,7 @@ CONV2D = {"dense": ("vector",), "vector": ("vector",), "shflbw": ("vector",), "b
 
 
 def all_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
-    """The variants of families, each once."""
+    """Return the variants of families, each once."""
     found: dict[str, Variant] = {}
     for family in families:
         for variant in importlib.import_module(f"{__package__}.{family}").VARIANTS:
@@ -35,12 +35,12 @@ def all_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
 
 
 def linear(family: str) -> Prepare:
-    """The function of a family that makes a linear layer's packed weight into a program."""
+    """Return the function of a family that makes a linear layer's packed weight into a program."""
     prepare: Prepare = importlib.import_module(f"{__package__}.{family}").program
     return prepare
 
 
 def conv2d(family: str) -> PrepareConv2d:
-    """The same for a convolution's packed weight."""
+    """Return the same for a convolution's packed weight."""
     prepare: PrepareConv2d = importlib.import_module(f"{__package__}.{family}").conv2d_program
     return prepare

@@ -1,8 +1,8 @@
 """Vector-wise, Shfl-BW and block-wise weights on tensor cores by mma.sync: which tile of vector.cu runs, and how.
 
-A block of the kernel brings V rows of weights and BN columns of x, BK deep, from the second-level cache and does
-V * BN * BK multiply-adds with them. Bringing them limits all but the largest tiles (TUNING.md has the arithmetic), so
-the tile is chosen by what a multiprocessor has to bring in: see `widest_that_pays`.
+A block of the kernel brings V rows of weights and BN columns of x, BK deep, from the second-level cache. It does V *
+BN * BK multiply-adds with them. Bringing them limits all but the largest tiles (TUNING.md has the arithmetic), so the
+tile is chosen by what a multiprocessor has to bring in: see `widest_that_pays`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
-from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, Target
+from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, GpuArchitecture
 from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, tiles_of
 from sparse_kernels.formats import Packed
 from sparse_kernels.formats.checks import frozen
 from sparse_kernels.shapes import Conv2dShape
 
 
-class Machine(NamedTuple):
+class TensorCoreFeatures(NamedTuple):
     """Properties that the choice of a tile depends on."""
 
     mma_k: int  # depth of one tensor-core product: 16, 8 (sm_75) or 4 (sm_70)
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
 MOST_STAGES = 4
 
 
-def machine_of(target: Target) -> Machine:
+def machine_of(target: GpuArchitecture) -> TensorCoreFeatures:
     """Return what an architecture runs best.
 
     With cp.async there are as many stages, up to MOST_STAGES, as let a multiprocessor run two blocks of 128 x 128 at
@@ -48,9 +48,9 @@ def machine_of(target: Target) -> Machine:
     """
     mma_k = {(7, 0): 4, (7, 5): 8}.get(target.capability, 16)
     if mma_k < 16:
-        return Machine(mma_k, 2, (64, 128))
+        return TensorCoreFeatures(mma_k, 2, (64, 128))
     half = target.shared_bytes // 2 - RESERVED_BYTES
-    return Machine(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
+    return TensorCoreFeatures(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
 
 
 def stage_bytes(height: int, width: int) -> int:
@@ -86,7 +86,7 @@ INSTRUCTIONS = {16: "HMMA.16816.F32", 8: "HMMA.1688.F32", 4: "HMMA.884.F32"}
 def program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> LinearProgram:
-    """A linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
+    """Return a linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
     return LinearProgram(tiles, dtype, architecture, multiprocessors or TARGETS[architecture].multiprocessors)
@@ -95,7 +95,7 @@ def program(
 def conv2d_program(
     packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
 ) -> Conv2dProgram:
-    """A convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
+    """Return a convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
     machine = _machine(dtype, architecture)
@@ -106,7 +106,7 @@ def conv2d_program(
 
 
 def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
-    """The BN with which the busiest multiprocessor brings in least: its blocks times V + BN elements a kept column.
+    """Return the BN with which the busiest multiprocessor reads least: blocks times V + BN elements a kept column.
 
     A wide tile reads the weights less often; a narrow one makes more blocks and wastes less past the last column.
     Left out: that groups differ, that blocks share a multiprocessor, and what is under 2 % either way.
@@ -120,7 +120,7 @@ def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], mu
 
 
 def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch: str) -> Variant:
-    """The kernel of a tile for one architecture; `aligned` where rows of x are."""
+    """Return the kernel of a tile for one architecture; `aligned` where rows of x are."""
     machine = MACHINES[arch]
     warps_m, warps_n = WARPS[height, width]
     cp_async = aligned and machine.has_cp_async
@@ -165,7 +165,7 @@ class LinearProgram:
         return self.tiles.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What multiplies x (k, n) to out (m, n); x and out are aligned to 16 bytes where n is a multiple of 8."""
+        """Return the launch that multiplies x (k, n) to out (m, n), both 16-byte aligned if n is a multiple of 8."""
         if n == 0:
             return []
         tiles = self.tiles
@@ -194,7 +194,7 @@ class Conv2dProgram:
         return self.tiles.nbytes - self.tiles.columns.nbytes + self.offsets.nbytes + self.taps.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What convolves x (c_in, h, w, n) to out (c_out, out_h, out_w, n), for n images; aligned as above."""
+        """Return what convolves x (c_in, h, w, n) to out (c_out, out_h, out_w, n), for n images; aligned as above."""
         if n == 0:
             return []
         tiles, shape = self.tiles, self.shape
@@ -210,7 +210,7 @@ OPERANDS = (Operand.X, Operand.OUT, Operand.BIAS)
 
 
 def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: bool) -> Variant:
-    """The variant for so many columns of the product: the weight is packed the same for all widths."""
+    """Return the variant for so many columns of the product: the weight is packed the same for all widths."""
     height, groups = program.tiles.height, program.tiles.groups
     widths = MACHINES[program.architecture].widths
     width = program.width or widest_that_pays(height, groups, columns, widths, program.multiprocessors)
@@ -219,10 +219,11 @@ def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: 
 
 
 def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
+    """Return where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
 
-    offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation, or -1 where
-    the column is padding. taps: (r * dilation << 16) + s * dilation, from which the kernel sees what lies outside.
+    offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation. It is -1
+    where the column is padding. taps: (r * dilation << 16) + s * dilation, from which the kernel sees what lies
+    outside.
     """
     reach = ((shape.kh - 1) * shape.dilation[0], (shape.kw - 1) * shape.dilation[1])
     if max(reach) >= 2**15 or shape.c_in * shape.h * shape.w + reach[0] * shape.w + reach[1] >= 2**31:
@@ -235,7 +236,7 @@ def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.i
     return frozen(offsets.astype(np.int32)), frozen(taps.astype(np.int32))
 
 
-def _machine(dtype: str, architecture: str) -> Machine:
+def _machine(dtype: str, architecture: str) -> TensorCoreFeatures:
     if architecture not in MACHINES:
         raise NotSupported(f"the vector kernels are for {', '.join(MACHINES)}, not {architecture}")
     if dtype not in DTYPES:
@@ -246,7 +247,7 @@ def _machine(dtype: str, architecture: str) -> Machine:
 
 
 def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, ...]) -> Launch:
-    """A block for every group and BN columns of the product."""
+    """Return a block for every group and BN columns of the product."""
     width = one.defines["BN"]
     blocks = groups * -(-columns // width)
     if max(blocks, columns + width) >= 2**31:
@@ -256,7 +257,7 @@ def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, 
 
 
 def _variants() -> tuple[Variant, ...]:
-    """Every tile. Variants that several architectures share are one, for all of them."""
+    """Return every tile. Variants that several architectures share are one, for all of them."""
     architectures: dict[tuple[tuple[str, int], ...], list[str]] = {}
     merged: dict[tuple[tuple[str, int], ...], Variant] = {}
     for arch, machine in MACHINES.items():

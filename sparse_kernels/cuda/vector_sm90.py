@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.cuda.targets import TARGETS
-from sparse_kernels.cuda.vector_tiles import Vectors, element_bits, vectors_of
+from sparse_kernels.cuda.vector_tiles import RowVectors, element_bits, vectors_of
 from sparse_kernels.formats import Packed
 
 HEIGHTS = (64, 128)
 WIDTHS = (256, 128)
 
 
-def kernel(v: int, width: int) -> sm90.Kernel:
-    """The kernel for groups of v rows with tiles of `width` columns."""
-    return sm90.Kernel(
+def kernel(v: int, width: int) -> sm90.HopperKernel:
+    """Return the kernel for groups of v rows with tiles of `width` columns."""
+    return sm90.HopperKernel(
         source="vector_sm90.cu",
         function="vector_sm90",
         defines={"V": v, "BN": width},
@@ -43,8 +43,11 @@ VARIANTS = list(sm90.variants(KERNELS))
 def program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> sm90.HopperProgram:
-    """The weight packed for Hopper; `n` does not matter. NotSupported for other formats, heights and machines."""
-    sm90.check(dtype, architecture)
+    """Return the weight packed for Hopper; n does not matter.
+
+    Raises NotSupported for other formats, heights and machines.
+    """
+    sm90.check_target(dtype, architecture)
     vectors = vectors_of(packed)
     if vectors.v not in HEIGHTS:
         raise NotSupported(f"this kernel is for groups of 64 or 128 rows, and {packed.pattern} has {vectors.v}")
@@ -55,8 +58,8 @@ def program(
     return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids, count)
 
 
-def pack(vectors: Vectors, counts: NDArray[np.int64], dtype: str) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
-    """The arrays `weights` and `columns` of the module's docstring; counts (groups): the stages of each group."""
+def pack(vectors: RowVectors, counts: NDArray[np.int64], dtype: str) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+    """Return `weights` and `columns` of the module's docstring; counts (groups): the stages of each group."""
     numbers = np.diff(vectors.indptr)
     starts = (np.cumsum(counts) - counts) * sm90.STAGE_COLUMNS
     places = np.arange(vectors.columns.size) + np.repeat(starts - vectors.indptr[:-1], numbers)

@@ -4,9 +4,9 @@ Vector-wise, Shfl-BW and block-wise weights all come to the same: groups of rows
 group is cut into tiles of BK kept columns; the last is filled up with columns -1, for which the kernel takes zeros.
 Groups with most tiles come first: blocks start in that order, so that the last to finish are short.
 
-Within a tile, 16 rows x 16 kept columns are 256 elements in the order in which the lanes of a warp hold them as an
-operand of a tensor-core product (PTX ISA, "Matrix fragments for mma.m16n8k16" and "mma.m8n8k4"): each lane reads its
-own 16 bytes.
+Within a tile, 16 rows x 16 kept columns are 256 elements. They lie as the lanes of a warp hold an operand of a
+tensor-core product, so each lane reads its own 16 bytes. Source: PTX ISA, "Matrix fragments for mma.m16n8k16" and
+"mma.m8n8k4".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Bits = NDArray[np.uint16]
 
 
 @dataclass(frozen=True, eq=False)
-class Vectors:
+class RowVectors:
     """Groups of `v` rows that share their kept columns, whatever the pattern: see `formats/vector.py`.
 
     indptr (groups + 1), columns (vectors), values float32 (vectors, v), row_ids (groups * v) with -1 for padding.
@@ -107,11 +107,11 @@ def tiles_of(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
     )
 
 
-def vectors_of(packed: Packed) -> Vectors:
-    """The groups of a weight; NotSupported where it has none."""
+def vectors_of(packed: Packed) -> RowVectors:
+    """Return the groups of a weight; NotSupported where it has none."""
     match packed:
         case VectorWeight():
-            return Vectors(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
+            return RowVectors(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
         case BlockWeight():
             return _of_blocks(packed)
         case DenseWeight():
@@ -132,7 +132,7 @@ def mma_fragments(tiles: Bits) -> Bits:
 
 
 def volta_fragments(tiles: Bits) -> Bits:
-    """The same in the order of m8n8k4's first operand: half the columns of all 16 rows, then the other half.
+    """Return the same in the order of m8n8k4's first operand: half the columns of all 16 rows, then the other half.
 
     Quad pairs 0 and 2 take rows 0 to 7, pairs 1 and 3 rows 8 to 15, and of each 8 rows lanes below 16 take the first
     4: rows 0-3, 8-11, 4-7, 12-15 are the order in which lanes 0-7 and 16-23 read them, 16 bytes each.
@@ -160,7 +160,7 @@ def element_bits(values: NDArray[np.float32], dtype: str) -> Bits:
     return rounded
 
 
-def _of_blocks(packed: BlockWeight) -> Vectors:
+def _of_blocks(packed: BlockWeight) -> RowVectors:
     """Blocks of rows x cols are vectors of `rows` rows whose kept columns come in runs of `cols`."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
@@ -170,11 +170,11 @@ def _of_blocks(packed: BlockWeight) -> Vectors:
     row_ids = np.arange((packed.indptr.size - 1) * rows, dtype=np.int32)
     row_ids[m:] = -1
     values = packed.values.swapaxes(1, 2)[inside]
-    return Vectors(rows, indptr, columns[inside].astype(np.int32), values.reshape(-1, rows), row_ids)
+    return RowVectors(rows, indptr, columns[inside].astype(np.int32), values.reshape(-1, rows), row_ids)
 
 
-def _of_dense(packed: DenseWeight) -> Vectors:
-    """A dense weight is vectors of as many rows as a tile has, all kept: what sparsity is compared with."""
+def _of_dense(packed: DenseWeight) -> RowVectors:
+    """Return a dense weight is vectors of as many rows as a tile has, all kept: what sparsity is compared with."""
     m, k = packed.shape
     v = next((height for height in HEIGHTS if m <= height), HEIGHTS[-1])
     groups = -(-m // v)
@@ -184,11 +184,11 @@ def _of_dense(packed: DenseWeight) -> Vectors:
     row_ids[m:] = -1
     columns = np.tile(np.arange(k, dtype=np.int32), groups)
     vectors = values.reshape(groups, v, k).swapaxes(1, 2).reshape(-1, v)
-    return Vectors(v, np.arange(groups + 1) * k, columns, vectors, row_ids)
+    return RowVectors(v, np.arange(groups + 1) * k, columns, vectors, row_ids)
 
 
-def _of_any_height(vectors: Vectors) -> Vectors:
-    """The same weight in groups of at most 128 rows: higher ones are split into groups with equal columns."""
+def _of_any_height(vectors: RowVectors) -> RowVectors:
+    """Return the same weight in groups of at most 128 rows: higher ones are split into groups with equal columns."""
     most = HEIGHTS[-1]
     if vectors.v <= most:
         return vectors
@@ -203,6 +203,6 @@ def _of_any_height(vectors: Vectors) -> Vectors:
     indptr = np.concatenate([[0], np.cumsum(counts)])
     piece = np.repeat(np.tile(np.arange(pieces), groups), counts)
     source = np.arange(indptr[-1]) + np.repeat(np.repeat(vectors.indptr[:-1], pieces) - indptr[:-1], counts)
-    return Vectors(
+    return RowVectors(
         most, indptr, vectors.columns[source], values.reshape(-1, pieces, most)[source, piece], row_ids.ravel()
     )

@@ -1,4 +1,4 @@
-"""How the kept weights of each pattern are stored: one file a format, NumPy only."""
+"""Formats that store the kept weights of each pattern: one file a format, NumPy only."""
 
 from __future__ import annotations
 
@@ -35,10 +35,28 @@ __all__ = [
 
 
 def pack(weight: Weight, mask: Mask | None, pattern: Pattern) -> Packed:
-    """Store the elements of weight float32 (m, k) that mask bool (m, k) keeps, in the pattern's format.
+    """Store the kept elements of a weight in the pattern's format. Kept zeros stay kept.
 
-    mask None keeps everything. Kept zeros stay kept. Raises NotOfPattern (a ValueError) where the mask is not of the
-    pattern, ValueError or TypeError where weight or mask is not what is asked for, or a weight is not finite.
+    Parameters
+    ----------
+    weight : float32 array (m, k)
+        Finite numbers.
+    mask : bool array (m, k) or None
+        True where an element is kept; None keeps everything.
+    pattern : Pattern
+        The pattern of the mask, such as ``VectorWise(32)``.
+
+    Returns
+    -------
+    Packed
+        The packed weight; its arrays are read-only.
+
+    Raises
+    ------
+    NotOfPattern
+        If the mask is not of the pattern (a ValueError).
+    ValueError, TypeError
+        If weight or mask has another type or shape, or a weight is not finite.
     """
     if mask is None:
         mask = np.ones(np.shape(weight), bool)
@@ -57,7 +75,18 @@ def pack(weight: Weight, mask: Mask | None, pattern: Pattern) -> Packed:
 
 
 def unpack(packed: Packed) -> Weight:
-    """The weight, float32 (m, k), zero where dropped; the caller's own."""
+    """Return the weight of a packed weight.
+
+    Parameters
+    ----------
+    packed : Packed
+        What `pack` returned.
+
+    Returns
+    -------
+    float32 array (m, k)
+        Zero where elements were dropped; a new array.
+    """
     match packed:
         case DenseWeight():
             return dense.unpack(packed)
@@ -89,14 +118,14 @@ def check(packed: Packed) -> None:
 
 
 def copied(packed: Packed) -> Packed:
-    """The same packed weight in arrays of its own, at other addresses."""
+    """Return the same packed weight in arrays of its own, at other addresses."""
     fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
     own: dict[str, Any] = {name: frozen(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
     return dataclasses.replace(packed, **own)
 
 
 def rounded(packed: Packed) -> Packed:
-    """The same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
+    """Return the same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
 
     ValueError where a value is too large for bfloat16.
     """

@@ -1,10 +1,9 @@
 """Block-wise weight in block compressed sparse rows (BSR).
 
-Block row b covers the rows b * rows to (b + 1) * rows - 1, block column c likewise; the last of each may reach past
-the matrix.
-indptr int64 (ceil(m / rows) + 1): block row b holds the blocks indptr[b] to indptr[b + 1].
-indices int32 (blocks): their block columns, rising within a block row.
-values float32 (blocks, rows, cols): row-major, zero where a block reaches past the matrix.
+Block row b covers the rows b * rows to (b + 1) * rows - 1, and block column c covers columns likewise. The last of
+each may reach past the matrix. indptr int64 (ceil(m / rows) + 1): block row b holds the blocks indptr[b] to indptr[b
++ 1]. indices int32 (blocks): their block columns, rising within a block row. values float32 (blocks, rows, cols):
+row-major, zero where a block reaches past the matrix.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def pack(weight: Weight, mask: Mask, pattern: BlockWise) -> BlockWeight:
 
 
 def unpack(packed: BlockWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
     blocks = np.zeros((packed.indptr.size - 1, -(-k // cols), rows, cols), np.float32)

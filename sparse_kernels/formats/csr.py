@@ -48,7 +48,7 @@ def pack(weight: Weight, mask: Mask, pattern: Unstructured) -> CSRWeight:
 
 
 def unpack(packed: CSRWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     weight = np.zeros(packed.shape, np.float32)
     rows = np.repeat(np.arange(packed.shape[0]), np.diff(packed.indptr))
     weight[rows, packed.indices] = packed.values

@@ -38,5 +38,5 @@ def pack(weight: Weight, mask: Mask, pattern: Dense) -> DenseWeight:
 
 
 def unpack(packed: DenseWeight) -> Weight:
-    """The weight, float32 (m, k), the caller's own."""
+    """Return the weight, float32 (m, k), the caller's own."""
     return packed.values.copy()

@@ -1,10 +1,9 @@
 """N:M weight: of every `of` consecutive columns of a row, at most `keep` are kept. Mishra et al. 2021.
 
-groups = ceil(k / of); the last group of a row may have fewer columns.
-values float32 (m, groups, keep).
-offsets uint8 (m, groups, keep): values[i, g, s] stands at column g * of + offsets[i, g, s], rising within a group.
-A slot that holds nothing (a group that keeps fewer) has value 0 and repeats the offset before it (0 for the first),
-so that every slot names a column that exists. What multiplies it must skip it, or makes NaN of an infinite x there.
+groups = ceil(k / of); the last group of a row may have fewer columns. values float32 (m, groups, keep). offsets uint8
+(m, groups, keep): values[i, g, s] stands at column g * of + offsets[i, g, s], rising within a group. A slot that
+holds nothing (a group that keeps fewer) has value 0 and repeats the offset before it (0 for the first). So every slot
+names a column that exists. What multiplies it must skip it, or makes NaN of an infinite x there.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def pack(weight: Weight, mask: Mask, pattern: NM) -> NMWeight:
 
 
 def unpack(packed: NMWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     weight = np.zeros(packed.shape, np.float32)
     m, groups, keep = packed.values.shape
     rows = np.arange(m)[:, None]

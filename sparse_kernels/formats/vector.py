@@ -69,7 +69,7 @@ def pack(weight: Weight, mask: Mask, pattern: VectorWise | ShflBW) -> VectorWeig
 
 
 def unpack(packed: VectorWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     m, k = packed.shape
     v = packed.pattern.v
     groups = np.repeat(np.arange(packed.indptr.size - 1), np.diff(packed.indptr))
@@ -103,7 +103,7 @@ def _check_groups(kept: Mask, pattern: VectorNM) -> None:
 
 
 def _row_groups(mask: Mask, pattern: ShflBW) -> NDArray[np.int64]:
-    """The rows (m,), those with equal columns together: full groups by their first row, then the short group.
+    """Return the rows (m,), those with equal columns together: full groups by their first row, then the short group.
 
     NotOfPattern unless equal rows come in multiples of v, apart from the m mod v rows of one short group.
     """

@@ -1,6 +1,6 @@
 """Block-wise: a row of blocks is a group of rows that keeps its columns in runs.
 
-The kept columns of all blocks in a row are one long list, number t of it being column t % cols of block t // cols.
+The kept columns of all blocks in a row are one long list. Entry t of it is column t % cols of block t // cols.
 Cut into stages, that list is the same work as in `vector`, whatever the size of the blocks.
 """
 
@@ -13,37 +13,45 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import BlockWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    fit_tile,
+    stage_weights,
+    store_sums,
+)
 
 
-def tile(packed: BlockWeight, n: int) -> Tile:
-    """The rows of a block share their columns."""
-    return tile_for(packed.pattern.rows, n)
+def choose_tile(packed: BlockWeight, n: int) -> ThreadBlockTile:
+    """Return the tile for rows of a block, which share their columns."""
+    return fit_tile(packed.pattern.rows, n)
 
 
-def row_tiles(packed: BlockWeight, tile: Tile) -> int:
-    """A tile never crosses from one row of blocks to the next."""
+def count_row_tiles(packed: BlockWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y; none crosses from one row of blocks to the next."""
     return (packed.indptr.size - 1) * -(-packed.pattern.rows // tile.height)
 
 
-def arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(indptr, indices, values (blocks * cols, rows), cols, k): a column of a block lies in one piece."""
+def build_arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (indptr, indices, values (blocks * cols, rows), cols, k): a column of a block lies in one piece."""
     _, rows, cols = packed.values.shape
     values = np.ascontiguousarray(packed.values.swapaxes(1, 2), dtype).reshape(-1, rows)
     return packed.indptr, packed.indices, values, cols, packed.shape[1]
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
-    """multiply(indptr, indices, values, cols, k, source, n, bias, activation, y)."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); weights: (indptr, indices, values, cols, k)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
     depth, height, width = tile.depth, tile.height, tile.width
 
     @cuda.jit
-    def multiply(indptr, indices, values, cols, k, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        indptr, indices, values, cols, k = weights
         block_rows = values.shape[1]
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         tiles_across = (n + width - 1) // width

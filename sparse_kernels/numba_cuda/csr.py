@@ -14,38 +14,42 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import CSRWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import WARP, Tile, activated
+from sparse_kernels.numba_cuda.tile import WARP, ThreadBlockTile, activated
 
 WARPS = 4  # a block ends when its longest row does: few rows in a block leave few warps idle
 
 
-def tile(packed: CSRWeight, n: int) -> Tile:
-    """A row a warp; there are no stages."""
-    return Tile(WARP, min(WARPS, packed.shape[0]), 1, 1, 0)
+def choose_tile(packed: CSRWeight, n: int) -> ThreadBlockTile:
+    """Return the tile: a row a warp, without stages."""
+    return ThreadBlockTile(WARP, min(WARPS, packed.shape[0]), 1, 1, 0)
 
 
-def row_tiles(packed: CSRWeight, tile: Tile) -> int:
-    """Tiles on top of each other in y."""
+def count_row_tiles(packed: CSRWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
 
-def arguments(packed: CSRWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(indptr, indices, values) as the format has them."""
+def build_arguments(packed: CSRWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (indptr, indices, values) as the format has them."""
     return packed.indptr, packed.indices, packed.values.astype(dtype)
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
-    """multiply(indptr, indices, values, source, n, bias, activation, y); a thread has one sum."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); a thread has one sum.
+
+    weights: (indptr, indices, values).
+    """
     if (tile.rows, tile.columns) != (1, 1):
         raise ValueError(f"a thread of this kernel has one sum, and {tile} asks for more")
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps = tile.lanes, tile.warps
 
     @cuda.jit
-    def multiply(indptr, indices, values, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        indptr, indices, values = weights
         tiles_across = (n + lanes - 1) // lanes
         row = cuda.blockIdx.x // tiles_across * warps + cuda.threadIdx.y
         column = cuda.blockIdx.x % tiles_across * lanes + cuda.threadIdx.x

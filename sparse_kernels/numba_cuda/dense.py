@@ -9,36 +9,43 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import DenseWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    fit_tile,
+    stage_weights,
+    store_sums,
+)
 
 
-def tile(packed: DenseWeight, n: int) -> Tile:
-    """All rows share all columns."""
-    return tile_for(packed.shape[0], n)
+def choose_tile(packed: DenseWeight, n: int) -> ThreadBlockTile:
+    """Return the tile for rows that share all columns."""
+    return fit_tile(packed.shape[0], n)
 
 
-def row_tiles(packed: DenseWeight, tile: Tile) -> int:
-    """Tiles on top of each other in y."""
+def count_row_tiles(packed: DenseWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
 
-def arguments(packed: DenseWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(weights (k, m),): a column of w lies in one piece, as `stage_weights` wants it."""
+def build_arguments(packed: DenseWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (weights (k, m),): a column of w lies in one piece, as `stage_weights` wants it."""
     return (np.ascontiguousarray(packed.values.T, dtype),)
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
-    """multiply(weights, source, n, bias, activation, y)."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); weights: ((k, m),)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
     depth, height, width = tile.depth, tile.height, tile.width
 
     @cuda.jit
     def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
-        k, m = weights.shape
+        k, m = weights[0].shape
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         tiles_across = (n + width - 1) // width
         first = cuda.blockIdx.x // tiles_across * height
@@ -53,7 +60,7 @@ def kernel(layout: Layout, tile: Tile) -> Any:
 
         for start in range(0, k, depth):
             count = min(depth, k - start)
-            stage_weights(staged_weights, weights, start, count, first, warp * lanes + lane, warps * lanes)
+            stage_weights(staged_weights, weights[0], start, count, first, warp * lanes + lane, warps * lanes)
             for c in range(columns):
                 # Beyond the last column a thread reads what the last one reads: all must reach the barriers.
                 at = place(source, y, min(left + c * lanes, n - 1))

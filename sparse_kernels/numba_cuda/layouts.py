@@ -1,10 +1,10 @@
-"""How x and y lie, as far as kernels must know: two layouts, three small device functions each.
+"""Layouts of x and y, as far as kernels must know them: two, with three small device functions each.
 
 A kernel computes y (m, n) = w (m, k) @ x (k, n) and asks its layout for all else:
 
-place(source, y, column)       where column `column` of the product is; asked once by each thread
-read(source, feature, place)   the element of x that this feature and place mean, as float32
-write(y, row, place, value)    put an element of y
+- place(source, y, column): where a column of the product is; each thread asks once
+- read(source, feature, place): the element of x that this feature and place mean, as float32
+- write(y, row, place, value): write an element of y
 
 `source` is a tuple, x first. The functions are inlined into the kernel: nothing is called when it runs.
 """
@@ -23,7 +23,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 @dataclass(frozen=True)
-class Layout:
+class ActivationLayout:
     """A name and the three device functions of the module's docstring."""
 
     name: str
@@ -34,25 +34,25 @@ class Layout:
 
 @cuda.jit(device=True, inline="always")
 def place_of_token(source, y, column):  # type: ignore[no-untyped-def]
-    """A token is its column."""
+    """Return the column, which is the token."""
     return column
 
 
 @cuda.jit(device=True, inline="always")
 def read_matrix(source, feature, column):  # type: ignore[no-untyped-def]
-    """source: (x (k, n),)."""
+    """Return an element of x; source: (x (k, n),)."""
     return float32(source[0][feature, column])
 
 
 @cuda.jit(device=True, inline="always")
 def write_matrix(y, row, column, value):  # type: ignore[no-untyped-def]
-    """y: (m, n)."""
+    """Write an element of y (m, n)."""
     y[row, column] = value
 
 
 @cuda.jit(device=True, inline="always")
 def place_of_output(source, y, column):  # type: ignore[no-untyped-def]
-    """Columns run through the positions of an image, then through the images: (image, i, j) of y."""
+    """Return (image, i, j) of y: columns run through the positions of an image, then through the images."""
     out_h, out_w = y.shape[2], y.shape[3]
     line = column // out_w
     return line // out_h, line % out_h, column % out_w
@@ -60,7 +60,7 @@ def place_of_output(source, y, column):  # type: ignore[no-untyped-def]
 
 @cuda.jit(device=True, inline="always")
 def read_images(source, feature, place):  # type: ignore[no-untyped-def]
-    """What the tap `feature` sees from this output position, zero in the padding.
+    """Return what the tap `feature` sees from this output position, zero in the padding.
 
     source: (x (batch, c_in, h, w), taps, stride down, stride right). No patch is ever written out: that the product
     is a matrix product is only in how elements are addressed.
@@ -77,17 +77,17 @@ def read_images(source, feature, place):  # type: ignore[no-untyped-def]
 
 @cuda.jit(device=True, inline="always")
 def write_images(y, channel, place, value):  # type: ignore[no-untyped-def]
-    """y: (batch, c_out, out_h, out_w)."""
+    """Write an element of y (batch, c_out, out_h, out_w)."""
     image, i, j = place
     y[image, channel, i, j] = value
 
 
-MATRIX = Layout("feature_major", place_of_token, read_matrix, write_matrix)
-IMAGES = Layout("nchw", place_of_output, read_images, write_images)
+MATRIX = ActivationLayout("feature_major", place_of_token, read_matrix, write_matrix)
+IMAGES = ActivationLayout("nchw", place_of_output, read_images, write_images)
 
 
-def taps(shape: Conv2dShape) -> NDArray[np.int32]:
-    """What each feature of a convolution looks at, int32 (k, 3): channel, rows down, columns right.
+def build_taps(shape: Conv2dShape) -> NDArray[np.int32]:
+    """Return what each feature of a convolution looks at, int32 (k, 3): channel, rows down, columns right.
 
     Feature (r*kw + s)*c_in + c. Seen from the position times the stride: the padding is already taken off.
     """

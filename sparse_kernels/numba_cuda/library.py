@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 from typing import Any
 
+import numba
 import numpy as np
-from numba import float32, int32
 
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
@@ -22,6 +22,8 @@ if importlib.util.find_spec("numba_cuda") is None:
 # numba-cuda that knows of NumPy 2.5.
 if not hasattr(np, "row_stack"):
     np.row_stack = np.vstack  # noqa: NPY201
+
+float32, int32 = numba.float32, numba.int32
 
 cuda: Any = importlib.import_module("numba.cuda")  # no types: kernels are not the Python that they look like
 

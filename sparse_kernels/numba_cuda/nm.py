@@ -14,43 +14,47 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import NMWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32, int32
-from sparse_kernels.numba_cuda.tile import WARP, Tile, activated, columns_for
+from sparse_kernels.numba_cuda.tile import WARP, ThreadBlockTile, activated, fit_columns
 
 WARPS = 8  # rows that use a staged tile of x: with 16, a block would need all the registers of its multiprocessor
 LEAST_DEPTH = 64  # columns of w in a stage at least
 SHARED = 12_288  # float32 elements of shared memory that every GPU gives a block: 48 KB
 
 
-def tile(packed: NMWeight, n: int) -> Tile:
-    """As many whole groups in a stage as make LEAST_DEPTH columns; one where a group is larger."""
+def choose_tile(packed: NMWeight, n: int) -> ThreadBlockTile:
+    """Return the tile: as many whole groups in a stage as make LEAST_DEPTH columns, or one larger group."""
     of = packed.pattern.of
     depth = max(1, LEAST_DEPTH // of) * of
-    columns = min(columns_for(n), SHARED // (depth * WARP))
-    return Tile(WARP, min(WARPS, packed.shape[0]), 1, columns, depth)
+    columns = min(fit_columns(n), SHARED // (depth * WARP))
+    return ThreadBlockTile(WARP, min(WARPS, packed.shape[0]), 1, columns, depth)
 
 
-def row_tiles(packed: NMWeight, tile: Tile) -> int:
-    """Tiles on top of each other in y."""
+def count_row_tiles(packed: NMWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
 
-def arguments(packed: NMWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(values, offsets (m, groups, keep), of, k) as the format has them."""
+def build_arguments(packed: NMWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (values, offsets (m, groups, keep), of, k) as the format has them."""
     return packed.values.astype(dtype), packed.offsets, packed.pattern.of, packed.shape[1]
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
-    """multiply(values, offsets, of, k, source, n, bias, activation, y); tile.depth is a multiple of `of`."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); tile.depth is a multiple of `of`.
+
+    weights: (values, offsets, of, k).
+    """
     if tile.rows != 1:
         raise ValueError(f"a warp of this kernel has one row, and {tile} asks for more")
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, columns, depth, width = tile.lanes, tile.warps, tile.columns, tile.depth, tile.width
 
     @cuda.jit
-    def multiply(values, offsets, of, k, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        values, offsets, of, k = weights
         m, groups, keep = values.shape
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         tiles_across = (n + width - 1) // width

@@ -15,8 +15,8 @@ WARPS = 8
 
 
 @cache
-def kernel(side: int = WARP, warps: int = WARPS) -> Any:
-    """turn(source (rows, columns), target (columns, rows)), by squares of `side`."""
+def build_kernel(side: int = WARP, warps: int = WARPS) -> Any:
+    """Return turn(source (rows, columns), target (columns, rows)), by squares of `side`."""
     # A column more than needed puts the elements of a column into different banks: a warp gets them all at once.
     padded = side + 1
 
@@ -40,6 +40,6 @@ def kernel(side: int = WARP, warps: int = WARPS) -> Any:
 
 
 def transpose(source: Any, target: Any, side: int = WARP, warps: int = WARPS) -> None:
-    """target (columns, rows) = source (rows, columns), both on the GPU, not empty, float32 or float16."""
+    """Write target (columns, rows) = source (rows, columns), both on the GPU, not empty, float32 or float16."""
     rows, columns = source.shape
-    kernel(side, warps)[-(-rows // side) * -(-columns // side), (side, warps)](source, target)
+    build_kernel(side, warps)[-(-rows // side) * -(-columns // side), (side, warps)](source, target)

@@ -14,35 +14,43 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import VectorWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    fit_tile,
+    stage_weights,
+    store_sums,
+)
 
 
-def tile(packed: VectorWeight, n: int) -> Tile:
-    """The rows of a group share their columns."""
-    return tile_for(packed.pattern.v, n)
+def choose_tile(packed: VectorWeight, n: int) -> ThreadBlockTile:
+    """Return the tile for rows of a group, which share their columns."""
+    return fit_tile(packed.pattern.v, n)
 
 
-def row_tiles(packed: VectorWeight, tile: Tile) -> int:
-    """A tile never crosses from one group to the next: several to a tall group, one to any other."""
+def count_row_tiles(packed: VectorWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y: several for a tall group, one for any other."""
     return (packed.indptr.size - 1) * -(-packed.pattern.v // tile.height)
 
 
-def arguments(packed: VectorWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(indptr, indices, values (vectors, V), row_ids) as the format has them."""
+def build_arguments(packed: VectorWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (indptr, indices, values (vectors, V), row_ids) as the format has them."""
     return packed.indptr, packed.indices, packed.values.astype(dtype), packed.row_ids
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
-    """multiply(indptr, indices, values, row_ids, source, n, bias, activation, y)."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); weights: (indptr, indices, values, row_ids)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
     depth, height, width = tile.depth, tile.height, tile.width
 
     @cuda.jit
-    def multiply(indptr, indices, values, row_ids, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        indptr, indices, values, row_ids = weights
         v = values.shape[1]
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         tiles_across = (n + width - 1) // width

@@ -49,10 +49,10 @@ from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
 from latbench.workloads.workload import read_workload
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.kernels.image_layout import copy
-from sparse_kernels.cpu.kernels.transpose_tiles import blocked
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
-from sparse_kernels.cpu.plans.conv2d import Conv2dPlan
+from sparse_kernels.cpu.kernels.image_layout import copy_images
+from sparse_kernels.cpu.kernels.transpose_tiles import pack_tiles
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
+from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
 from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
 from sparse_kernels.formats import pack
@@ -264,13 +264,13 @@ def reading(size: int, copies: int) -> Calls:
     return [partial(total(), np.ones(max(1, size // 4), np.float32)) for _ in range(copies)]
 
 
-def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[Conv2dPlan], object]:
+def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[CpuConv2dPlan], object]:
     """What calls a plan on images as torch has them, or in frames as they lie in a converted model."""
     margin = max(shape.padding) if frames else None
-    x = Framed(Places(shape.batch, shape.c_in, shape.h, shape.w, margin))
-    y = Framed(Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
+    x = FramedImages(ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w, margin))
+    y = FramedImages(ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
-    copy(host().lanes, images.ctypes.data, Places(*images.shape), x.address, x.places)
+    copy_images(host().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
     return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
 
 
@@ -308,7 +308,7 @@ def numba_cases(
                 if layout == "feature_major":
                     x = np.ascontiguousarray(x.T)
                 elif layout in ("token_blocked", "out_of_blocks"):
-                    x = blocked(x)
+                    x = pack_tiles(x)
                 x = at_cache_line(x)
                 y = at_cache_line(plans[spec](x))
                 run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))

@@ -17,12 +17,13 @@ import numpy as np
 from latbench.backends.gpu import gpu_layers, prepare_gpu_point, torch_gpu
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.cli.commands.layers import layers
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call, TimingMode, build_event_timer
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import nm_sm90, plan, sm90, vector_sm90
+from sparse_kernels.cuda import cuda_plan as plan
+from sparse_kernels.cuda import nm_sm90, sm90, vector_sm90
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.formats import NMWeight
 from sparse_kernels.patterns import NM, Dense, Pattern, parse
@@ -37,7 +38,7 @@ MODE = TimingMode("rotated", "graph")
 def dense_seconds(shape: LinearShape) -> tuple[float, str]:
     """The fastest of cuBLAS and cuBLASLt in both layouts, and its name."""
     found = []
-    for kernel in points.DENSE:
+    for kernel in gpu_points.DENSE:
         point = build_gpu_point("gpu", shape, Dense(), 0.0, kernel)
         engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
         timer = build_event_timer(engine.calls, engine.driver, MODE)
@@ -53,7 +54,7 @@ def programs_of(layer: GpuLayer, n: int, machine: CupyMachine) -> list[sm90.Hopp
     return [vector_sm90.program(layer.packed, *where)]
 
 
-def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.Kernel, int]]:
+def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.HopperKernel, int]]:
     """Every tile and split: its name, the kernel, the splits."""
     chosen = program.choose(n)
     for kernel in program.kernels:
@@ -63,7 +64,12 @@ def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.Kerne
 
 
 def calls_of(
-    program: sm90.HopperProgram, kernel: sm90.Kernel, splits: int, point: Point, layer: GpuLayer, machine: CupyMachine
+    program: sm90.HopperProgram,
+    kernel: sm90.HopperKernel,
+    splits: int,
+    point: Point,
+    layer: GpuLayer,
+    machine: CupyMachine,
 ) -> list[Call]:
     """Calls of one form on copies of their own, each of which returns its result."""
     import cupy
@@ -85,7 +91,7 @@ def calls_of(
 class Chosen:
     """A program whose kernel and splits are given."""
 
-    def __init__(self, program: sm90.HopperProgram, kernel: sm90.Kernel, splits: int) -> None:
+    def __init__(self, program: sm90.HopperProgram, kernel: sm90.HopperKernel, splits: int) -> None:
         self.nbytes, self._launches = program.nbytes, program.launches_of
         self._kernel, self._splits = kernel, splits
 
@@ -98,7 +104,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
     """A line for each form of one layer. Raises WrongResult."""
     import cupy
 
-    point = build_gpu_point("gpu", shape, pattern, sparsity, points.OURS[0])
+    point = build_gpu_point("gpu", shape, pattern, sparsity, gpu_points.OURS[0])
     layer, machine = layers.synthetic_layer(point), CupyMachine.current()
     driver = open_cupy_driver()
     weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))

@@ -37,18 +37,25 @@ COLD_BYTES = 100e6
 
 def linear_pair(packed: Packed, shape: LinearShape, rng: np.random.Generator) -> tuple[Any, ...]:
     """(plans by matrix and by vectors, whether the first is the default, its call, x, errors)."""
-    choices = linear.by_matrix(packed), linear.by_vectors(packed, "token_major", shape.n)
-    plans = [linear.build(packed, "token_major", shape.n, choice) for choice in choices if choice is not None]
+    choices = (
+        linear.choose_matrix_kernel(linear.describe_layer(packed, "token_major", 40)),
+        linear.choose_vector_kernel(linear.describe_layer(packed, "token_major", shape.n)),
+    )
+    plans = [
+        linear.build_plan(linear.describe_layer(packed, "token_major", shape.n), choice)
+        for choice in choices
+        if choice is not None
+    ]
     x = at_cache_line(rng.standard_normal((shape.n, shape.k), np.float32))
     y, bias = at_cache_line(np.zeros((shape.n, shape.m), np.float32)), np.zeros(shape.m, np.float32)
     errors = [oracle.check(plan(x).T, packed, x.T) for plan in plans]
-    taken = linear.default(packed, "token_major", shape.n).kernel == "amx"
+    taken = linear.choose_kernel(linear.describe_layer(packed, "token_major", shape.n)).kernel == "amx"
     return plans, taken, lambda plan: plan(x, bias, None, y), errors
 
 
 def conv2d_pair(packed: Packed, shape: Conv2dShape, rng: np.random.Generator) -> tuple[Any, ...]:
     """The same of a convolution."""
-    plans = [make(packed, shape, "nchw") for make in (conv2d.by_matrix, conv2d.by_vectors)]
+    plans = [make(packed, shape, "nchw") for make in (conv2d.build_matrix_plan, conv2d.build_vector_plan)]
     # The exact result takes long: of two images at most.
     x = rng.standard_normal((min(shape.batch, 2), shape.c_in, shape.h, shape.w), np.float32)
     errors = [oracle.check_conv2d(plan(x), packed, shape, x) for plan in plans]
@@ -61,12 +68,12 @@ def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -
     weight = rng.standard_normal((shape.m, shape.k), np.float32)
     packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
     if isinstance(shape, Conv2dShape):
-        if not conv2d.takes(packed):
+        if not conv2d.accepts_weight(packed):
             return None
         plans, taken, call, errors = conv2d_pair(packed, shape, rng)
         name = f"{shape.c_in}>{shape.c_out}@{shape.h}x{shape.w}x{shape.batch} {shape.kh}x{shape.kw}/{shape.stride[0]}"
     else:
-        if linear.by_matrix(packed) is None:
+        if linear.choose_matrix_kernel(linear.describe_layer(packed, "token_major", 40)) is None:
             return None
         plans, taken, call, errors = linear_pair(packed, shape, rng)
         name = f"{shape.m}x{shape.k}x{shape.n}"

@@ -116,12 +116,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for shape, spec, sparsity in layers:
             packed, n, folder = packed_layer(shape, spec, sparsity), shape.n, Path(name)
-            for choice in tuner.candidates(packed, given.layout, n):
-                call(linear.build(packed, given.layout, n, choice), shape)  # compiles
+            for choice in tuner.list_candidates(linear.describe_layer(packed, given.layout, n)):
+                call(linear.build_plan(linear.describe_layer(packed, given.layout, n), choice), shape)  # compiles
             start = time.perf_counter()
-            tuned = tuner.prepare(packed, given.layout, n, folder)
+            tuned = tuner.prepare_tuned(packed, given.layout, n, folder)
             spent.append(time.perf_counter() - start)
-            default, again = (linear.prepare(packed, given.layout, n) for _ in range(2))
+            default, again = (linear.prepare_linear(packed, given.layout, n) for _ in range(2))
             times = in_turns([call(plan, shape) for plan in (default, again, tuned)])
             itself, ratio = quarters(times, 1), quarters(times, 2)
             noise.append(itself[1])

@@ -35,8 +35,8 @@ from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, RoundS
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
 from sparse_kernels import nn as sparse
-from sparse_kernels.cpu.layouts.padded_images import Framed
-from sparse_kernels.torch_tiles import Tiles
+from sparse_kernels.cpu.layouts.padded_images import FramedImages
+from sparse_kernels.torch_tiles import TokenTiles
 
 PRUNED = "pruned"
 COVERAGE = 0.9
@@ -52,10 +52,10 @@ def example():
 
 def just_written(x: Any) -> Any:
     """A copy of a layer's input: in a model it comes from the caches, as what was before has just written it."""
-    if isinstance(x, Tiles):
-        return Tiles(x.values.clone(), x.lead)
-    if isinstance(x, Framed):
-        copied = Framed(x.places)
+    if isinstance(x, TokenTiles):
+        return TokenTiles(x.values.clone(), x.lead)
+    if isinstance(x, FramedImages):
+        copied = FramedImages(x.places)
         copied.array[:] = x.array
         return copied
     return x.clone()

@@ -10,14 +10,14 @@ from cost_models import Boosted, Roofline
 from cost_models.features import cpu_kernel_work
 from cost_models.features.work_terms import count_work, fit_rates
 from sparse_kernels import pack, patterns
-from sparse_kernels.cpu.codegen.cpu_target import Target
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.kernels import unstructured_rows as single
-from sparse_kernels.cpu.layouts.padded_images import Places
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.shapes import Conv2dShape
 
-AVX512 = Target("avx512", 16, 32, fused=True, halves=True)
+AVX512 = CpuTarget("avx512", 16, 32, fused=True, halves=True)
 
 CONVOLUTIONS = [
     Conv2dShape(batch, c_in, size, size, 32, taps, taps, (stride, stride), (taps // 2, taps // 2))
@@ -39,12 +39,14 @@ def _row(shape: Conv2dShape, pattern: str = "vector:32", sparsity: float = 0.5) 
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
 def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(shape: Conv2dShape) -> None:
     counted = cpu_kernel_work.ConvolutionLayout.from_rows(_row(shape))
-    assert counted.vectors[0] == conv2d.positions(shape, AVX512, halves=False).x_starts.size
-    x = Places(shape.batch, shape.c_in, shape.h, shape.w)
-    in_place = conv2d.in_place(shape, AVX512, x, Places(shape.batch, shape.c_out, shape.out_h, shape.out_w))
+    assert counted.vectors[0] == conv2d.choose_positions(shape, AVX512, halves=False).x_starts.size
+    x = ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w)
+    in_place = conv2d.stays_in_place(
+        shape, AVX512, x, ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w)
+    )
     assert counted.laid[0] != in_place
     if not in_place:
-        where = images.layout(shape, 0)
+        where = images.build_layout(shape, 0)
         # Zeros beside and below an image are shared with the next row and image: one column, one row, left out.
         assert counted.written[0] == pytest.approx(where.size, rel=2 / where.pitch)
 
@@ -65,7 +67,7 @@ def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     packed = pack(weight, kind.mask(np.abs(weight), 0.0 if pattern == "dense" else 0.5), kind)
     X = pd.DataFrame([{"op": "linear", "m": 64, "k": k, "n": n, "pattern": pattern, "sparsity_target": 0.5,
                        "layout": "token_major", "threads": threads}])  # fmt: skip
-    expected = linear.default(packed, "token_major", n).kernel == "tokens"
+    expected = linear.choose_kernel(linear.describe_layer(packed, "token_major", n)).kernel == "tokens"
     assert cpu_kernel_work.vectorizes_outputs(X)[0] == expected
 
 
@@ -79,7 +81,7 @@ def test_single_rows_have_the_stages_of_their_kernel(
     kind = patterns.parse("unstructured")
     weight = rng.standard_normal((32, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), sparsity), kind)
-    rows = linear.prepare(packed, "token_major", n).panels
+    rows = linear.prepare_linear(packed, "token_major", n).panels
     assert isinstance(rows, single.SingleRows)
     together = (4 if n <= 4 else 8 if n <= 8 else 16) / 16 if n <= 16 else rows.stride / 16
     density = packed.nnz / (32 * k)

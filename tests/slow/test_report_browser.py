@@ -21,7 +21,7 @@ from latbench.report import report_inputs
 from latbench.report.pages import comparison
 from latbench.report.pages import html_page as html
 from latbench.report.report_inputs import ReportFiles
-from latbench.tables import table as tables
+from latbench.tables.writer import write_part
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
         for row in rows:
             row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
-        tables.write_part(folder / name, rows)
+        write_part(folder / name, rows)
     first, second = comparison.build_sides(
         report_inputs.read_inputs(folder / "one"), report_inputs.read_inputs(folder / "two")
     )

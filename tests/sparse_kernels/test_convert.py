@@ -14,7 +14,7 @@ from sparse_kernels.convert import CONVERTED, FOLDED, LayerPattern, _same, conve
 from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.torch_tiles import Tiles
+from sparse_kernels.torch_tiles import TokenTiles
 
 
 class Residual(nn.Module):
@@ -288,7 +288,7 @@ def test_tokens_stay_in_tiles_between_sparse_layers(rng: np.random.Generator) ->
 
     def remember(name: str) -> None:
         layer = converted.get_submodule(name)
-        layer.register_forward_hook(lambda _, args, result: seen.append(isinstance(result, Tiles)))
+        layer.register_forward_hook(lambda _, args, result: seen.append(isinstance(result, TokenTiles)))
 
     for name in choices:
         remember(name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.layouts import padded_images as frames
 from sparse_kernels.nn import SparseConv2d, set_weight_matrix, weight_matrix
-from sparse_kernels.padded_conv import frame, plain
+from sparse_kernels.padded_conv import frame, unframe
 from sparse_kernels.patterns import Pattern, Unstructured, VectorWise
 
 
@@ -189,9 +189,9 @@ def test_a_layer_takes_frames_and_gives_them_only_where_asked(rng: np.random.Gen
             for added in (other, frame(other, 1), frame(other, 2)):
                 for margin in (None, 1, 2):
                     y = each(images, margin=margin, added=added, then="relu")
-                    torch.testing.assert_close(plain(y), expected, rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(unframe(y), expected, rtol=1e-4, atol=1e-5)
                     assert margin is not None or isinstance(y, Tensor)
-    assert isinstance(sparse(frame(x, 1), margin=1, added=frame(other, 1)), frames.Framed)
+    assert isinstance(sparse(frame(x, 1), margin=1, added=frame(other, 1)), frames.FramedImages)
     with pytest.raises(ValueError, match="4 channels, not 6"):
         sparse(frame(other, 1), margin=1)
 
@@ -202,8 +202,8 @@ def test_images_come_out_of_a_frame_as_they_went_in(rng: np.random.Generator) ->
         x = torch.randn(shape)
         for margin in (0, 1, 3):
             y = frame(x, margin)
-            assert isinstance(y, frames.Framed)
-            assert torch.equal(plain(y), x)
+            assert isinstance(y, frames.FramedImages)
+            assert torch.equal(unframe(y), x)
             assert np.count_nonzero(y.array) == x.numel()  # all else is zero
             assert y.array.ctypes.data % 64 == 0
 
@@ -213,7 +213,7 @@ def test_copies_of_a_frame_are_images_of_their_own() -> None:
     copies = copy.deepcopy(y), pickle.loads(pickle.dumps(y))
     y.array[:] = 7
     for each in copies:
-        assert torch.equal(plain(each), torch.ones(2, 3, 5, 7))
+        assert torch.equal(unframe(each), torch.ones(2, 3, 5, 7))
         assert each.array.ctypes.data == each.address
 
 
@@ -228,28 +228,28 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[frames._Spare]:
     """Frames of this test alone."""
     mine = frames._Spare()
     monkeypatch.setattr(frames, "_spare", mine)
-    monkeypatch.setattr(frames.Framed.__del__, "__defaults__", (mine.give_back,))
+    monkeypatch.setattr(frames.FramedImages.__del__, "__defaults__", (mine.give_back,))
     yield mine
 
 
 def test_a_frame_is_used_again_when_nobody_has_it(spare: frames._Spare) -> None:
-    places = frames.Places(1, 2, 3, 4, 1)
-    first, second = frames.Framed(places), frames.Framed(places)
+    places = frames.ImagePlaces(1, 2, 3, 4, 1)
+    first, second = frames.FramedImages(places), frames.FramedImages(places)
     assert not np.may_share_memory(first.array, second.array)
     at = first.array.ctypes.data
     del first
-    assert frames.Framed(places).array.ctypes.data == at
-    assert frames.Framed(frames.Places(1, 2, 3, 4, 2)).array.ctypes.data != at
+    assert frames.FramedImages(places).array.ctypes.data == at
+    assert frames.FramedImages(frames.ImagePlaces(1, 2, 3, 4, 2)).array.ctypes.data != at
 
 
 def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
     spare: frames._Spare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = [frames.Places(1, 1, 8, size, 1) for size in range(8, 40)]
+    places = [frames.ImagePlaces(1, 1, 8, size, 1) for size in range(8, 40)]
     monkeypatch.setattr(frames, "KEPT", 4 * sum(each.size for each in places[-3:]))
     for each in places:
-        frames.Framed(each)
-    frames.Framed(places[-1])
+        frames.FramedImages(each)
+    frames.FramedImages(places[-1])
     assert set(spare._free) | {each for each, _ in spare._returned} == set(places[-3:])
     assert spare._bytes + sum(buffer.nbytes for _, buffer in spare._returned) == frames.KEPT
 
@@ -259,14 +259,14 @@ def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames._Spare) -
 
     class Cycle:
         def __init__(self) -> None:
-            self.frame, self.me = frames.Framed(frames.Places(1, 1, 4, 4, 1)), self
+            self.frame, self.me = frames.FramedImages(frames.ImagePlaces(1, 1, 4, 4, 1)), self
 
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(300):
             Cycle()
-            frames.Framed(frames.Places(1, 1, 5, 5, 1))
+            frames.FramedImages(frames.ImagePlaces(1, 1, 5, 5, 1))
     finally:
         gc.set_threshold(*before)
 
@@ -299,8 +299,8 @@ def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator, spare: frame
     layer = conv(4, 6)
     sparse = SparseConv2d.from_dense(layer, Unstructured(), np.ones((6, 36), bool))
     x = frame(torch.randn(2, 4, 5, 6), 1)
-    right = plain(sparse(x))
+    right = unframe(sparse(x))
     x.array[x.places.first + 6] = 1.0  # behind the first row
-    assert not torch.equal(plain(sparse(x)), right)
+    assert not torch.equal(unframe(sparse(x)), right)
     x.array[x.places.first + 6] = 0.0
-    assert torch.equal(plain(sparse(x)), right)
+    assert torch.equal(unframe(sparse(x)), right)

@@ -373,8 +373,8 @@ def test_bounds_are_checked_where_asked_for(rng):
     pattern = parse("shflbw:16")
     weight = rng.standard_normal((33, 16), np.float32)
     packed = pack(weight, pattern.mask(weight**2, 0.5), pattern)
-    rows = linear.Choice("rows", linear.row_tile(packed, "token_major", 64), "blocks")
-    plan = linear.build(packed, "token_major", 64, rows)
+    rows = linear.Choice("rows", linear.choose_row_tile(linear.describe_layer(packed, "token_major", 64)), "blocks")
+    plan = linear.build_plan(linear.describe_layer(packed, "token_major", 64), rows)
     plan(np.ones((64, 16), np.float32))
     # As if the rows after the first panel were none of the array's, though they are in memory.
     first = dataclasses.replace(plan.panels, row_ids=plan.panels.row_ids[: plan.panels.width])

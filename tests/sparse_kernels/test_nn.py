@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_kernels import prepare
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
-from sparse_kernels.padded_conv import plain
+from sparse_kernels.padded_conv import unframe
 from sparse_kernels.patterns import Dense, VectorWise, parse
-from sparse_kernels.torch_tiles import Tiles
+from sparse_kernels.torch_tiles import TokenTiles
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
 
@@ -179,7 +179,7 @@ def test_views_that_are_negated_or_strided_are_what_they_say(strided: bool) -> N
     assert all(each.is_neg() for each in negated)
     assert torch.equal(layer(negated[0]), expected[0])
     assert torch.equal(sparse_conv(negated[1]), expected[1])
-    assert torch.equal(plain(sparse_conv(negated[1], margin=1)), expected[1])
+    assert torch.equal(unframe(sparse_conv(negated[1], margin=1)), expected[1])
     q = torch._neg_view(torch.randn(1, 2, 5, 8))
     torch.testing.assert_close(attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
@@ -203,11 +203,11 @@ def test_tensors_without_numbers_are_refused() -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises((RuntimeError, TypeError)):
         torch.func.functionalize(layer)(x)
-    for call in (lambda: layer(x), lambda: attention(q, q, q), lambda: conv(framed), lambda: plain(framed)):
+    for call in (lambda: layer(x), lambda: attention(q, q, q), lambda: conv(framed), lambda: unframe(framed)):
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, TypeError)):
             call()
     with pytest.raises(ValueError, match="do not hold 1000 tokens"):
-        layer(Tiles(torch.zeros(1, 64, 16), torch.Size([1000])))
+        layer(TokenTiles(torch.zeros(1, 64, 16), torch.Size([1000])))
 
 
 def test_what_has_no_kernel_says_why() -> None:
@@ -236,5 +236,5 @@ def test_inputs_of_other_dimensions_are_taken_as_torch_does_or_refused_in_a_sent
         sparse_linear(torch.tensor(1.0))
     with pytest.raises(TypeError, match="takes a tensor, not a ndarray"):
         sparse_linear(image.numpy())
-    with pytest.raises(ValueError, match="n is a number of columns, not None"):
+    with pytest.raises(ValueError, match="n must be a number of columns of at least 0, not None"):
         prepare(sparse_linear.packed, "reference", "token_major", None)

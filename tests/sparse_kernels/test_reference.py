@@ -209,19 +209,19 @@ def test_what_cannot_be_prepared_is_said(rng):
 
 def test_an_unknown_format_or_operation_lists_what_is_known():
     with pytest.raises(UnknownKernel, match="no kernel for vector conv3d: known are block conv2d, block linear"):
-        registry.find("vector", "conv3d", "reference")
+        registry.find_kernel("vector", "conv3d", "reference")
 
 
 def test_a_missing_library_is_said_with_its_remedy(monkeypatch):
     monkeypatch.setitem(registry.KERNELS, ("dense", "linear", "far"), "no_such_library_here:prepare")
     with pytest.raises(MissingLibrary, match="'far' needs no_such_library_here, which is not installed: pip install"):
-        registry.find("dense", "linear", "far")
+        registry.find_kernel("dense", "linear", "far")
 
 
 def test_a_hole_in_the_package_itself_is_no_missing_library(monkeypatch):
     monkeypatch.setitem(registry.KERNELS, ("dense", "linear", "far"), "sparse_kernels.no_such_module:prepare")
     with pytest.raises(ModuleNotFoundError, match=r"sparse_kernels\.no_such_module"):
-        registry.find("dense", "linear", "far")
+        registry.find_kernel("dense", "linear", "far")
 
 
 def test_every_registered_name_is_of_the_package():

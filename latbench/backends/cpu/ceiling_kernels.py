@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter, with_literals
+from sparse_kernels.cpu.codegen.intrinsics import with_literals
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
@@ -66,7 +67,7 @@ def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         emit = Emitter(builder, _LANES, True)
-        tiles = amx.Tiles(emit)
+        tiles = amx.AmxTileRegisters(emit)
         tiles.begin(args[0])
         for tile in range(8):
             tiles.zero(tile)

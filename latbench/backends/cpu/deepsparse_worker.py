@@ -60,8 +60,8 @@ class Server:
     def burst(self, seconds: float, loops: int) -> dict[str, Any]:
         """Take samples for about `seconds`, at least one, each the mean seconds of `loops` calls.
 
-        As in latbench.timing.sampling.burst, an untimed sample comes first, and no garbage is collected. The answer
-        also holds the involuntary context switches and the CPU seconds of this process.
+        As in latbench.timing.sampling.sample_burst, an untimed sample comes first, and no garbage is collected. The
+        answer also holds the involuntary context switches and the CPU seconds of this process.
         """
         gc.disable()
         try:

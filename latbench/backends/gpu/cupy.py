@@ -11,7 +11,7 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import plan as plans
+from sparse_kernels.cuda import cuda_plan as plans
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.shapes import Conv2dShape
 
@@ -44,7 +44,7 @@ def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         return plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
-    return plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
+    return plans.prepare_cuda_linear(layer.packed, point.layout, shape.n, point.dtype)
 
 
 def _call(point: Point, plan: plans.CudaPlan, x: cupy.ndarray) -> Call:

@@ -112,28 +112,28 @@ class Versions:
 
     def _fingerprints(self, families: Sequence[str]) -> dict[str, str]:
         """Return the fingerprint by family, without families that do not exist (any more)."""
-        from sparse_kernels.cuda import fingerprint as cuda
+        from sparse_kernels.cuda import family_fingerprint as cuda
         from sparse_kernels.cuda.variants import FAMILIES
-        from sparse_kernels.numba_cuda import fingerprint as numba
+        from sparse_kernels.numba_cuda import source_fingerprint as numba
 
         found = {}
         for name in families:
             module = name.removeprefix(_NUMBA)
             if name in FAMILIES and self.architecture is not None:
-                found[name] = cuda.of_family(name, self.architecture)
+                found[name] = cuda.fingerprint_family(name, self.architecture)
             elif name != module and module in numba.MODULES.values():
-                found[name] = numba.of_module(module)
+                found[name] = numba.fingerprint_module(module)
         return found
 
 
 def list_kernel_families(backend: str, op: str, format: str) -> tuple[str, ...]:
     """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
-    from sparse_kernels.cuda import fingerprint as cuda
-    from sparse_kernels.numba_cuda import fingerprint as numba
+    from sparse_kernels.cuda import family_fingerprint as cuda
+    from sparse_kernels.numba_cuda import source_fingerprint as numba
 
     kernels = GPU_ENGINES[backend].kernels if backend in GPU_ENGINES else ""
     if kernels == CUDA_KERNELS:
-        return cuda.candidates(op, format)
+        return cuda.list_families(op, format)
     if kernels == NUMBA_CUDA_KERNELS and format in numba.MODULES:
         return (_NUMBA + numba.MODULES[format],)
     return ()

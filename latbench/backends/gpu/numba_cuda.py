@@ -13,7 +13,7 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
-from sparse_kernels.numba_cuda import plan as plans
+from sparse_kernels.numba_cuda import numba_cuda_plan as plans
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.shapes import Conv2dShape
 
@@ -27,7 +27,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     if isinstance(shape, Conv2dShape):
         plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
     else:
-        plan = plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
+        plan = plans.prepare_numba_cuda_linear(layer.packed, point.layout, shape.n, point.dtype)
     number = count_gpu_copies(point, layer, plan.nbytes, driver)
     turned = point.layout == "token_major"
     x = np.ascontiguousarray(layer.x.T if turned else layer.x, point.dtype)

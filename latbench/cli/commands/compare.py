@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import Json
+from latbench.cli.options.table_options import (
     AcrossDevices,
     AcrossModes,
     AfterTable,
     BeforeTable,
     CorrectDrift,
     FailOn,
-    Json,
     Rows,
     Threshold,
 )
@@ -40,7 +40,7 @@ def compare(
     """Judge every point of two tables SAME, FASTER, SLOWER or UNCLEAR. Exit 1 on what --fail-on names."""
     import json
 
-    from latbench.cli.options import check_positive
+    from latbench.cli.options.option_texts import check_positive
     from latbench.errors import PromiseMissed
     from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
     from latbench.tables.storage import hide_secrets

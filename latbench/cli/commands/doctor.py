@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from latbench.cli.options import Json
+from latbench.cli.options.common_options import Json
 
 if TYPE_CHECKING:
     from latbench.machines.gpu_names import Gpu
@@ -91,14 +91,12 @@ def _lock_advice(container: bool) -> list[str]:
     import os
 
     from latbench.runners.device_lock import FOLDER_VARIABLE, find_lock_folder
-    from sparse_kernels.numba_cuda.fingerprint import FOLDER
 
     if not container or os.environ.get(FOLDER_VARIABLE):
         return []
     return [
-        f"this is a container: sweeps in other containers do not see its lock in {find_lock_folder()}, and would "
-        "measure "
-        f"at the same time; mount one folder into all of them and name it in {FOLDER}"
+        f"this is a container: sweeps in other containers do not see its lock in {find_lock_folder()}, and "
+        f"would measure at the same time; mount one folder into all of them and name it in {FOLDER_VARIABLE}"
     ]
 
 

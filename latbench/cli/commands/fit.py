@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import TableArgument
+from latbench.cli.options.model_options import (
     Estimator,
     EstimatorName,
     FitBackend,
     FitSeed,
     FitWhere,
     ModelOutput,
-    TableArgument,
     TransferDevice,
-    parse_column_values,
 )
+from latbench.cli.options.option_texts import parse_column_values
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.option_texts import parse_column_values
+from latbench.cli.options.table_options import (
     ImportDevice,
     ImportDtype,
     ImportFile,
@@ -19,7 +20,6 @@ from latbench.cli.options import (
     ImportPattern,
     ImportThreads,
     ImportWorkload,
-    parse_column_values,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def import_timings(
     import hashlib
 
     from latbench.errors import UsageError
-    from latbench.importers import kernel_timings
     from latbench.importers.kernel_timings import FORMATS
     from latbench.tables.table import has_table, read_table
     from latbench.tables.writer import write_part
@@ -61,7 +60,7 @@ def import_timings(
         if only or dtype:
             raise UsageError("--only and --dtype are for kernel timings; a file of spdy has no columns")
         rows = _read_spdy(path, spdy, device or "unknown")
-    elif format in kernel_timings.FORMATS:
+    elif format in FORMATS:
         rows = _read_kernel_timings(format, path, spdy, parse_column_values("--only", only), device, dtype)
     else:
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(FORMATS)}")

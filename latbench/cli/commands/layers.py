@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import TaskArgument, Threads
+from latbench.cli.options.engine_options import (
     LayersOutput,
     LayersSeed,
     LayersSparsities,
     RemeasureLayers,
     Repeats,
     SpdyFile,
-    TaskArgument,
-    Threads,
 )
 
 if TYPE_CHECKING:

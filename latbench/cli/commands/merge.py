@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latbench.cli.options import AllowMixed, MergeOutput, MergeSources
+from latbench.cli.options.table_options import AllowMixed, MergeOutput, MergeSources
 
 
 def merge(sources: MergeSources, output: MergeOutput, allow_mixed: AllowMixed = False) -> None:

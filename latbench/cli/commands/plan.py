@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
     Engines,
     Json,
     Patterns,
-    PlanCpu,
-    PlanGpu,
     Sessions,
     Sparsities,
     Threads,
     Tune,
     Workloads,
 )
+from latbench.cli.options.sweep_options import PlanCpu, PlanGpu
 from latbench.cli.sweep_points import (
     Installed,
     PointOptions,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.model_options import (
     AllowExtrapolation,
     Coverage,
     Dilation,
@@ -24,10 +24,8 @@ from latbench.cli.options import (
     PredictWhere,
     ShapeText,
     Stride,
-    check_share,
-    parse_column_values,
-    parse_sizes,
 )
+from latbench.cli.options.option_texts import check_share, parse_column_values, parse_sizes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,12 +83,11 @@ def _parse_layer(
 ) -> _Layer:
     """Return the layer that the options describe; `text` names its pattern. Raises UsageError if there is none."""
     from latbench.errors import UsageError
-    from latbench.workloads import points as plan
-    from latbench.workloads.points import select_sparsities
+    from latbench.workloads.points import parse_patterns, select_sparsities
 
     if sparsity is not None:
         check_share("--sparsity", sparsity, zero=True)
-    [pattern] = plan.parse_patterns([text])
+    [pattern] = parse_patterns([text])
     own = select_sparsities(pattern, () if sparsity is None else (sparsity,))
     if not own:
         raise UsageError(f"{text} needs a --sparsity")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import TaskArgument
+from latbench.cli.options.pruning_options import (
     DatabaseInput,
     JointTuning,
     OnnxFile,
@@ -13,7 +14,6 @@ from latbench.cli.options import (
     ProfileInput,
     PrunedOutput,
     RecipeName,
-    TaskArgument,
     TuningSeed,
 )
 

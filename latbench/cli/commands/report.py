@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import TableArgument
+from latbench.cli.options.report_options import (
     AccuracyFile,
     Against,
     FiguresFolder,
@@ -17,7 +18,6 @@ from latbench.cli.options import (
     ReportVerify,
     ReportWorkload,
     SummaryFile,
-    TableArgument,
 )
 
 if TYPE_CHECKING:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from latbench.base.engine_registry import NUMBA
-from latbench.cli.options import (
+from latbench.cli.options.common_options import LimitsFile, TaskArgument, Threads
+from latbench.cli.options.option_texts import parse_duration
+from latbench.cli.options.search_options import (
     CalibrationBatches,
     Evaluations,
     Evaluators,
     LayerErrors,
-    LimitsFile,
     ModelBytes,
     Processes,
     ProfileOutput,
@@ -31,9 +32,6 @@ from latbench.cli.options import (
     SearchTable,
     SearchTarget,
     Strategy,
-    TaskArgument,
-    Threads,
-    parse_duration,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +70,7 @@ def search(
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench.machines.devices import count_cores
-    from latbench.workloads import points as plan
-    from latbench.workloads.points import parse_wanted_sparsities
+    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
     from search.loss.parallel import Workers
     from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest
@@ -83,7 +80,7 @@ def search(
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
     threads = threads or count_cores()
     seconds = None if time_budget is None else parse_duration(time_budget)
-    chosen = tuple(map(str, plan.parse_patterns(patterns))) if patterns else None
+    chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
         Promise(target, risk, most_bytes),
         Deployment(threads, backend),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latbench.cli.options import PythonProgram, RemoveEnvironment, SetupEngine
+from latbench.cli.options.engine_options import PythonProgram, RemoveEnvironment, SetupEngine
 
 
 def setup(engine: SetupEngine, python: PythonProgram = None, remove: RemoveEnvironment = False) -> None:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import LimitsFile
+from latbench.cli.options.option_texts import parse_second_settings
+from latbench.cli.options.solve_options import (
     DenseSeconds,
     DeviceName,
     ErrorsFile,
     FixedSeconds,
     LayerBytes,
-    LimitsFile,
     NetworkName,
     Resolution,
     SecondSettings,
@@ -29,7 +30,6 @@ from latbench.cli.options import (
     SolveWorkload,
     TimedPattern,
     TimingsArgument,
-    parse_second_settings,
 )
 
 if TYPE_CHECKING:

@@ -8,29 +8,31 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options import (
+from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
-    Cluster,
-    DryRun,
     Engines,
     Json,
     Patterns,
+    Sessions,
+    Sparsities,
+    Threads,
+    Tune,
+    Workloads,
+)
+from latbench.cli.options.option_texts import parse_duration
+from latbench.cli.options.sweep_options import (
+    Cluster,
+    DryRun,
     Quick,
     RemeasureNoisy,
-    Sessions,
     SlurmSettings,
-    Sparsities,
     SweepBudget,
     SweepCpu,
     SweepGpu,
     SweepOutput,
     SweepSeed,
-    Threads,
-    Tune,
     Wait,
-    Workloads,
-    parse_duration,
 )
 from latbench.cli.sweep_device import SweepCommandOptions, SweepDevice, open_cluster, open_cpu, open_gpu
 from latbench.cli.sweep_points import (

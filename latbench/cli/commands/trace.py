@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options import Batch, InputShape, TraceTarget, WorkloadOutput
+from latbench.cli.options.sweep_options import Batch, InputShape, TraceTarget, WorkloadOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedMode
     """Load the model that `module:factory` returns, with zeros of a shape as input."""
     import torch
 
-    from latbench.cli.options import parse_sizes
+    from latbench.cli.options.option_texts import parse_sizes
 
     model = _call_factory(target)
     size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from latbench.cli.options import TableArgument
+from latbench.cli.options.common_options import TableArgument
 
 
 def validate(path: TableArgument) -> None:

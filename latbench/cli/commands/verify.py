@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.cli.options import PrunedArgument, RemeasureAll, TaskArgument, VerifyBackend, VerifyOutput
+from latbench.cli.options.common_options import TaskArgument
+from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile

@@ -5,9 +5,9 @@ There are eight tiles of 16 rows of 64 bytes. A multiplication of bfloat16 (TDPB
     c[i, j] += sum over p of a[i, p, 0] * b[p, j, 0] + a[i, p, 1] * b[p, j, 1]      c float32 (16, 16)
                                                                                   a, b bfloat16 (16, 16, 2)
 
-which is 16 times what the vector unit multiplies and adds in float32, and so 2.7 times as fast even where a product
-of float32 takes six of bfloat16 (`thirds`); in practice twice, as the clock falls by a quarter where the numbers are
-not all 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
+which is 16 times what the vector unit multiplies and adds in float32. A product of float32 takes six of bfloat16
+(`bf16_split`), so the unit is 2.7 times as fast. In practice it is twice as fast: the clock falls by a quarter unless
+all numbers are 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
 
 The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
 then on a signal's alternative stack must be large enough to hold them, in all of the process.
@@ -22,15 +22,27 @@ import ctypes
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import NamedTuple
 
 from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from sparse_kernels.cpu.codegen.bf16_split import HALF, UPPER
-from sparse_kernels.cpu.codegen.vector_emitter import I16, I32, I64, Emitter, with_literals
+from sparse_kernels.cpu.codegen.intrinsics import vector_code
+from sparse_kernels.cpu.codegen.tile_operands import (
+    Epilogue,
+    GatherBuffers,
+    MatrixSums,
+    MatrixWeights,
+    NextTile,
+    PositionOutput,
+    PositionSums,
+    RowEpilogue,
+    SplitInput,
+    TokenRows,
+    WaitingSums,
+)
+from sparse_kernels.cpu.codegen.vector_emitter import I16, I32, I64, Emitter
+from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_target
 
 # Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
@@ -50,15 +62,15 @@ I8 = ir.IntType(8)
 
 @cache
 def available() -> bool:
-    """Whether code for the target of this process may use the tiles: asks the kernel for them, once a process."""
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    """Return whether code of this process may use the tiles; asks the operating system for them, once a process."""
+    triple, _, has = read_compile_target()
     if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    status: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+    return status == 0
 
 
-class Tiles:
+class AmxTileRegisters:
     """Eight tile registers: what the processor has, in assembly. A stride is in bytes, from one row to the next."""
 
     def __init__(self, emit: Emitter) -> None:
@@ -67,7 +79,7 @@ class Tiles:
         binding.initialize_native_asmparser()
 
     def zero(self, tile: int) -> None:
-        """tile = 0."""
+        """Set tile = 0."""
         self._assembly(f"tilezero %tmm{tile}", [])
 
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
@@ -79,7 +91,7 @@ class Tiles:
         self._assembly(f"tilestored %tmm{tile}, ($0,$1,1)", [address, stride])
 
     def multiply(self, c: int, a: int, b: int) -> None:
-        """c += a b, as above."""
+        """Add: c += a b, as above."""
         self._assembly(f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}", [])
 
     def begin(self, saved: ir.Value) -> None:
@@ -105,7 +117,7 @@ class Tiles:
         self.emit.builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), operands)
 
 
-class EmulatedTiles(Tiles):
+class EmulatedTileRegisters(AmxTileRegisters):
     """The same with vectors of 16 float32 and memory of this call."""
 
     def __init__(self, emit: Emitter) -> None:
@@ -115,22 +127,22 @@ class EmulatedTiles(Tiles):
         self.places = [builder.ptrtoint(cgutils.alloca_once(builder, kind), I64) for _ in range(8)]
 
     def zero(self, tile: int) -> None:
-        """As of `Tiles`."""
+        """Set tile = 0."""
         for row in range(ROWS):
             self.emit.store(self.emit.zeros(1)[0], self._row(tile, row), 0)
 
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `Tiles`."""
+        """Read a tile from an integer address."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._far(address, stride, row), 0), self._row(tile, row), 0)
 
     def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `Tiles`."""
+        """Write a tile to an integer address."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._row(tile, row), 0), self._far(address, stride, row), 0)
 
     def multiply(self, c: int, a: int, b: int) -> None:
-        """As of `Tiles`."""
+        """Add: c += a b."""
         emit, builder = self.emit, self.emit.builder
         wide = ir.VectorType(I32, emit.lanes)
         shift, upper = ir.Constant(wide, [16] * emit.lanes), ir.Constant(wide, [UPPER] * emit.lanes)
@@ -155,10 +167,10 @@ class EmulatedTiles(Tiles):
         emit.loop(emit.integer(ROWS), [], row)
 
     def begin(self, saved: ir.Value) -> None:
-        """Nothing to do."""
+        """Do nothing: vectors need no configuration."""
 
     def end(self, saved: ir.Value) -> None:
-        """Nothing to do."""
+        """Do nothing: vectors need no configuration."""
 
     def _row(self, tile: int, row: int) -> ir.Value:
         return self.emit.pointer(self.emit.builder.add(self.places[tile], self.emit.integer(row * ROW_BYTES)))
@@ -168,31 +180,27 @@ class EmulatedTiles(Tiles):
         return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
 
 
-def tiles(emit: Emitter, emulated: int) -> Tiles:
-    """The tiles of the processor, or emulated ones."""
-    return EmulatedTiles(emit) if emulated else Tiles(emit)
+def tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
+    """Return the tile registers of the processor, or emulated ones."""
+    return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
 
 
-@with_literals
-def begin(typing_context: Any, emulated: Any, saved: Any) -> Any:
+class UnitForm(NamedTuple):
+    """Which matrix unit runs. emulated: by vectors and memory."""
+
+    emulated: int
+
+
+@vector_code(UnitForm)
+def begin(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
     """Configure the tiles of this thread; saved: address of 64 bytes for `end`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        tiles(Emitter(builder, ROWS, True), int(signature.args[0].literal_value)).begin(args[1])
-        return context.get_dummy_value()
-
-    return types.void(emulated, types.intp), generate
+    tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
 
 
-@with_literals
-def end(typing_context: Any, emulated: Any, saved: Any) -> Any:
+@vector_code(UnitForm)
+def end(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
     """Configure the tiles as they were before `begin`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        tiles(Emitter(builder, ROWS, True), int(signature.args[0].literal_value)).end(args[1])
-        return context.get_dummy_value()
-
-    return types.void(emulated, types.intp), generate
+    tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
 
 
 # ------------------------------------------------------------------------------------------------ thirds of x
@@ -210,7 +218,7 @@ class Splitter:
         self.wide, self.narrow = ir.VectorType(I32, ROWS), ir.VectorType(I16, 2 * ROWS)
 
     def constant(self, value: int) -> ir.Constant:
-        """A vector of one int32."""
+        """Return a vector of one int32."""
         return ir.Constant(self.wide, [value] * ROWS)
 
     def thirds(self, x: ir.Value) -> list[ir.Value]:
@@ -224,7 +232,7 @@ class Splitter:
         return [*out, builder.lshr(builder.bitcast(x, self.wide), shift)]
 
     def write(self, first: ir.Value, second: ir.Value, places: Sequence[ir.Value], order: Sequence[int]) -> None:
-        """The thirds of two vectors, 32 words each, to three pointers to floats; order: which of 32 goes where."""
+        """Write the thirds of two vectors, 32 words each, to three pointers to floats; order: of the words."""
         emit, builder = self.emit, self.emit.builder
         words = ir.Constant(ir.VectorType(I32, 2 * ROWS), [2 * word for word in order])
         for a, b, place in zip(self.thirds(first), self.thirds(second), places, strict=True):
@@ -233,14 +241,15 @@ class Splitter:
             emit.store(builder.bitcast(packed, emit.vector), place, 0)
 
     def write_feature(self, first: ir.Value, second: ir.Value, at: ir.Value) -> None:
-        """The thirds of one feature of 32 tokens, to a pointer to floats, as above."""
+        """Write the thirds of one feature of 32 tokens to a pointer to floats, as above."""
         places = [self.emit.builder.gep(at, [self.emit.integer(third * ROWS)]) for third in range(3)]
         order = [half * ROWS + 4 * q + j for q in range(4) for half in (0, 1) for j in range(4)]
         self.write(first, second, places, order)
 
 
-def in_vectors(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None]) -> None:
-    """block(first) for vectors of 16 that cover 0 .. length - 1, length >= 16: the last overlaps that before it."""
+def emit_blocks(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None]) -> None:
+    """Emit block(first) for vectors of 16 that cover 0 .. length - 1, length >= 16: the last overlaps the one
+    before."""
     builder = emit.builder
     last = builder.sub(length, emit.integer(ROWS))
 
@@ -251,98 +260,83 @@ def in_vectors(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None
     emit.loop(length, [], step, stride=ROWS)
 
 
-@with_literals
-def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
-    """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, of up to 32 of them (>= 1).
+@vector_code()
+def split_tokens(
+    builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, tokens: ir.Value, features: ir.Value, target: ir.Value
+) -> None:
+    """Split token-major float32 x (tokens, features) into thirds, up to 32 rows (>= 1) `stride` elements apart.
 
     Tokens beyond are the last one again. features: at least 16. target: see above. What has no thirds (infinity, NaN,
     the largest numbers) becomes thirds of which at least one is infinity or NaN.
     """
-    signature = types.void(*([types.intp] * 5))
+    emit = Emitter(builder, ROWS, True)
+    split = Splitter(emit)
+    rows = [emit.row(source, t, tokens, stride) for t in range(TOKENS)]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, stride, tokens, features, target = args
-        emit = Emitter(builder, ROWS, True)
-        split = Splitter(emit)
-        rows = [emit.row(source, t, tokens, stride) for t in range(TOKENS)]
+    def block(first: ir.Value) -> None:
+        begin = builder.add(target, builder.mul(first, emit.integer(FEATURE_BYTES)))
+        places = [emit.pointer(builder.add(begin, emit.integer(f * FEATURE_BYTES))) for f in range(ROWS)]
+        for half in range(2):
+            read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
+            for column, place in zip(emit.transpose_at(read), places, strict=True):
+                if half:
+                    split.write_feature(emit.load(place, 0), column, place)
+                else:  # waits where it will be overwritten
+                    emit.store(column, place, 0)
 
-        def block(first: ir.Value) -> None:
-            begin = builder.add(target, builder.mul(first, emit.integer(FEATURE_BYTES)))
-            places = [emit.pointer(builder.add(begin, emit.integer(f * FEATURE_BYTES))) for f in range(ROWS)]
-            for half in range(2):
-                read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
-                for column, place in zip(emit.transpose_at(read), places, strict=True):
-                    if half:
-                        split.write_feature(emit.load(place, 0), column, place)
-                    else:  # waits where it will be overwritten
-                        emit.store(column, place, 0)
-
-        in_vectors(emit, features, block)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit_blocks(emit, features, block)
 
 
-@with_literals
-def split_features(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
-    """As `split_tokens`, of feature-major x (features, tokens): rows `stride` apart; tokens beyond are 0."""
-    signature = types.void(*([types.intp] * 5))
+@vector_code()
+def split_features(
+    builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, tokens: ir.Value, features: ir.Value, target: ir.Value
+) -> None:
+    """Split feature-major x (features, tokens) as `split_tokens` does: rows `stride` apart; tokens beyond are 0."""
+    emit = Emitter(builder, ROWS, True)
+    split = Splitter(emit)
+    masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, stride, tokens, features, target = args
-        emit = Emitter(builder, ROWS, True)
-        split = Splitter(emit)
-        masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
+    def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        at = emit.pointer(source, builder.mul(f, stride))
+        first, second = (emit.load_masked(at, half, masks[half]) for half in range(2))
+        there = emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES))))
+        split.write_feature(first, second, there)
+        return []
 
-        def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            at = emit.pointer(source, builder.mul(f, stride))
-            first, second = (emit.load_masked(at, half, masks[half]) for half in range(2))
-            there = emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES))))
-            split.write_feature(first, second, there)
-            return []
-
-        emit.loop(features, [], feature)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.loop(features, [], feature)
 
 
-@with_literals
-def split_run(typing_context: Any, source: Any, vectors: Any, left: Any, target: Any, distance: Any) -> Any:
-    """Thirds of float32 in their order: high at `target`, middle and low each `distance` bytes further.
+@vector_code()
+def split_run(
+    builder: ir.IRBuilder, source: ir.Value, vectors: ir.Value, left: ir.Value, target: ir.Value, distance: ir.Value
+) -> None:
+    """Split float32 into thirds in their order: high at `target`, middle and low each `distance` bytes further.
 
     As many times 32 as `vectors` says; beyond `left` (>= 0) elements nothing is read, and zeros are written.
     """
-    signature = types.void(*([types.intp] * 5))
+    emit = Emitter(builder, ROWS, True)
+    split = Splitter(emit)
+    begin = emit.pointer(source)
+    thirds = [builder.add(target, builder.mul(distance, emit.integer(third))) for third in range(3)]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, vectors, left, target, distance = args
-        emit = Emitter(builder, ROWS, True)
-        split = Splitter(emit)
-        begin = emit.pointer(source)
-        thirds = [builder.add(target, builder.mul(distance, emit.integer(third))) for third in range(3)]
+    def run(i: ir.Value, masked: bool) -> list[ir.Value]:
+        first = builder.mul(i, emit.integer(TOKENS))
+        at, halves = builder.gep(begin, [first]), []
+        for half in range(2):
+            if masked:
+                mask = emit.mask(builder.sub(left, builder.add(first, emit.integer(half * ROWS))))
+                halves.append(emit.load_masked(at, half, mask))
+            else:
+                halves.append(emit.load(at, half))
+        behind = builder.mul(i, emit.integer(ROW_BYTES))
+        places = [emit.pointer(builder.add(third, behind)) for third in thirds]
+        split.write(halves[0], halves[1], places, range(TOKENS))
+        return []
 
-        def run(i: ir.Value, masked: bool) -> list[ir.Value]:
-            first = builder.mul(i, emit.integer(TOKENS))
-            at, halves = builder.gep(begin, [first]), []
-            for half in range(2):
-                if masked:
-                    mask = emit.mask(builder.sub(left, builder.add(first, emit.integer(half * ROWS))))
-                    halves.append(emit.load_masked(at, half, mask))
-                else:
-                    halves.append(emit.load(at, half))
-            behind = builder.mul(i, emit.integer(ROW_BYTES))
-            places = [emit.pointer(builder.add(third, behind)) for third in thirds]
-            split.write(halves[0], halves[1], places, range(TOKENS))
-            return []
-
-        full = builder.sdiv(left, emit.integer(TOKENS))
-        full = builder.select(builder.icmp_signed("<", full, vectors), full, vectors)
-        emit.loop(full, [], lambda i, _: run(i, masked=False))
-        emit.loop(vectors, [], lambda i, _: run(i, masked=True), start=full)
-        return context.get_dummy_value()
-
-    return signature, generate
+    full = builder.sdiv(left, emit.integer(TOKENS))
+    full = builder.select(builder.icmp_signed("<", full, vectors), full, vectors)
+    emit.loop(full, [], lambda i, _: run(i, masked=False))
+    emit.loop(vectors, [], lambda i, _: run(i, masked=True), start=full)
 
 
 # ------------------------------------------------------------------------------------------------ products
@@ -412,155 +406,142 @@ class Gatherer:
                 emit.store(both, emit.pointer(place), 0)
 
 
-@with_literals
-def gather(typing_context: Any, columns: Any, narrow: Any, x: Any, distance: Any, target: Any) -> Any:
-    """What `matrix_tile` has to find gathered when it begins."""
-    signature = types.void(*([types.intp] * 5))
+@vector_code()
+def gather(
+    builder: ir.IRBuilder, columns: ir.Value, narrow: ir.Value, x: ir.Value, distance: ir.Value, target: ir.Value
+) -> None:
+    """Gather what `matrix_tile` has to find gathered when it begins."""
+    emit = Emitter(builder, ROWS, True)
+    gatherer = Gatherer(emit, columns, narrow, x, distance, target)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emit = Emitter(builder, ROWS, True)
-        gatherer = Gatherer(emit, *args)
+    def pair(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        gatherer.pair(number)
+        return []
 
-        def pair(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            gatherer.pair(number)
-            return []
-
-        emit.loop(emit.integer(ROWS), [], pair)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.loop(emit.integer(ROWS), [], pair)
 
 
-@with_literals
+class MatrixTileForm(NamedTuple):
+    """A tile of the matrix unit.
+
+    emulated: by vectors and memory. row_tiles: 1 or 2, of 16 rows each.
+    """
+
+    emulated: int
+    row_tiles: int
+
+
+@vector_code(MatrixTileForm)
 def matrix_tile(
-    typing_context: Any,
-    emulated: Any,
-    row_tiles: Any,
-    halves: Any,
-    values: Any,
-    columns: Any,
-    steps: Any,
-    all_steps: Any,
-    x: Any,
-    distance: Any,
-    next_values: Any,
-    next_columns: Any,
-    next_narrow: Any,
-    next_x: Any,
-    gathered: Any,
-    phase: Any,
-    y: Any,
-) -> Any:
-    """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows (row_tiles) and tokens (halves: 1 or 2).
+    builder: ir.IRBuilder,
+    form: MatrixTileForm,
+    weights: MatrixWeights,
+    x: SplitInput,
+    following: NextTile,
+    gathered: GatherBuffers,
+    y: MatrixSums,
+) -> None:
+    """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens.
 
-    values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32), then, if all_steps is
-    one more, (3, row_tiles, 16, 16, 2) for a narrow step of 16 columns: the pairs (high, high), (middle, middle),
-    (high, low). columns: int32 (all_steps, 32), see `Gatherer`. x: thirds, `distance` bytes apart. y: float32, 32 a
-    row.
+    values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32). If all_steps is one
+    more, a narrow step of 16 columns follows, (3, row_tiles, 16, 16, 2): the pairs (high, high), (middle, middle),
+    (high, low). columns: int32 (all_steps, 32), see `Gatherer`.
 
-    Columns are gathered while the step before multiplies: `next_*` says what the tile after this one begins with.
-    gathered: room for GATHERED_BYTES twice and a tile, with what this one begins with in the half that the lowest bit
-    of phase names; behind it, the other half holds the next, if all_steps is odd.
+    Columns are gathered while the step before multiplies: `following` says what the tile after this one begins with.
+    What this tile begins with lies in the buffer that `gathered` names. If all_steps is odd, the next tile begins
+    with the other buffer.
 
     A narrow step pairs thirds of one column instead of two columns: so few columns need few zeros to fill a step up.
     """
-    signature = types.void(emulated, row_tiles, *([types.intp] * 14))
+    n_rows = form.row_tiles
+    emit = Emitter(builder, ROWS, True)
+    tile = tile_registers(emit, form.emulated)
+    sums, of_w, of_x = range(4), (4, 5), (6, 7)
+    row_stride = emit.integer(ROW_BYTES)
+    both = builder.icmp_signed("==", y.halves, emit.integer(2))
+    step_bytes, unused = 3 * n_rows * TILE_BYTES, emit.integer(2 * GATHERED_BYTES)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emulate, n_rows = (int(literal.literal_value) for literal in signature.args[:2])
-        halves, values, columns, steps, all_steps, x, distance, *then, gathered, phase, y = args[2:]
-        next_values, next_columns, next_narrow, next_x = then
-        emit = Emitter(builder, ROWS, True)
-        tile = tiles(emit, emulate)
-        sums, of_w, of_x = range(4), (4, 5), (6, 7)
-        row_stride = emit.integer(ROW_BYTES)
-        both = builder.icmp_signed("==", halves, emit.integer(2))
-        step_bytes, unused = 3 * n_rows * TILE_BYTES, emit.integer(2 * GATHERED_BYTES)
+    def further(address: ir.Value, size: int) -> ir.Value:
+        return builder.add(address, emit.integer(size))
 
-        def further(address: ir.Value, size: int) -> ir.Value:
-            return builder.add(address, emit.integer(size))
+    def buffer(step: ir.Value) -> ir.Value:
+        odd = builder.and_(builder.add(step, gathered.phase), emit.integer(1))
+        return builder.add(gathered.address, builder.mul(odd, emit.integer(GATHERED_BYTES)))
 
-        def buffer(step: ir.Value) -> ir.Value:
-            odd = builder.and_(builder.add(step, phase), emit.integer(1))
-            return builder.add(gathered, builder.mul(odd, emit.integer(GATHERED_BYTES)))
+    def multiply(step: ir.Value, products: Sequence[tuple[int, int]]) -> None:
+        here = builder.add(weights.values, builder.mul(step, emit.integer(step_bytes)))
+        source, behind = buffer(step), builder.add(step, emit.integer(1))
+        is_last = builder.icmp_signed("==", behind, weights.all_steps)
+        ahead = builder.select(is_last, following.values, further(here, step_bytes))
+        columns_behind = builder.add(weights.columns, builder.mul(behind, emit.integer(STEP * 4)))
+        is_narrow = builder.zext(builder.icmp_signed("==", behind, weights.steps), I64)
+        gatherer = Gatherer(
+            emit,
+            builder.select(is_last, following.columns, columns_behind),
+            builder.select(is_last, following.narrow, is_narrow),
+            builder.select(is_last, following.x, x.address),
+            x.distance,
+            buffer(behind),
+        )
+        loaded: tuple[int | None, int | None] = (None, None)
+        for turn, (w, third) in enumerate(products):
+            if w != loaded[0]:
+                for r in range(n_rows):
+                    tile.load(of_w[r], further(here, (w * n_rows + r) * TILE_BYTES), row_stride)
 
-        def multiply(step: ir.Value, products: Sequence[tuple[int, int]]) -> None:
-            weights = builder.add(values, builder.mul(step, emit.integer(step_bytes)))
-            source, behind = buffer(step), builder.add(step, emit.integer(1))
-            is_last = builder.icmp_signed("==", behind, all_steps)
-            ahead = builder.select(is_last, next_values, further(weights, step_bytes))
-            columns_behind = builder.add(columns, builder.mul(behind, emit.integer(STEP * 4)))
-            is_narrow = builder.zext(builder.icmp_signed("==", behind, steps), I64)
-            gatherer = Gatherer(
-                emit,
-                builder.select(is_last, next_columns, columns_behind),
-                builder.select(is_last, next_narrow, is_narrow),
-                builder.select(is_last, next_x, x),
-                distance,
-                buffer(behind),
-            )
-            here: tuple[int | None, int | None] = (None, None)
-            for turn, (w, third) in enumerate(products):
-                if w != here[0]:
-                    for r in range(n_rows):
-                        tile.load(of_w[r], further(weights, (w * n_rows + r) * TILE_BYTES), row_stride)
+            def of_half(half: int, new: bool = third != loaded[1], third: int = third) -> None:
+                if new:
+                    tile.load(of_x[half], further(source, (third * 2 + half) * TILE_BYTES), row_stride)
+                for r in range(n_rows):
+                    tile.multiply(sums[2 * r + half], of_w[r], of_x[half])
 
-                def of_half(half: int, new: bool = third != here[1], third: int = third) -> None:
-                    if new:
-                        tile.load(of_x[half], further(source, (third * 2 + half) * TILE_BYTES), row_stride)
-                    for r in range(n_rows):
-                        tile.multiply(sums[2 * r + half], of_w[r], of_x[half])
+            of_half(0)
+            with builder.if_then(both, likely=True):
+                of_half(1)
+            loaded = w, third
+            share = step_bytes // len(products)
+            for line in range(turn * share, (turn + 1) * share, ROW_BYTES):
+                emit.will_load(emit.pointer(further(ahead, line)), close=True)
+            for number in range(turn, ROWS, len(products)):
+                gatherer.pair(emit.integer(number))
+        # Nobody reads this. A store of a tile that comes over half a microsecond after the last one takes a
+        # quarter of one longer (measured on Granite Rapids); with one a step, those of the sums never do.
+        tile.store(of_w[0], builder.add(gathered.address, unused), row_stride)
 
-                of_half(0)
-                with builder.if_then(both, likely=True):
-                    of_half(1)
-                here = w, third
-                share = step_bytes // len(products)
-                for line in range(turn * share, (turn + 1) * share, ROW_BYTES):
-                    emit.will_load(emit.pointer(further(ahead, line)), close=True)
-                for number in range(turn, ROWS, len(products)):
-                    gatherer.pair(emit.integer(number))
-            # Nobody reads this. A store of a tile that comes over half a microsecond after the last one takes a
-            # quarter of one longer (measured on Granite Rapids); with one a step, those of the sums never do.
-            tile.store(of_w[0], builder.add(gathered, unused), row_stride)
+    def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        multiply(number, PRODUCTS)
+        return []
 
-        def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            multiply(number, PRODUCTS)
-            return []
-
-        for each in sums[: 2 * n_rows]:
-            tile.zero(each)
-        emit.loop(steps, [], step)
-        with builder.if_then(builder.icmp_signed("<", steps, all_steps)):
-            multiply(steps, NARROW_PRODUCTS)
-        for r in range(n_rows):
-            for half in range(2):
-                at = further(y, r * ROWS * TOKENS * 4 + half * ROW_BYTES)
-                tile.store(sums[2 * r + half], at, emit.integer(TOKENS * 4))
-        return context.get_dummy_value()
-
-    return signature, generate
+    for each in sums[: 2 * n_rows]:
+        tile.zero(each)
+    emit.loop(weights.steps, [], step)
+    with builder.if_then(builder.icmp_signed("<", weights.steps, weights.all_steps)):
+        multiply(weights.steps, NARROW_PRODUCTS)
+    for r in range(n_rows):
+        for half in range(2):
+            at = further(y.address, r * ROWS * TOKENS * 4 + half * ROW_BYTES)
+            tile.store(sums[2 * r + half], at, emit.integer(TOKENS * 4))
 
 
 # ------------------------------------------------------------------------------------------------ results
 
 
 class Finite:
-    """Whether all sums were finite. If one was not, thirds may have made it so: y is to be computed by vectors."""
+    """Whether all sums were finite. If one was not, thirds may have caused it: y is to be computed by vectors."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.place = cgutils.alloca_once(emit.builder, emit.vector)
         emit.builder.store(emit.zeros(1)[0], self.place)
 
-    def look_at(self, sums: Sequence[ir.Value]) -> None:
-        """0 times infinity or NaN is NaN, and stays it."""
+    def check(self, sums: Sequence[ir.Value]) -> None:
+        """Remember whether all of these are finite: 0 times infinity or NaN is NaN, and stays it."""
         known = self.emit.builder.load(self.place)
         for total in sums:
             known = self.emit.multiply_add(total, self.emit.zeros(1)[0], known)
         self.emit.builder.store(known, self.place)
 
-    def tell(self, flag: ir.Value) -> None:
+    def report(self, flag: ir.Value) -> None:
         """Write 1 to the int32 at an integer address if a sum was not finite."""
         builder = self.emit.builder
         known = builder.load(self.place)
@@ -569,183 +550,145 @@ class Finite:
             builder.store(ir.Constant(I32, 1), self.emit.pointer(flag, kind=I32))
 
 
-def functions(emit: Emitter) -> list[Callable[[ir.Value], ir.Value] | None]:
-    """The activations, by their codes."""
+def list_activations(emit: Emitter) -> list[Callable[[ir.Value], ir.Value] | None]:
+    """Return the activations in the order of their codes; None for the identity."""
     return [None, emit.relu, emit.gelu]
 
 
-@with_literals
-def finish_tokens(
-    typing_context: Any,
-    source: Any,
-    places: Any,
-    bias: Any,
-    activation: Any,
-    tokens: Any,
-    features: Any,
-    target: Any,
-    stride: Any,
-    flag: Any,
-) -> Any:
-    """target[t, f] = activation(source[places[f], t] + bias[f]) for up to 16 tokens (>= 1), rows `stride` apart.
+@vector_code()
+def finish_tokens(builder: ir.IRBuilder, sums: WaitingSums, y: TokenRows, finish: Epilogue, flag: ir.Value) -> None:
+    """y[t, f] = activation(sums[positions[f], t] + bias[f]) for up to 16 tokens (>= 1).
 
-    source: float32, rows of 32 tokens, of which the first 16 are meant; places: uint32 (features); bias: float32
-    (features), at least 16. flag: address of an int32, set to 1 if anything in the source is not finite.
+    sums: float32, rows of 32 tokens, of which the first 16 are meant; count: features, at least 16. flag: address of
+    an int32, set to 1 if any sum is not finite.
     """
-    signature = types.void(*([types.intp] * 9))
+    emit = Emitter(builder, ROWS, True)
+    finite = Finite(emit)
+    every_position, every_bias = emit.pointer(sums.positions, kind=I32), emit.pointer(finish.bias)
+    targets = [emit.row(y.address, t, y.left, y.stride) for t in range(ROWS)]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride, flag = args
-        emit = Emitter(builder, ROWS, True)
-        finite = Finite(emit)
-        every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
-        targets = [emit.row(target, t, tokens, stride) for t in range(ROWS)]
+    def block(first: ir.Value) -> None:
+        rows = []
+        for f in range(ROWS):
+            position = builder.load(builder.gep(every_position, [builder.add(first, emit.integer(f))]))
+            behind = builder.mul(builder.zext(position, I64), emit.integer(TOKENS * 4))
+            rows.append(emit.pointer(builder.add(sums.address, behind)))
+        found = emit.transpose_at(rows)
+        finite.check(found)
+        added = emit.load(builder.gep(every_bias, [first]), 0)
+        done = [builder.fadd(total, added) for total in found]
 
-        def block(first: ir.Value) -> None:
-            rows = []
-            for f in range(ROWS):
-                place = builder.load(builder.gep(every_place, [builder.add(first, emit.integer(f))]))
-                behind = builder.mul(builder.zext(place, I64), emit.integer(TOKENS * 4))
-                rows.append(emit.pointer(builder.add(source, behind)))
-            sums = emit.transpose_at(rows)
-            finite.look_at(sums)
-            added = emit.load(builder.gep(every_bias, [first]), 0)
-            done = [builder.fadd(total, added) for total in sums]
+        def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
+            # From the last to the first: those beyond are written to the last one, and then overwritten.
+            for t in reversed(range(ROWS)):
+                value = done[t] if function is None else function(done[t])
+                emit.store(value, builder.gep(targets[t], [first]), 0)
 
-            def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
-                # From the last to the first: those beyond are written to the last one, and then overwritten.
-                for t in reversed(range(ROWS)):
-                    value = done[t] if function is None else function(done[t])
-                    emit.store(value, builder.gep(targets[t], [first]), 0)
+        emit.choose(finish.activation, {code: partial(store, it) for code, it in enumerate(list_activations(emit))})
 
-            emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
-
-        in_vectors(emit, features, block)
-        finite.tell(flag)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit_blocks(emit, sums.count, block)
+    finite.report(flag)
 
 
-@with_literals
-def finish_features(
-    typing_context: Any,
-    source: Any,
-    places: Any,
-    bias: Any,
-    activation: Any,
-    tokens: Any,
-    features: Any,
-    target: Any,
-    stride: Any,
-    flag: Any,
-) -> Any:
-    """target[f, t] = activation(source[places[f], t] + bias[f]) for up to 32 tokens; else as `finish_tokens`."""
-    signature = types.void(*([types.intp] * 9))
+@vector_code()
+def finish_features(builder: ir.IRBuilder, sums: WaitingSums, y: TokenRows, finish: Epilogue, flag: ir.Value) -> None:
+    """y[f, t] = activation(sums[positions[f], t] + bias[f]) for up to 32 tokens; else as `finish_tokens`.
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride, flag = args
-        emit = Emitter(builder, ROWS, True)
-        finite = Finite(emit)
-        every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
-        masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
+    y.stride: from one feature to the next.
+    """
+    emit = Emitter(builder, ROWS, True)
+    finite = Finite(emit)
+    every_position, every_bias = emit.pointer(sums.positions, kind=I32), emit.pointer(finish.bias)
+    masks = [emit.mask(y.left), emit.mask(builder.sub(y.left, emit.integer(ROWS)))]
 
-        def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            place = builder.zext(builder.load(builder.gep(every_place, [f])), I64)
-            at = emit.pointer(builder.add(source, builder.mul(place, emit.integer(TOKENS * 4))))
-            added = emit.splat(builder.load(builder.gep(every_bias, [f])))
-            there = emit.pointer(target, builder.mul(f, stride))
-            sums = [emit.load_masked(at, half, masks[half]) for half in range(2)]
-            finite.look_at(sums)
+    def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        position = builder.zext(builder.load(builder.gep(every_position, [f])), I64)
+        at = emit.pointer(builder.add(sums.address, builder.mul(position, emit.integer(TOKENS * 4))))
+        added = emit.splat(builder.load(builder.gep(every_bias, [f])))
+        there = emit.pointer(y.address, builder.mul(f, y.stride))
+        found = [emit.load_masked(at, half, masks[half]) for half in range(2)]
+        finite.check(found)
 
-            def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
-                for half, total in enumerate(sums):
-                    value = builder.fadd(total, added)
-                    emit.store_masked(value if function is None else function(value), there, half, masks[half])
+        def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
+            for half, total in enumerate(found):
+                value = builder.fadd(total, added)
+                emit.store_masked(value if function is None else function(value), there, half, masks[half])
 
-            emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
-            return []
+        emit.choose(finish.activation, {code: partial(store, it) for code, it in enumerate(list_activations(emit))})
+        return []
 
-        emit.loop(features, [], feature)
-        finite.tell(flag)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.loop(sums.count, [], feature)
+    finite.report(flag)
 
 
-@with_literals
+class PositionForm(NamedTuple):
+    """How positions are finished. framed: they lie in frames of zeros, or something is added to them."""
+
+    framed: int
+
+
+@vector_code(PositionForm)
 def finish_positions(
-    typing_context: Any,
-    framed: Any,
-    source: Any,
-    rows: Any,
-    row_ids: Any,
-    bias: Any,
-    activation: Any,
-    keep: Any,
-    added: Any,
-    target: Any,
-    stride: Any,
-    flag: Any,
-) -> Any:
-    """target[row_ids[r] * stride + p] = activation(source[r, p] + bias[row_ids[r]]) for 32 positions of `rows` rows.
+    builder: ir.IRBuilder,
+    form: PositionForm,
+    sums: PositionSums,
+    y: PositionOutput,
+    finish: RowEpilogue,
+    flag: ir.Value,
+) -> None:
+    """y[row_ids[r], p] = activation(sums[r, p] + bias[row_ids[r]]) for 32 positions of each row.
 
-    source: float32 (rows, 32), what `matrix_tile` made of x that was not interleaved: in each 16 bytes four positions
-    of the first half, or as far behind of the second. row_ids: int32 (rows), a negative one is not written.
+    sums: float32 (rows, 32), what `matrix_tile` made of x that was not interleaved: in each 16 bytes four positions
+    of the first half, or as far behind of the second.
 
-    framed = 1: `added`, an address like target, is added (unless it is 0), and zero is written to positions whose
-    bits in keep are not set; 16 of them of which none is set are not touched, as they may lie in another channel, or
-    behind the array. framed = 0: both are not looked at. flag: as of `finish_tokens`.
+    Framed: zero is written to positions whose bits in keep are not set. Halves of 16 without any set bit are not
+    touched: they may lie in another channel, or behind the array. Else keep and added are not looked at. flag: as of
+    `finish_tokens`.
     """
-    signature = types.void(framed, *([types.intp] * 10))
+    frames = form.framed
+    emit = Emitter(builder, ROWS, True)
+    finite = Finite(emit)
+    ids, every_bias = emit.pointer(finish.row_ids, kind=I32), emit.pointer(finish.bias)
+    # 128 bits of both halves in turns.
+    orders = [[half * ROWS + 4 * q + j for q in quarters for half in (0, 1) for j in range(4)]
+              for quarters in ((0, 1), (2, 3))]  # fmt: skip
+    shifted = [builder.lshr(y.keep, emit.integer(half * ROWS)) for half in (0, 1)]
+    bits = [builder.and_(each, emit.integer(2**ROWS - 1)) for each in shifted]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        frames = int(signature.args[0].literal_value)
-        source, rows, row_ids, bias, activation, keep, added, target, stride, flag = args[1:]
-        emit = Emitter(builder, ROWS, True)
-        finite = Finite(emit)
-        ids, every_bias = emit.pointer(row_ids, kind=I32), emit.pointer(bias)
-        # 128 bits of both halves in turns.
-        orders = [[half * ROWS + 4 * q + j for q in quarters for half in (0, 1) for j in range(4)]
-                  for quarters in ((0, 1), (2, 3))]  # fmt: skip
-        shifted = [builder.lshr(keep, emit.integer(half * ROWS)) for half in (0, 1)]
-        bits = [builder.and_(each, emit.integer(2**ROWS - 1)) for each in shifted]
+    def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        number = builder.sext(builder.load(builder.gep(ids, [r])), I64)
+        with builder.if_then(builder.icmp_signed(">=", number, emit.integer(0)), likely=True):
+            at = emit.pointer(sums.address, builder.mul(r, emit.integer(TOKENS)))
+            mixed = [emit.load(at, half) for half in range(2)]
+            bias_here = emit.splat(builder.load(builder.gep(every_bias, [number])))
+            begin = builder.mul(number, y.stride)
 
-        def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            number = builder.sext(builder.load(builder.gep(ids, [r])), I64)
-            with builder.if_then(builder.icmp_signed(">=", number, emit.integer(0)), likely=True):
-                at = emit.pointer(source, builder.mul(r, emit.integer(TOKENS)))
-                mixed = [emit.load(at, half) for half in range(2)]
-                bias_here = emit.splat(builder.load(builder.gep(every_bias, [number])))
-                begin = builder.mul(number, stride)
+            def vector(half: int) -> None:
+                order = ir.Constant(ir.VectorType(I32, ROWS), orders[half])
+                total = builder.shuffle_vector(*mixed, order)
+                finite.check([total])
+                if frames:
+                    [total] = emit.continued(
+                        y.added, [total], lambda: [emit.load(emit.pointer(y.added, begin), half)]
+                    )
+                total = builder.fadd(total, bias_here)
+                there = emit.pointer(y.address, begin)
 
-                def vector(half: int) -> None:
-                    order = ir.Constant(ir.VectorType(I32, ROWS), orders[half])
-                    total = builder.shuffle_vector(*mixed, order)
-                    finite.look_at([total])
-                    if frames:
-                        [total] = emit.continued(
-                            added, [total], lambda: [emit.load(emit.pointer(added, begin), half)]
-                        )
-                    total = builder.fadd(total, bias_here)
-                    there = emit.pointer(target, begin)
+                def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
+                    value = total if function is None else function(total)
+                    emit.store(emit.kept(value, bits[half]) if frames else value, there, half)
 
-                    def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
-                        value = total if function is None else function(total)
-                        emit.store(emit.kept(value, bits[half]) if frames else value, there, half)
+                emit.choose(
+                    finish.activation, {code: partial(store, it) for code, it in enumerate(list_activations(emit))}
+                )
 
-                    emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
-
-                for half in range(2):
-                    if frames:
-                        with builder.if_then(builder.icmp_unsigned("!=", bits[half], emit.integer(0)), likely=True):
-                            vector(half)
-                    else:
+            for half in range(2):
+                if frames:
+                    with builder.if_then(builder.icmp_unsigned("!=", bits[half], emit.integer(0)), likely=True):
                         vector(half)
-            return []
+                else:
+                    vector(half)
+        return []
 
-        emit.loop(rows, [], row)
-        finite.tell(flag)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.loop(sums.rows, [], row)
+    finite.report(flag)

@@ -28,7 +28,7 @@ TOO_LARGE = 0x7F7F8000
 
 
 def has_thirds(values: NDArray[np.float32]) -> bool:
-    """Whether every number is finite and below 3.39e38."""
+    """Return whether every number is finite and below 3.39e38."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
     return not np.any(bits >= TOO_LARGE)
 

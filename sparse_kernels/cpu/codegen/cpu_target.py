@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from numba.core.registry import cpu_target
-
 from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 
 
 @dataclass(frozen=True)
-class Target:
+class CpuTarget:
     """A vector unit.
 
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
     adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
-    matrix unit beside it (`amx`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as float32.
+    matrix unit beside it (`amx_tiles`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as
+    float32.
     """
 
     name: str
@@ -47,35 +47,34 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 @cache
 def rotated_bytes() -> int:
-    """How many bytes of weights must be read before the same ones come from memory again, as in a large model.
+    """Return how many bytes of weights must be read before the same ones come from memory again, as in a large model.
 
-    Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that throws out any
-    line, not the oldest one, still holds 6% of them then; of one and a half times its size it would hold 42%.
+    Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that evicts a random
+    line still holds 6% of them then. With one and a half times its size it would hold 42%.
     """
     text = _LAST_CACHE.read_text().strip() if _LAST_CACHE.exists() else ""
     return int(text[:-1]) * 2**10 * 3 if text.endswith("K") and text[:-1].isdigit() else 64 * 2**20
 
 
 @cache
-def host() -> Target:
-    """The vector unit of this process.
+def host() -> CpuTarget:
+    """Return the vector unit of this process.
 
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
     kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
     """
-    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
-    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    triple, cpu, has = read_compile_target()
     if triple.startswith(("aarch64", "arm64")):
-        return Target("neon", 4, 32, fused=True)
+        return CpuTarget("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
-        return Target(
+        return CpuTarget(
             "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available(),
             pairs={"avx512bf16", "avx512bw"} <= has,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:
-        return Target("avx2", 8, 16, fused=True)
+        return CpuTarget("avx2", 8, 16, fused=True)
     if "avx" in has:
-        return Target("avx", 8, 16, fused=False)
-    return Target("simd128", 4, 16, fused=False)
+        return CpuTarget("avx", 8, 16, fused=False)
+    return CpuTarget("simd128", 4, 16, fused=False)

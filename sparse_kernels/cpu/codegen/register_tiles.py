@@ -1,7 +1,7 @@
 """The innermost loops, emitted as LLVM vector code: register tiles of multiply-adds, and copies, float32.
 
-Why emitted: the sums of a tile must stay in vector registers over the whole loop, and the tile must be as large as
-the registers allow, or each multiply-add waits for a load. A compiler does neither for loops over sparse columns.
+Why emitted: the sums of a tile must stay in vector registers over the whole loop. The tile must be as large as the
+registers allow, or each multiply-add waits for a load. A compiler does neither for loops over sparse columns.
 
 Two tiles cover every pattern whose rows share columns (w: packed weights, c: kept column, c < count):
 
@@ -9,8 +9,9 @@ Two tiles cover every pattern whose rows share columns (w: packed weights, c: ke
     row_tile     y[r, p] += w[c, r] * x[offset[c] + p]       `rows` rows of y     x  `vectors` vectors of positions
 
 token_tile reads x token-major; the rows of a group that share their columns lie along the vector. row_tile reads x
-feature-major, or any other way in which an element offset stands for a column (a tap of a convolution); tokens or
-image positions lie along the vector, so groups of a few rows will do. Rows that share no columns: see `single`.
+feature-major, or any other way in which an element offset stands for a column (a tap of a convolution). Tokens or
+image positions lie along the vector, so groups of a few rows are enough. Rows that share no columns: see
+`weight_stream`.
 
 Registers: a tile holds tokens*vectors (rows*vectors) sums, the `vectors` vectors loaded for a column, and one
 broadcast. With 32 registers (AVX-512, NEON) that is 8 x 2 sums; with 16 (AVX2, SSE) 4 x 2. It needs at least
@@ -32,12 +33,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 
-from sparse_kernels.cpu.codegen.vector_emitter import F32, FLOATS, I16, I32, I64, Emitter, with_literals
+from sparse_kernels.cpu.codegen.intrinsics import vector_code, with_literals
+from sparse_kernels.cpu.codegen.tile_operands import (
+    Epilogue,
+    FramedOutput,
+    LineWalk,
+    Matrix,
+    PackedOutput,
+    RowEpilogue,
+    TileWeights,
+    TokenRows,
+    TokenSums,
+    VectorInput,
+    VectorSources,
+    WeightFetch,
+)
+from sparse_kernels.cpu.codegen.vector_emitter import F32, FLOATS, I16, I32, I64, Emitter
 
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
@@ -60,7 +76,7 @@ PACE_BITS = 32
 
 @with_literals
 def floats_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to float32 from an address, as `numba.carray` takes it."""
+    """Return a pointer to float32 from an address, as `numba.carray` takes it."""
     signature = types.CPointer(types.float32)(types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -69,518 +85,437 @@ def floats_at(typing_context: Any, address: Any) -> Any:
     return signature, generate
 
 
-@with_literals
+class TokenTileForm(NamedTuple):
+    """A register tile of tokens and outputs.
+
+    tokens, vectors: sums, one vector of outputs each. lanes: of a vector. fused: multiply-adds are fused. size: bytes
+    of a weight, 4 for float32, 2 for bfloat16. ahead: how many floats ahead weights are fetched, 0 leaves that to the
+    hardware. close: fetch them to the first-level cache. order: how the sums are left: FINISHED, ROWS or FOURS.
+    fetch_elsewhere: with each column fetch a line that is not of its weights. once: where `cold` is 1 fetch weights
+    ahead and nothing else, where it is 0 only lines elsewhere; else fetch both always. side_by_side: the tokens of x
+    lie side by side, (columns, tokens), and their stride is not looked at.
+    """
+
+    tokens: int
+    vectors: int
+    lanes: int
+    fused: int
+    size: int
+    ahead: int
+    close: int
+    order: int
+    fetch_elsewhere: int
+    once: int
+    side_by_side: int
+
+
+@vector_code(TokenTileForm)
 def token_tile(
-    typing_context: Any,
-    tokens: Any,
-    vectors: Any,
-    lanes: Any,
-    fused: Any,
-    size: Any,
-    ahead: Any,
-    close: Any,
-    form: Any,
-    busy: Any,
-    once: Any,
-    laid: Any,
-    values: Any,
-    columns: Any,
-    count: Any,
-    x: Any,
-    x_stride: Any,
-    tokens_left: Any,
-    y: Any,
-    y_stride: Any,
-    lanes_left: Any,
-    more: Any,
-    bias: Any,
-    activation: Any,
-    elsewhere: Any,
-    cold: Any,
-) -> Any:
+    builder: ir.IRBuilder,
+    form: TokenTileForm,
+    weights: TileWeights,
+    x: TokenRows,
+    y: TokenSums,
+    finish: Epilogue,
+    fetch: WeightFetch,
+) -> None:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
-    values: (count, vectors*lanes), float32 if `size` is 4, bits of bfloat16 if it is 2; columns: int32 (count); x:
-    rows of stride x_stride; y: rows of stride y_stride. Beyond tokens_left (>= 1) the last token is computed again;
-    beyond lanes_left no output is written and no bias read. ahead: how many floats ahead weights are fetched, 0
-    leaves that to the hardware; close: 1 fetches them to the first-level cache. more: 1 adds what y holds to the
-    sums, 0 does not look at it.
+    values: (count, vectors*lanes), float32 or bits of bfloat16.
 
-    form: FINISHED; or ROWS or FOURS of sums as they are, all outputs of the tile, bias and activation not looked at.
-    FOURS: four tokens of an output lie side by side, y[t // 4, place, t % 4], outputs of a vector in the order that
-    `Panels.places_in_fours` knows, also for tokens that are not left; y_stride is that of a token.
-
-    laid = 1: x lies with all tokens of the tile side by side, (columns, tokens); x_stride is not looked at.
-
-    busy = 1: with each column the cache line is fetched that lies so many bytes from its weights, `elsewhere`.
-
-    once = 1: where `cold` is 1 weights are fetched ahead and nothing else is, where it is 0 only what busy says.
-    once = 0: both are fetched always, and cold is not looked at.
+    ROWS and FOURS leave sums as they are, all outputs of the tile, without bias and activation. FOURS: four tokens of
+    an output lie side by side, y[t // 4, position, t % 4], also for tokens that are not left.
+    `Panels.positions_in_fours` gives the order of the outputs of a vector.
     """
-    signature = types.void(
-        *(tokens, vectors, lanes, fused, size, ahead, close, form, busy, once, laid), *([types.intp] * 14)
-    )
+    n_lanes, n_vectors, n_tokens = form.lanes, form.vectors, form.tokens
+    emit = Emitter(builder, n_lanes, bool(form.fused))
+    width = n_vectors * n_lanes
+    last = builder.sub(x.left, emit.integer(1))
+    x_rows, y_rows = [], []
+    for t in range(n_tokens):
+        beyond = builder.icmp_signed("<", last, emit.integer(t))
+        row = builder.select(beyond, last, emit.integer(t))
+        x_rows.append(emit.pointer(x.address, emit.integer(t) if form.side_by_side else builder.mul(row, x.stride)))
+        y_rows.append(emit.pointer(y.address, builder.mul(row, y.stride)))
+    masks = [emit.mask(builder.sub(y.lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
+    outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
+    kind, load = (F32, emit.load) if form.size == 4 else (I16, emit.load_bfloat16)
+    values_pointer, columns_pointer = emit.pointer(weights.values, kind=kind), emit.pointer(weights.columns, kind=I32)
+    per_float = 4 // form.size
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(each.literal_value) for each in signature.args[:11])
-        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches, either, beside = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[11:]
-        bias, activation, elsewhere, cold = args
-        emit = Emitter(builder, n_lanes, bool(fuse))
-        width = n_vectors * n_lanes
-        last = builder.sub(tokens_left, emit.integer(1))
-        x_rows, y_rows = [], []
-        for t in range(n_tokens):
-            beyond = builder.icmp_signed("<", last, emit.integer(t))
-            row = builder.select(beyond, last, emit.integer(t))
-            x_rows.append(emit.pointer(x, emit.integer(t) if beside else builder.mul(row, x_stride)))
-            y_rows.append(emit.pointer(y, builder.mul(row, y_stride)))
-        masks = [emit.mask(builder.sub(lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
-        outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
-        kind, load = (F32, emit.load) if bytes_each == 4 else (I16, emit.load_bfloat16)
-        values_pointer, columns_pointer = emit.pointer(values, kind=kind), emit.pointer(columns, kind=I32)
-        per_float = 4 // bytes_each
+    def column(ahead: bool, others: bool, c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
+        if form.side_by_side:
+            index = builder.mul(index, emit.integer(n_tokens))
+        at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
+        for v in range(0, n_vectors, per_float) if form.ahead and ahead else ():
+            further = builder.gep(at, [emit.integer(form.ahead * per_float + v * n_lanes)])
+            emit.will_load(further, close=bool(form.close))
+        if form.fetch_elsewhere and others:
+            emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), fetch.elsewhere)))
+        loaded = [load(at, v) for v in range(n_vectors)]
+        factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
+        pairs = [(factor, weight) for factor in factors for weight in loaded]
+        return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
-        def column(ahead: bool, others: bool, c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
-            if beside:
-                index = builder.mul(index, emit.integer(n_tokens))
-            at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
-            for v in range(0, n_vectors, per_float) if distance and ahead else ():
-                further = builder.gep(at, [emit.integer(distance * per_float + v * n_lanes)])
-                emit.will_load(further, close=bool(near))
-            if fetches and others:
-                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere)))
-            weights = [load(at, v) for v in range(n_vectors)]
-            factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
-            pairs = [(factor, weight) for factor in factors for weight in weights]
-            return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
+    def columns_with(ahead: bool, others: bool) -> list[ir.Value]:
+        return emit.loop(weights.count, emit.zeros(len(outputs)), partial(column, ahead, others))
 
-        def columns_with(ahead: bool, others: bool) -> list[ir.Value]:
-            return emit.loop(count, emit.zeros(len(outputs)), partial(column, ahead, others))
+    if form.once:
+        sums = emit.either(fetch.cold, lambda: columns_with(True, False), lambda: columns_with(False, True))
+    else:
+        sums = columns_with(True, True)
+    if form.order == FOURS:
+        fours = [
+            (four, v, emit.pointer(y.address, builder.mul(y.stride, emit.integer(four))))
+            for four in range(0, n_tokens, 4)
+            for v in range(n_vectors)
+        ]
 
-        if either:
-            sums = emit.either(cold, lambda: columns_with(True, False), lambda: columns_with(False, True))
-        else:
-            sums = columns_with(True, True)
-        if left_as == FOURS:
-            fours = [
-                (four, v, emit.pointer(y, builder.mul(y_stride, emit.integer(four))))
-                for four in range(0, n_tokens, 4)
-                for v in range(n_vectors)
-            ]
+        def load_fours() -> list[ir.Value]:
+            loaded = {
+                (four, v): emit.transpose_inside(*(emit.load(at, 4 * v + j) for j in range(4)))
+                for four, v, at in fours
+            }
+            return [loaded[t // 4 * 4, v][t % 4] for t in range(n_tokens) for v in range(n_vectors)]
 
-            def load_fours() -> list[ir.Value]:
-                loaded = {
-                    (four, v): emit.transpose_inside(*(emit.load(at, 4 * v + j) for j in range(4)))
-                    for four, v, at in fours
-                }
-                return [loaded[t // 4 * 4, v][t % 4] for t in range(n_tokens) for v in range(n_vectors)]
+        sums = emit.continued(y.add_present, sums, load_fours)
+        for four, v, at in fours:
+            rows = sums[four * n_vectors + v : (four + 4) * n_vectors : n_vectors]
+            for j, joined in enumerate(emit.transpose_inside(*rows)):
+                emit.store(joined, at, 4 * v + j)
+        return
 
-            sums = emit.continued(more, sums, load_fours)
-            for four, v, at in fours:
-                rows = sums[four * n_vectors + v : (four + 4) * n_vectors : n_vectors]
-                for j, joined in enumerate(emit.transpose_inside(*rows)):
-                    emit.store(joined, at, 4 * v + j)
-            return context.get_dummy_value()
+    sums = emit.continued(y.add_present, sums, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
 
-        sums = emit.continued(more, sums, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
+    def store(sums: list[ir.Value]) -> None:
+        for (row, v), total in zip(outputs, sums, strict=True):
+            emit.store_masked(total, row, v, masks[v])
+
+    if form.order == ROWS:
+        store(sums)
+        return
+    bias_pointer = emit.pointer(finish.bias)
+    biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
+    emit.finish(finish.activation, sums, lambda: [biases[v] for _, v in outputs], store)
+
+
+@vector_code()
+def fetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Fetch the cache line at an address, which may be any, to the second-level cache."""
+    emit = Emitter(builder, 1, False)
+    emit.will_load(emit.pointer(address))
+
+
+class RowTileForm(NamedTuple):
+    """A register tile of rows and positions.
+
+    rows, vectors: sums, one vector of positions each. lanes: of a vector. fused: multiply-adds are fused. framed: y
+    lies in frames, or something is added to it. fetch_lines: fetch the lines of a `LineWalk` meanwhile. numbers: what
+    is multiplied, FLOATS or pairs of bfloat16.
+    """
+
+    rows: int
+    vectors: int
+    lanes: int
+    fused: int
+    framed: int
+    fetch_lines: int
+    numbers: int
+
+
+@vector_code(RowTileForm)
+def row_tile(
+    builder: ir.IRBuilder,
+    form: RowTileForm,
+    weights: TileWeights,
+    x: VectorInput,
+    y: FramedOutput,
+    finish: RowEpilogue,
+    walk: LineWalk,
+) -> None:
+    """y[row_ids[r], y.starts[v] + i] = activation(sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
+
+    The element of x is x.starts[v] + offsets[c] * x.scale + i, for lane i of vector v. x.width: how many vectors
+    there are, `vectors` of the form or 1. values: float32 (count, rows).
+
+    With pairs of bfloat16 two columns are multiplied at once. Then x holds each element as bfloat16 twice
+    (`Emitter.doubled`), and the pace is by pairs. Values hold two columns' weights in each 32 bits, the last column's
+    alone if count is odd (`Panels.paired`).
+    """
+    n_rows, n_lanes, kind, frames = form.rows, form.lanes, form.numbers, form.framed
+    emit = Emitter(builder, n_lanes, bool(form.fused))
+
+    def tile(n_vectors: int) -> None:
+        inputs = [emit.pointer(x.address, at) for at in emit.load_integers(x.starts, n_vectors, I64)]
+        starts = emit.load_integers(y.starts, n_vectors, I64)
+        ids = emit.load_integers(finish.row_ids, n_rows, I32)
+        written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
+        values, offsets = emit.pointer(weights.values), emit.pointer(weights.columns, kind=I32)
+
+        # Columns take turns with sets of sums, as many as keep the unit busy.
+        size = n_rows * n_vectors
+        sets = -(-ENOUGH // size)
+
+        def element(at: ir.Value, offset: ir.Value) -> ir.Value:
+            return emit.load(builder.gep(at, [builder.mul(offset, x.scale)]), 0)
+
+        def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            if kind == FLOATS:
+                offset = builder.sext(builder.load(builder.gep(offsets, [c])), I64)
+                elements = [element(at, offset) for at in inputs]
+            else:
+                first, second = emit.load_pair(builder.gep(offsets, [builder.add(c, c)]))
+                elements = [emit.paired(element(at, first), element(at, second)) for at in inputs]
+            at = builder.gep(values, [builder.mul(c, emit.integer(n_rows))])
+            emit.will_load(builder.gep(at, [emit.integer(AHEAD)]))
+            if form.fetch_lines:
+                number = builder.ashr(builder.mul(c, walk.pace), emit.integer(PACE_BITS))
+                emit.will_load(emit.pointer(builder.add(walk.line, builder.mul(number, walk.stride))))
+            return multiplied(at, elements, sums)
+
+        def multiplied(at: ir.Value, elements: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
+            loaded = [emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for r in range(n_rows)]
+            pairs = [(weight, element) for weight in loaded for element in elements]
+            if kind == FLOATS:
+                return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
+            return [emit.multiply_pairs(w, e, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
+
+        def alone(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            """Add the last of an odd number of columns, beside zeros, so that infinity stays what it is."""
+            offset = builder.sext(builder.load(builder.gep(offsets, [builder.add(c, c)])), I64)
+            elements = [emit.paired(element(at, offset), ir.Constant(emit.vector, None)) for at in inputs]
+            return multiplied(builder.gep(values, [builder.mul(c, emit.integer(n_rows))]), elements, sums)
+
+        def columns(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            each = [column(builder.add(c, emit.integer(i)), sums[i * size : i * size + size]) for i in range(sets)]
+            return [total for some in each for total in some]
+
+        steps = weights.count if kind == FLOATS else builder.ashr(weights.count, emit.integer(1))
+        whole = builder.and_(steps, emit.integer(-sets))
+        sums = emit.loop(whole, emit.zeros(sets * size), columns, stride=sets)
+        first, *others = (sums[i * size : i * size + size] for i in range(sets))
+        sums = emit.loop(steps, first, column, start=whole) if others else first
+        if kind != FLOATS:
+            sums = emit.loop(builder.sub(weights.count, steps), sums, alone, start=steps)
+        for other in others:
+            sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
+        # A row that is not written stands for row 0 where its bias is read.
+        known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
+        bias_pointer = emit.pointer(finish.bias)
+
+        def positions(r: int, array: ir.Value) -> list[ir.Value]:
+            row = builder.mul(known[r], y.stride)
+            return [emit.pointer(array, builder.add(row, start)) for start in starts]
+
+        if frames:
+            sums = emit.continued(
+                y.added, sums, lambda: [emit.load(at, 0) for r in range(n_rows) for at in positions(r, y.added)]
+            )
+
+        def biases() -> list[ir.Value]:
+            each = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in known]
+            return [each[r] for r in range(n_rows) for _ in range(n_vectors)]
 
         def store(sums: list[ir.Value]) -> None:
-            for (row, v), total in zip(outputs, sums, strict=True):
-                emit.store_masked(total, row, v, masks[v])
+            bits = emit.load_integers(y.keep, n_vectors, I64) if frames else []
+            for r, exists in enumerate(written):
+                with builder.if_then(exists):
+                    for v, at in enumerate(positions(r, y.address)):
+                        total = sums[r * n_vectors + v]
+                        emit.store(emit.kept(total, bits[v]) if frames else total, at, 0)
 
-        if left_as == ROWS:
-            store(sums)
-            return context.get_dummy_value()
-        bias_pointer = emit.pointer(bias)
-        biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
-        emit.finish(activation, sums, lambda: [biases[v] for _, v in outputs], store)
-        return context.get_dummy_value()
+        emit.finish(finish.activation, sums, biases, store)
 
-    return signature, generate
+    emit.choose(x.width, {n: partial(tile, n) for n in {form.vectors, 1}})
 
 
-@with_literals
-def fetch(typing_context: Any, address: Any) -> Any:
-    """Fetch the cache line at an address, which may be any, to the second-level cache."""
-    signature = types.void(types.intp)
+class TransposeForm(NamedTuple):
+    """A transposition of tokens.
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emit = Emitter(builder, 1, False)
-        emit.will_load(emit.pointer(args[0]))
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def row_tile(
-    typing_context: Any,
-    rows: Any,
-    vectors: Any,
-    lanes: Any,
-    fused: Any,
-    framed: Any,
-    busy: Any,
-    numbers: Any,
-    width: Any,
-    values: Any,
-    offsets: Any,
-    count: Any,
-    x: Any,
-    x_scale: Any,
-    x_starts: Any,
-    y: Any,
-    y_stride: Any,
-    y_starts: Any,
-    keep: Any,
-    added: Any,
-    row_ids: Any,
-    bias: Any,
-    activation: Any,
-    line: Any,
-    stride: Any,
-    pace: Any,
-) -> Any:
-    """y[row_ids[r], y_starts[v] + i] = activation(sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
-
-    The element of x is x_starts[v] + offsets[c] * x_scale + i, for lane i of vector v. width: how many vectors there
-    are, `vectors` or 1. values: float32 (count, rows); offsets: int32 (count); x_starts, y_starts: int64 (width),
-    where each vector lies, in elements; row_ids: int32 (rows), a negative one is not written.
-
-    framed = 1: `added`, which lies as y does, is added to the sums (unless it is the address 0), and zero is written
-    to the lanes whose bits in keep (int64 (width)) are not set. framed = 0: both are not looked at.
-
-    busy = 1: cache lines that others will need are fetched meanwhile (`ahead`): the ones at address line, line +
-    stride bytes and so on, `pace` of them with each 2**PACE_BITS columns. busy = 0: these three are not looked at.
-
-    numbers: FLOATS, or as what two columns are multiplied at once. Then x holds each element as bfloat16 twice
-    (`Emitter.doubled`), values two columns' weights in each 32 bits, the last column's alone where count is odd
-    (`Panels.paired`), and the pace is by pairs.
+    lanes: of a vector, and tokens. numbers: what tiles multiply that read the result; unless FLOATS, each element is
+    written as bfloat16 twice (`Emitter.doubled`).
     """
-    signature = types.void(*(rows, vectors, lanes, fused, framed, busy, numbers), *([types.intp] * 18))
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(literal.literal_value) for literal in signature.args[:7])
-        n_rows, n_vectors, n_lanes, fuse, frames, fetches, kind = sizes
-        width, values, offsets, count, x, x_scale, x_starts, *args = args[7:]
-        y, y_stride, y_starts, keep, added, row_ids, bias, activation, line, stride, pace = args
-        emit = Emitter(builder, n_lanes, bool(fuse))
-
-        def tile(n_vectors: int) -> None:
-            inputs = [emit.pointer(x, at) for at in emit.load_integers(x_starts, n_vectors, I64)]
-            starts = emit.load_integers(y_starts, n_vectors, I64)
-            ids = emit.load_integers(row_ids, n_rows, I32)
-            written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
-            values_pointer, offsets_pointer = emit.pointer(values), emit.pointer(offsets, kind=I32)
-
-            # Columns take turns with sets of sums, as many as keep the unit busy.
-            size = n_rows * n_vectors
-            sets = -(-ENOUGH // size)
-
-            def element(at: ir.Value, offset: ir.Value) -> ir.Value:
-                return emit.load(builder.gep(at, [builder.mul(offset, x_scale)]), 0)
-
-            def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                if kind == FLOATS:
-                    offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
-                    elements = [element(at, offset) for at in inputs]
-                else:
-                    first, second = emit.load_pair(builder.gep(offsets_pointer, [builder.add(c, c)]))
-                    elements = [emit.paired(element(at, first), element(at, second)) for at in inputs]
-                at = builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))])
-                emit.will_load(builder.gep(at, [emit.integer(AHEAD)]))
-                if fetches:
-                    number = builder.ashr(builder.mul(c, pace), emit.integer(PACE_BITS))
-                    emit.will_load(emit.pointer(builder.add(line, builder.mul(number, stride))))
-                return multiplied(at, elements, sums)
-
-            def multiplied(at: ir.Value, elements: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
-                weights = [emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for r in range(n_rows)]
-                pairs = [(weight, element) for weight in weights for element in elements]
-                if kind == FLOATS:
-                    return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
-                return [emit.multiply_pairs(w, e, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
-
-            def alone(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                """The last of an odd number of columns, beside zeros, so that infinity stays what it is."""
-                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [builder.add(c, c)])), I64)
-                elements = [emit.paired(element(at, offset), ir.Constant(emit.vector, None)) for at in inputs]
-                return multiplied(builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))]), elements, sums)
-
-            def columns(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                each = [
-                    column(builder.add(c, emit.integer(i)), sums[i * size : i * size + size]) for i in range(sets)
-                ]
-                return [total for some in each for total in some]
-
-            steps = count if kind == FLOATS else builder.ashr(count, emit.integer(1))
-            whole = builder.and_(steps, emit.integer(-sets))
-            sums = emit.loop(whole, emit.zeros(sets * size), columns, stride=sets)
-            first, *others = (sums[i * size : i * size + size] for i in range(sets))
-            sums = emit.loop(steps, first, column, start=whole) if others else first
-            if kind != FLOATS:
-                sums = emit.loop(builder.sub(count, steps), sums, alone, start=steps)
-            for other in others:
-                sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
-            # A row that is not written stands for row 0 where its bias is read.
-            known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
-            bias_pointer = emit.pointer(bias)
-
-            def places(r: int, array: ir.Value) -> list[ir.Value]:
-                row = builder.mul(known[r], y_stride)
-                return [emit.pointer(array, builder.add(row, start)) for start in starts]
-
-            if frames:
-                sums = emit.continued(
-                    added, sums, lambda: [emit.load(at, 0) for r in range(n_rows) for at in places(r, added)]
-                )
-
-            def biases() -> list[ir.Value]:
-                each = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in known]
-                return [each[r] for r in range(n_rows) for _ in range(n_vectors)]
-
-            def store(sums: list[ir.Value]) -> None:
-                bits = emit.load_integers(keep, n_vectors, I64) if frames else []
-                for r, exists in enumerate(written):
-                    with builder.if_then(exists):
-                        for v, at in enumerate(places(r, y)):
-                            total = sums[r * n_vectors + v]
-                            emit.store(emit.kept(total, bits[v]) if frames else total, at, 0)
-
-            emit.finish(activation, sums, biases, store)
-
-        emit.choose(width, {n: partial(tile, n) for n in {n_vectors, 1}})
-        return context.get_dummy_value()
-
-    return signature, generate
+    lanes: int
+    numbers: int
 
 
-@with_literals
+@vector_code(TransposeForm)
 def tokens_to_lanes(
-    typing_context: Any,
-    lanes: Any,
-    numbers: Any,
-    source: Any,
-    source_stride: Any,
-    tokens: Any,
-    features: Any,
-    target: Any,
-    target_stride: Any,
-) -> Any:
-    """target[f, t] = source[t, f] for `lanes` tokens, both float32 with their row strides.
+    builder: ir.IRBuilder,
+    form: TransposeForm,
+    source: Matrix,
+    target: Matrix,
+    tokens: ir.Value,
+    features: ir.Value,
+) -> None:
+    """target[f, t] = source[t, f] for as many tokens as there are lanes, both float32.
 
-    Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond. numbers: for
-    tiles that multiply what; unless FLOATS, the target gets each element as bfloat16 twice (`Emitter.doubled`).
+    Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond.
     """
-    signature = types.void(lanes, numbers, *([types.intp] * 6))
+    n, kind = form.lanes, form.numbers
+    emit = Emitter(builder, n, False)
+    sources = [emit.row(source.address, t, tokens, source.stride) for t in range(n)]
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n, kind = (int(literal.literal_value) for literal in signature.args[:2])
-        source, source_stride, tokens, features, target, target_stride = args[2:]
-        emit = Emitter(builder, n, False)
-        sources = [emit.row(source, t, tokens, source_stride) for t in range(n)]
+    def tile(first: ir.Value, features: ir.Value | None) -> None:
+        rows = [builder.gep(row, [first]) for row in sources]
+        if features is None:
+            for row in rows:
+                emit.will_load(builder.gep(row, [emit.integer(ROW_AHEAD)]))
+            loaded = [emit.load(row, 0) for row in rows]
+        else:
+            mask = emit.mask(features)
+            loaded = [emit.load_masked(row, 0, mask) for row in rows]
+        at = emit.address(target.address, builder.mul(first, target.stride))
+        columns = [emit.as_read(column, kind) for column in emit.transpose(loaded)]
+        # From the last to the first: those beyond are written to the last one, and then overwritten.
+        for f in reversed(range(n)):
+            emit.store(columns[f], emit.row(at, f, features, target.stride), 0)
 
-        def tile(first: ir.Value, features: ir.Value | None) -> None:
-            rows = [builder.gep(row, [first]) for row in sources]
-            if features is None:
-                for row in rows:
-                    emit.will_load(builder.gep(row, [emit.integer(ROW_AHEAD)]))
-                loaded = [emit.load(row, 0) for row in rows]
-            else:
-                mask = emit.mask(features)
-                loaded = [emit.load_masked(row, 0, mask) for row in rows]
-            at = emit.address(target, builder.mul(first, target_stride))
-            columns = [emit.as_read(column, kind) for column in emit.transpose(loaded)]
-            # From the last to the first: those beyond are written to the last one, and then overwritten.
-            for f in reversed(range(n)):
-                emit.store(columns[f], emit.row(at, f, features, target_stride), 0)
-
-        emit.in_tiles(features, tile)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.in_tiles(features, tile)
 
 
-@with_literals
+@vector_code(TransposeForm)
 def lanes_to_tokens(
-    typing_context: Any,
-    lanes: Any,
-    source: Any,
-    source_stride: Any,
-    tokens: Any,
-    features: Any,
-    target: Any,
-    target_stride: Any,
-) -> Any:
-    """target[t, f] = source[f, t] for the first `tokens` (>= 1) of `lanes` tokens, both float32 with row strides."""
-    signature = types.void(lanes, *([types.intp] * 6))
+    builder: ir.IRBuilder,
+    form: TransposeForm,
+    source: Matrix,
+    target: Matrix,
+    tokens: ir.Value,
+    features: ir.Value,
+) -> None:
+    """target[t, f] = source[f, t] for the first `tokens` (>= 1) of as many as there are lanes, both float32.
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n = int(signature.args[0].literal_value)
-        source, source_stride, tokens, features, target, target_stride = args[1:]
-        emit = Emitter(builder, n, False)
-        targets = [emit.row(target, t, tokens, target_stride) for t in range(n)]
+    The form must be of FLOATS.
+    """
+    n = form.lanes
+    emit = Emitter(builder, n, False)
+    targets = [emit.row(target.address, t, tokens, target.stride) for t in range(n)]
 
-        def tile(first: ir.Value, features: ir.Value | None) -> None:
-            at = emit.address(source, builder.mul(first, source_stride))
-            rows = emit.transpose([emit.load(emit.row(at, f, features, source_stride), 0) for f in range(n)])
-            mask = None if features is None else emit.mask(features)
-            # From the last to the first, as above.
-            for t in reversed(range(n)):
-                place = builder.gep(targets[t], [first])
-                if mask is None:
-                    emit.store(rows[t], place, 0)
-                else:
-                    emit.store_masked(rows[t], place, 0, mask)
+    def tile(first: ir.Value, features: ir.Value | None) -> None:
+        at = emit.address(source.address, builder.mul(first, source.stride))
+        rows = emit.transpose([emit.load(emit.row(at, f, features, source.stride), 0) for f in range(n)])
+        mask = None if features is None else emit.mask(features)
+        # From the last to the first, as above.
+        for t in reversed(range(n)):
+            place = builder.gep(targets[t], [first])
+            if mask is None:
+                emit.store(rows[t], place, 0)
+            else:
+                emit.store_masked(rows[t], place, 0, mask)
 
-        emit.in_tiles(features, tile)
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.in_tiles(features, tile)
 
 
-@with_literals
+class CopyForm(NamedTuple):
+    """Tiles of vectors of positions that are copied.
+
+    vectors: the most that a tile has. lanes: of a vector. fused: multiply-adds are fused, for `finish_rows`.
+    """
+
+    vectors: int
+    lanes: int
+    fused: int
+
+
+@vector_code(CopyForm)
 def copy_columns(
-    typing_context: Any,
-    vectors: Any,
-    lanes: Any,
-    width: Any,
-    x: Any,
-    x_starts: Any,
-    offsets: Any,
-    count: Any,
-    target: Any,
-) -> Any:
-    """target[c, v, i] = x[x_starts[v] + offsets[c] + i], of shape (count, vectors, lanes).
+    builder: ir.IRBuilder, form: CopyForm, width: ir.Value, source: VectorSources, target: ir.Value
+) -> None:
+    """target[c, v, i] = x[starts[v] + offsets[c] + i], of shape (count, vectors, lanes).
 
-    width: how many vectors there are, 1 to `vectors`. x_starts: int64 (width); offsets: int32 (count).
+    width: how many vectors there are, 1 to `vectors`.
     """
-    signature = types.void(*(vectors, lanes), *([types.intp] * 6))
+    most, n_lanes = form.vectors, form.lanes
+    emit = Emitter(builder, n_lanes, False)
+    offsets_pointer, target_pointer = emit.pointer(source.offsets, kind=I32), emit.pointer(target)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes = (int(literal.literal_value) for literal in signature.args[:2])
-        width, x, x_starts, offsets, count, target = args[2:]
-        emit = Emitter(builder, n_lanes, False)
-        offsets_pointer, target_pointer = emit.pointer(offsets, kind=I32), emit.pointer(target)
+    def copy_with(vectors: int) -> None:
+        sources = [emit.pointer(source.address, at) for at in emit.load_integers(source.starts, vectors, I64)]
 
-        def copy_with(vectors: int) -> None:
-            sources = [emit.pointer(x, at) for at in emit.load_integers(x_starts, vectors, I64)]
+        def column(c: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
+            at = builder.gep(target_pointer, [builder.mul(c, emit.integer(most * n_lanes))])
+            for v, start in enumerate(sources):
+                emit.store(emit.load(builder.gep(start, [offset]), 0), at, v)
+            return []
 
-            def column(c: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
-                at = builder.gep(target_pointer, [builder.mul(c, emit.integer(most * n_lanes))])
-                for v, source in enumerate(sources):
-                    emit.store(emit.load(builder.gep(source, [offset]), 0), at, v)
-                return []
+        emit.loop(source.count, [], column)
 
-            emit.loop(count, [], column)
-
-        emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
 
 
-@with_literals
+@vector_code(CopyForm)
 def copy_rows(
-    typing_context: Any,
-    vectors: Any,
-    lanes: Any,
-    width: Any,
-    source: Any,
-    count: Any,
-    y: Any,
-    y_stride: Any,
-    y_starts: Any,
-) -> Any:
-    """y[r * y_stride + y_starts[v] + i] = source[r, v, i], of shape (count, vectors, lanes).
+    builder: ir.IRBuilder, form: CopyForm, width: ir.Value, source: ir.Value, count: ir.Value, y: PackedOutput
+) -> None:
+    """y[r * y.stride + y.starts[v] + i] = source[r, v, i], of shape (count, vectors, lanes).
 
-    width: how many vectors there are, 1 to `vectors`. y_starts: int64 (width). Rows of y are often too far apart for
-    the hardware to foresee what is stored next: the next tile, which most often lies behind this one, is fetched.
+    width: how many vectors there are, 1 to `vectors`. Rows of y are often too far apart for the hardware to foresee
+    what is stored next: the next tile, which most often lies behind this one, is fetched.
     """
-    signature = types.void(*(vectors, lanes), *([types.intp] * 6))
+    most, n_lanes = form.vectors, form.lanes
+    emit = Emitter(builder, n_lanes, False)
+    source_pointer = emit.pointer(source)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes = (int(literal.literal_value) for literal in signature.args[:2])
-        width, source, count, y, y_stride, y_starts = args[2:]
-        emit = Emitter(builder, n_lanes, False)
-        source_pointer = emit.pointer(source)
+    def copy_with(vectors: int) -> None:
+        targets = [emit.pointer(y.address, at) for at in emit.load_integers(y.starts, vectors, I64)]
 
-        def copy_with(vectors: int) -> None:
-            targets = [emit.pointer(y, at) for at in emit.load_integers(y_starts, vectors, I64)]
+        def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
+            behind = builder.mul(r, y.stride)
+            for v, target in enumerate(targets):
+                there = builder.gep(target, [behind])
+                emit.store(emit.load(at, v), there, 0)
+                emit.will_store(builder.gep(there, [emit.integer(vectors * n_lanes)]))
+            return []
 
-            def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
-                behind = builder.mul(r, y_stride)
-                for v, target in enumerate(targets):
-                    there = builder.gep(target, [behind])
-                    emit.store(emit.load(at, v), there, 0)
-                    emit.will_store(builder.gep(there, [emit.integer(vectors * n_lanes)]))
-                return []
+        emit.loop(count, [], row)
 
-            emit.loop(count, [], row)
-
-        emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
 
 
-@with_literals
+@vector_code(CopyForm)
 def finish_rows(
-    typing_context: Any,
-    vectors: Any,
-    lanes: Any,
-    fused: Any,
-    width: Any,
-    source: Any,
-    count: Any,
-    y: Any,
-    y_stride: Any,
-    y_starts: Any,
-    keep: Any,
-    added: Any,
-    activation: Any,
-) -> Any:
+    builder: ir.IRBuilder,
+    form: CopyForm,
+    width: ir.Value,
+    source: ir.Value,
+    count: ir.Value,
+    y: FramedOutput,
+    activation: ir.Value,
+) -> None:
     """y[at] = activation(source[r, v, i] + added[at]) where bit i of keep[v] is set, else 0; at as in `copy_rows`.
 
-    width, source, y_starts: as in `copy_rows`. keep: int64 (width). added: lies as y does; address 0 adds nothing.
+    width, source, count: as in `copy_rows`.
     """
-    signature = types.void(*(vectors, lanes, fused), *([types.intp] * 9))
+    most, n_lanes = form.vectors, form.lanes
+    emit = Emitter(builder, n_lanes, bool(form.fused))
+    source_pointer = emit.pointer(source)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:3])
-        width, source, count, y, y_stride, y_starts, keep, added, activation = args[3:]
-        emit = Emitter(builder, n_lanes, bool(fuse))
-        source_pointer = emit.pointer(source)
+    def finish_with(vectors: int) -> None:
+        starts = emit.load_integers(y.starts, vectors, I64)
+        bits = emit.load_integers(y.keep, vectors, I64)
 
-        def finish_with(vectors: int) -> None:
-            starts = emit.load_integers(y_starts, vectors, I64)
-            bits = emit.load_integers(keep, vectors, I64)
+        def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
+            places = [builder.add(builder.mul(r, y.stride), start) for start in starts]
+            sums = [emit.load(at, v) for v in range(vectors)]
+            sums = emit.continued(
+                y.added, sums, lambda: [emit.load(emit.pointer(y.added, place), 0) for place in places]
+            )
 
-            def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
-                places = [builder.add(builder.mul(r, y_stride), start) for start in starts]
-                sums = [emit.load(at, v) for v in range(vectors)]
-                sums = emit.continued(
-                    added, sums, lambda: [emit.load(emit.pointer(added, place), 0) for place in places]
-                )
+            def store(sums: list[ir.Value]) -> None:
+                for v, place in enumerate(places):
+                    emit.store(emit.kept(sums[v], bits[v]), emit.pointer(y.address, place), 0)
 
-                def store(sums: list[ir.Value]) -> None:
-                    for v, place in enumerate(places):
-                        emit.store(emit.kept(sums[v], bits[v]), emit.pointer(y, place), 0)
+            emit.finish(activation, sums, lambda: emit.zeros(vectors), store)
+            return []
 
-                emit.finish(activation, sums, lambda: emit.zeros(vectors), store)
-                return []
+        emit.loop(count, [], row)
 
-            emit.loop(count, [], row)
-
-        emit.choose(width, {n: partial(finish_with, n) for n in range(1, most + 1)})
-        return context.get_dummy_value()
-
-    return signature, generate
+    emit.choose(width, {n: partial(finish_with, n) for n in range(1, most + 1)})
 
 
 @with_literals

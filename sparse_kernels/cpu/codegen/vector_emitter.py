@@ -6,14 +6,10 @@ NaN and infinity go through as in dense code: no flag here allows the compiler t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-# To a type checker, what @intrinsic returns would take the typing context too.
-with_literals: Any = intrinsic(prefer_literal=True)
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
@@ -79,20 +75,20 @@ class Emitter:
         self.vector = ir.VectorType(F32, lanes)
 
     def integer(self, value: int) -> ir.Constant:
-        """A constant int64."""
+        """Return a constant int64."""
         return ir.Constant(I64, value)
 
     def pointer(self, address: ir.Value, offset: ir.Value | None = None, kind: ir.Type = F32) -> ir.Value:
-        """A pointer to `kind` from an integer address, `offset` elements further."""
+        """Return a pointer to `kind` from an integer address, `offset` elements further."""
         at = self.builder.inttoptr(address, kind.as_pointer())
         return at if offset is None else self.builder.gep(at, [offset])
 
     def address(self, address: ir.Value, offset: ir.Value) -> ir.Value:
-        """An integer address, `offset` floats further."""
+        """Return an integer address, `offset` floats further."""
         return self.builder.add(address, self.builder.mul(offset, self.integer(4)))
 
     def row(self, address: ir.Value, row: int, rows: ir.Value | None, stride: ir.Value) -> ir.Value:
-        """A pointer to a row of floats; where there are only `rows` (>= 1) of them, to the last one at most."""
+        """Return a pointer to a row of floats; beyond the last of `rows` (>= 1) rows, to the last one."""
         number: ir.Value = self.integer(row)
         if rows is not None:
             last = self.builder.sub(rows, self.integer(1))
@@ -106,7 +102,7 @@ class Emitter:
         return [self.builder.sext(value, I64) for value in loaded] if kind is not I64 else loaded
 
     def at_vector(self, at: ir.Value, v: int) -> ir.Value:
-        """A pointer to vector v behind a pointer to floats."""
+        """Return a pointer to vector v behind a pointer to floats."""
         return self.builder.bitcast(self.builder.gep(at, [self.integer(v * self.lanes)]), self.vector.as_pointer())
 
     def load(self, at: ir.Value, v: int) -> ir.Value:
@@ -126,12 +122,12 @@ class Emitter:
         self.builder.store(value, self.at_vector(at, v), align=4)
 
     def mask(self, count: ir.Value) -> ir.Value:
-        """True for the first `count` lanes."""
+        """Return a mask that is True for the first `count` lanes."""
         numbers = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
         return self.builder.icmp_signed("<", numbers, self.splat(count))
 
     def kept(self, value: ir.Value, bits: ir.Value) -> ir.Value:
-        """The lanes of a vector whose bits (int64, lane 0 lowest) are set; 0 in the others."""
+        """Return the lanes of a vector whose bits (int64, lane 0 lowest) are set; 0 in the others."""
         bits = self.builder.trunc(bits, ir.IntType(self.lanes))
         mask = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
         return self.builder.select(mask, value, ir.Constant(self.vector, None))
@@ -168,7 +164,7 @@ class Emitter:
         self.builder.call(prefetch, [at, *(ir.Constant(I32, value) for value in (write, near, 1))])
 
     def splat(self, value: ir.Value) -> ir.Value:
-        """A scalar in all lanes of a vector."""
+        """Return a scalar in all lanes of a vector."""
         kind = ir.VectorType(value.type, self.lanes)
         undefined = ir.Constant(kind, ir.Undefined)
         first = self.builder.insert_element(undefined, value, ir.Constant(I32, 0))
@@ -207,11 +203,11 @@ class Emitter:
         return [ir.Constant(self.vector, None)] * count
 
     def constant(self, value: float) -> ir.Constant:
-        """A vector of one constant."""
+        """Return a vector of one constant."""
         return ir.Constant(self.vector, [value] * self.lanes)
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a * b + c, fused where the target can."""
+        """Return a * b + c, fused where the target can."""
         if not self.fused:
             return self.builder.fadd(self.builder.fmul(a, b), c)
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
@@ -219,7 +215,7 @@ class Emitter:
         return self.builder.call(fma, [a, b, c])
 
     def doubled(self, x: ir.Value, numbers: int) -> ir.Value:
-        """The bits of the nearest bfloat16, ties to even, of each lane, in both halves of its 32 bits."""
+        """Return the bits of the nearest bfloat16, ties to even, of each lane, in both halves of its 32 bits."""
         builder, wide = self.builder, ir.VectorType(I32, self.lanes)
         if numbers == PAIRS_BY_UNIT:
             narrow = ir.VectorType(BF16, self.lanes)
@@ -239,11 +235,11 @@ class Emitter:
         return builder.bitcast(upper, self.vector)
 
     def as_read(self, x: ir.Value, numbers: int) -> ir.Value:
-        """A vector of x as tiles of such numbers read it."""
+        """Return a vector of x as tiles of such numbers read it."""
         return x if numbers == FLOATS else self.doubled(x, numbers)
 
     def paired(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The lower halves of a's lanes beside the upper halves of b's."""
+        """Return the lower halves of a's lanes beside the upper halves of b's."""
         halves = ir.VectorType(I16, 2 * self.lanes)
         upper = ir.Constant(ir.VectorType(ir.IntType(1), 2 * self.lanes), [False, True] * self.lanes)
         a, b = self.builder.bitcast(a, halves), self.builder.bitcast(b, halves)
@@ -273,7 +269,7 @@ class Emitter:
         return self.builder.bitcast(bits, self.vector)
 
     def continued(self, start: ir.Value, sums: list[ir.Value], load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
-        """The sums, with what `load` gives added where start is not 0.
+        """Return the sums, with what `load` gives added where start is not 0.
 
         Added behind the loop and not before, so that no multiply-add waits for sums that come from a distant cache.
         """
@@ -284,7 +280,7 @@ class Emitter:
     def either(
         self, condition: ir.Value, yes: Callable[[], list[ir.Value]], no: Callable[[], list[ir.Value]]
     ) -> list[ir.Value]:
-        """What `yes` gives where the condition is not 0, or else `no`: as many vectors."""
+        """Return what `yes` gives where the condition is not 0, or else `no`: as many vectors."""
         builder, found = self.builder, []
         with builder.if_else(builder.icmp_signed("!=", condition, self.integer(0))) as branches:
             for branch, way in zip(branches, (yes, no), strict=True):
@@ -306,7 +302,7 @@ class Emitter:
         start: ir.Value | None = None,
         stride: int = 1,
     ) -> list[ir.Value]:
-        """The sums after sums = step(c, sums) for c from `start` (0) to below `stop`, `stride` apart."""
+        """Return the sums after sums = step(c, sums) for c from `start` (0) to below `stop`, `stride` apart."""
         builder = self.builder
         before = builder.block
         head, body, after = (builder.append_basic_block(name) for name in ("columns", "column", "summed"))
@@ -328,7 +324,7 @@ class Emitter:
         return list(carried)
 
     def in_tiles(self, length: ir.Value, tile: Callable[[ir.Value, ir.Value | None], None]) -> None:
-        """tile(first, None) for every whole vector of 0 .. length - 1, and tile(first, rest) for what is left."""
+        """Emit tile(first, None) for every whole vector of 0 .. length - 1, and tile(first, rest) for the rest."""
         builder = self.builder
         whole = builder.and_(length, self.integer(-self.lanes))
 
@@ -341,7 +337,7 @@ class Emitter:
             tile(whole, builder.sub(length, whole))
 
     def walk(self, first: ir.Value, count: ir.Value, step: Callable[[ir.Value], ir.Value]) -> None:
-        """at = step(at), `count` times, from the pointer `first` on."""
+        """Repeat at = step(at), `count` times, from the pointer `first` on."""
         builder = self.builder
         before = builder.block
         head, body, after = (builder.append_basic_block(name) for name in ("items", "item", "walked"))
@@ -432,11 +428,11 @@ class Emitter:
         return builder.fsub(self.relu(x), tail)
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The larger of a and b, lane by lane; a where one is NaN."""
+        """Return the larger of a and b, lane by lane; a where one is NaN."""
         return self.builder.select(self.builder.fcmp_ordered("<", a, b), b, a)
 
     def over_lanes(self, x: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """All lanes of x joined by an operation, in all lanes."""
+        """Return all lanes of x joined by an operation, in all lanes."""
         span = 1
         while span < self.lanes:
             x = join(x, self._shuffle(x, x, [i ^ span for i in range(self.lanes)]))
@@ -471,7 +467,7 @@ class Emitter:
         return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """The columns of a square tile, by shuffles that vector units do in one step.
+        """Return the columns of a square tile, by shuffles that vector units do in one step.
 
         First four rows at a time, inside of each 128 bits; then those 128 bits between the groups of four rows.
         """
@@ -483,7 +479,7 @@ class Emitter:
         return [between[column % 4][column // 4] for column in range(n)]
 
     def transpose_at(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """The columns of a square tile that lies in memory, from a pointer to each row: half as many shuffles.
+        """Return the columns of a square tile that lies in memory, from a pointer to each row: half as many shuffles.
 
         What `transpose` does between 128 bits last, loads of 128 bits into their place do first.
         """
@@ -496,7 +492,7 @@ class Emitter:
         four = ir.VectorType(F32, 4)
 
         def joined(number: int) -> ir.Value:
-            """Of rows number, number + 4, ..."""
+            """Return four elements each of rows number, number + 4, ..."""
             total = None
             for q in range(0, n, 4):
                 at = builder.gep(rows[number + q], [self.integer(begin)])

@@ -1,4 +1,4 @@
-"""Convolutions by the matrix unit (`amx`): vectors of 32 positions along its columns; threads share positions.
+"""Convolutions by the matrix unit (`amx_tiles`): vectors of 32 positions along its columns; threads share positions.
 
 A thread takes a block of positions at a time: part of an image, or a few whole ones. It splits what they read of x
 into thirds, plane by plane (a plane is a channel, or one phase of it: `images`), which then stay in the second-level
@@ -12,16 +12,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
 from sparse_kernels.cpu.codegen.amx_tiles import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
-from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
+from sparse_kernels.cpu.codegen.tile_operands import (
+    GatherBuffers,
+    MatrixSums,
+    MatrixWeights,
+    NextTile,
+    PositionOutput,
+    PositionSums,
+    RowEpilogue,
+    SplitInput,
+)
+from sparse_kernels.cpu.kernels.amx_linear import AmxArrays, MatrixPanels
+from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
-from sparse_kernels.cpu.layouts.vector_grid import Vectors
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.layouts.vector_grid import VectorGrid
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 
 # Positions of a vector.
@@ -66,10 +79,13 @@ class Blocks:
         return FIXED_BYTES + 3 * self.third_bytes
 
 
-def blocks(
+def cut_blocks(
     x_starts: NDArray[np.int64], images: int, plane_of: NDArray[np.int64], tap: NDArray[np.int64], plane_size: int
 ) -> Blocks:
-    """For vectors of `images` images that start there in x; plane_of, tap (k,): of each column, and where in it."""
+    """Cut the vectors of `images` images, which start there in x, into blocks.
+
+    plane_of, tap: (k,), the plane of each column, and where it lies in the plane.
+    """
     per_image = x_starts.size // images
     starts, planes = x_starts[:per_image] - x_starts[0], int(plane_of.max()) + 1
     before = int(tap.min())
@@ -97,104 +113,171 @@ def _whole_vectors(elements: int) -> int:
     return -(-elements // LANES) * LANES
 
 
-def prepared(
-    panels: MatrixPanels, cut: Blocks, at: Vectors, x_size: int, threads: int, emulated: bool = False
+class BlockCut(NamedTuple):
+    """The numbers of `Blocks`, as the kernel takes them."""
+
+    per_image: int
+    size: int
+    images: int
+    planes: int
+    plane_size: int
+    before: int
+    reach: int
+    segment: int
+    plane: int
+    thread_bytes: int
+
+
+class PositionLayer(NamedTuple):
+    """What the kernel knows before it is called.
+
+    weights: arrays of the panels. row_ids: of the panels. x_size: elements of x. x_starts, y_starts: int64 (vectors),
+    where each vector of positions starts. y_stride: elements from one row of y to the next. keep: int64 (vectors), a
+    bit for each lane that is a position, if y lies in frames. cut: into blocks. parts: threads.
+    """
+
+    weights: AmxArrays
+    row_ids: NDArray[np.int32]
+    x_size: int
+    x_starts: NDArray[np.int64]
+    y_stride: int
+    y_starts: NDArray[np.int64]
+    keep: NDArray[np.int64]
+    cut: BlockCut
+    parts: int
+
+
+def bind_product(
+    panels: MatrixPanels, cut: Blocks, grid: VectorGrid, x_size: int, threads: int, emulated: bool = False
 ) -> Product:
-    """The product at these vectors of LANES positions; false if not all sums were finite. x_size: elements of x."""
-    parts, framed = min(threads, at.x_starts.size), at.keep is not None
-    bound = kernel(panels.row_tiles, framed, emulated).bound(
-        "x_at y_at bias_at activation added_at scratch_at", weights=panels.arrays, row_ids=panels.row_ids,
-        x_size=x_size, x_starts=at.x_starts, y_stride=at.y_stride, y_starts=at.y_starts,
-        keep=at.y_starts if at.keep is None else at.keep, cut=(cut.per_image, cut.size, cut.images),
-        source=(cut.planes, cut.plane_size, cut.before, cut.reach),
-        split=(cut.segment, cut.plane, cut.thread_bytes), parts=parts,
+    """Return the product at these vectors of LANES positions; it is False if not all sums were finite.
+
+    x_size: elements of x.
+    """
+    parts, framed = min(threads, grid.x_starts.size), grid.keep is not None
+    numbers = BlockCut(
+        cut.per_image, cut.size, cut.images, cut.planes, cut.plane_size, cut.before, cut.reach, cut.segment,
+        cut.plane, cut.thread_bytes,
     )  # fmt: skip
+    layer = PositionLayer(
+        weights=panels.arrays, row_ids=panels.row_ids, x_size=x_size, x_starts=grid.x_starts, y_stride=grid.y_stride,
+        y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep, cut=numbers, parts=parts,
+    )  # fmt: skip
+    bound = build_kernel(panels.row_tiles, framed, emulated).bind(ScratchProductCall, layer)
 
     def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(parts * cut.thread_bytes // 4)
-        finite = bound(x, y, bias, activation, added, scratch.at)
+        finite = bound(x, y, bias, activation, added, scratch.address)
         give_back(scratch)
         return finite
 
     return product
 
 
-@cache
-def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Kernel:
-    """The compiled loops for panels of so many tiles.
+@inline
+def split_images(
+    x_at: int, layer: PositionLayer, vectors: tuple[int, int], thirds_at: int, sources: NDArray[np.int64]
+) -> None:
+    """Split what a block of vectors reads of x, image by image; sources: address that each vector reads from then."""
+    first, stop = vectors
+    x_starts, cut = layer.x_starts, layer.cut
+    begin, number = first, 0
+    while begin < stop:
+        behind = min((begin // cut.per_image + 1) * cut.per_image, stop)
+        start = x_starts[begin] + cut.before
+        runs = (x_starts[behind - 1] + TOKENS + cut.reach - x_starts[begin] + TOKENS - 1) // TOKENS
+        for p in range(cut.planes):
+            source = start + p * cut.plane_size
+            target_at = thirds_at + (p * cut.plane + number * cut.segment) * 2
+            amx.split_run(x_at + source * 4, runs, layer.x_size - source, target_at, cut.planes * cut.plane * 2)
+        for v in range(begin, behind):
+            sources[v - first] = thirds_at + (number * cut.segment + x_starts[v] - x_starts[begin]) * 2
+        begin = behind
+        number += 1
 
-    Called with (panels.arrays, panels.row_ids, x, its elements, starts of vectors in x, y, elements of y a row step
-    is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch at a
-    cache line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
-    thread_bytes), and parts). x, y, bias, scratch and what is added: addresses, of which 0 adds nothing. Starts,
-    lanes to keep: int64.
+
+class PartBuffers(NamedTuple):
+    """Scratch memory of a part: addresses of gathered columns, of sums, and of the flag for sums that are not
+    finite."""
+
+    gathered_at: int
+    sums_at: int
+    flag_at: int
+
+
+@inline
+def multiply_positions(
+    form: Any,
+    call: ScratchProductCall,
+    layer: PositionLayer,
+    vectors: tuple[int, int],
+    sources: NDArray[np.int64],
+    buffers: PartBuffers,
+) -> None:
+    """Multiply a block of vectors, split at `sources`, by all panels, and finish the sums of each tile into y."""
+    row_tiles, framed, emulated = form
+    values, columns, table = layer.weights
+    y_starts, keep = layer.y_starts, layer.keep
+    values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, layer.row_ids.ctypes.data
+    panels, rows, distance = table.shape[0], row_tiles * ROWS, layer.cut.planes * layer.cut.plane * 2
+    first, stop = vectors
+    phase = 0
+    amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, sources[0], distance, buffers.gathered_at)
+    for panel in range(panels):
+        all_steps = table[panel, 3]
+        weights = MatrixWeights(
+            values_at + table[panel, 0], columns_at + table[panel, 1] * 4, table[panel, 2], all_steps
+        )
+        finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
+        for v in range(first, stop):
+            # What comes after this tile: the next vector, or the first one with the next panel.
+            next_v, then = v + 1 - first, panel
+            if v + 1 == stop:
+                next_v, then = 0, min(panel + 1, panels - 1)
+            following = NextTile(
+                values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0, sources[next_v]
+            )
+            x, gathered = SplitInput(sources[v - first], distance), GatherBuffers(buffers.gathered_at, phase)
+            amx.matrix_tile((emulated, row_tiles), weights, x, following, gathered, MatrixSums(buffers.sums_at, 2))
+            phase += all_steps
+            start = y_starts[v] * 4
+            added_at = call.added_at + start if call.added_at else 0
+            y = PositionOutput(call.y_at + start, layer.y_stride, keep[v], added_at)
+            amx.finish_positions((framed,), PositionSums(buffers.sums_at, rows), y, finish, buffers.flag_at)
+
+
+@cache
+def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> ParallelKernel:
+    """Return the loops for panels of so many tiles.
+
+    It is called with `ScratchProductCall` and `PositionLayer`, and returns whether all sums were finite.
     """
     if not (emulated or amx.available()):
-        raise RuntimeError("this process has no matrix unit")
-    emulate, frames, rows = int(emulated), int(framed), row_tiles * ROWS
+        raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
+    form, unit_form = (row_tiles, int(framed), int(emulated)), (int(emulated),)
 
     @in_parts
-    def multiply(  # type: ignore[no-untyped-def]
-        part, weights, row_ids, x_at, x_size, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
-        scratch_at, cut, source, split, parts,
-    ):  # fmt: skip
-        values, columns, table = weights
-        per_image, size, images = cut
-        planes, plane_size, before, reach = source
-        segment, plane, thread_bytes = split
-        values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
-        panels, total = table.shape[0], x_starts.size
-        distance = planes * plane * 2
+    def multiply(part: int, call: ScratchProductCall, layer: PositionLayer) -> int:
+        cut, total = layer.cut, layer.x_starts.size
         flags = np.zeros(1, np.int32)
-        places = np.empty(images * per_image, np.int64)  # where each vector of a block lies
-        saved = scratch_at + part * thread_bytes
-        gathered = saved + amx.SAVED_BYTES
-        sums = gathered + 2 * GATHERED_BYTES + TILE_BYTES
-        thirds = sums + 4 * TILE_BYTES
-        flag = flags.ctypes.data
-        first, end = total * part // parts, total * (part + 1) // parts
-        amx.begin(emulate, saved)
+        sources = np.empty(cut.images * cut.per_image, np.int64)
+        saved_at = call.scratch_at + part * cut.thread_bytes
+        gathered_at = saved_at + amx.SAVED_BYTES
+        sums_at = gathered_at + 2 * GATHERED_BYTES + TILE_BYTES
+        thirds_at = sums_at + 4 * TILE_BYTES
+        buffers = PartBuffers(gathered_at, sums_at, flags.ctypes.data)
+        first, end = total * part // layer.parts, total * (part + 1) // layer.parts
+        amx.begin(unit_form, saved_at)
         while first < end:
             # Images that are not cut, or what the thread has of them; or what is left of one, in even blocks.
-            stop = min((first // per_image + images) * per_image, end)
-            count = 1 if images > 1 else (stop - first + size - 1) // size
+            stop = min((first // cut.per_image + cut.images) * cut.per_image, end)
+            count = 1 if cut.images > 1 else (stop - first + cut.size - 1) // cut.size
             stop = first + (stop - first + count - 1) // count
-            begin, number = first, 0
-            while begin < stop:
-                behind = min((begin // per_image + 1) * per_image, stop)
-                start = x_starts[begin] + before
-                vectors = (x_starts[behind - 1] + TOKENS + reach - x_starts[begin] + TOKENS - 1) // TOKENS
-                for p in range(planes):
-                    here = start + p * plane_size
-                    there = thirds + (p * plane + number * segment) * 2
-                    amx.split_run(x_at + here * 4, vectors, x_size - here, there, distance)
-                for v in range(begin, behind):
-                    places[v - first] = thirds + (number * segment + x_starts[v] - x_starts[begin]) * 2
-                begin = behind
-                number += 1
-            phase = 0
-            amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, places[0], distance, gathered)
-            for panel in range(panels):
-                steps, all_steps = table[panel, 2], table[panel, 3]
-                for v in range(first, stop):
-                    # What comes after this tile: the next vector, or the first one with the next panel.
-                    next_v, then = v + 1 - first, panel
-                    if v + 1 == stop:
-                        next_v, then = 0, min(panel + 1, panels - 1)
-                    amx.matrix_tile(
-                        emulate, row_tiles, 2, values_at + table[panel, 0], columns_at + table[panel, 1] * 4,
-                        steps, all_steps, places[v - first], distance,
-                        values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0,
-                        places[next_v], gathered, phase, sums,
-                    )  # fmt: skip
-                    phase += all_steps
-                    place = y_starts[v] * 4
-                    amx.finish_positions(
-                        frames, sums, rows, ids_at + panel * rows * 4, bias_at, activation, keep[v],
-                        added_at + place if added_at else 0, y_at + place, y_stride, flag,
-                    )  # fmt: skip
+            split_images(call.x_at, layer, (first, stop), thirds_at, sources)
+            multiply_positions(form, call, layer, (first, stop), sources, buffers)
             first = stop
-        amx.end(emulate, saved)
-        return flags[0]
+        amx.end(unit_form, saved_at)
+        not_finite: int = flags[0]
+        return not_finite
 
     return multiply

@@ -1,8 +1,8 @@
-"""Linear layers by the matrix unit (`amx`), a block of tokens at a time; threads share tokens.
+"""Linear layers by the matrix unit (`amx_tiles`), a block of tokens at a time; threads share tokens.
 
-A thread splits a block's x into thirds, with tokens along the vector, passes the panels over it, and puts its y in
-its place, permuted rows (Shfl-BW) at no cost. The x of a block stays in the second-level cache, weights pass by, 6
-bytes each; a panel meets all tokens of the block before the next.
+A thread splits a block's x into thirds, with tokens along the vector. It passes the panels over them and writes y; to
+put permuted rows (Shfl-BW) back costs nothing. The x of a block stays in the second-level cache while weights pass
+by, 6 bytes each. A panel meets all tokens of the block before the next panel.
 
 Needs groups of rows that fill tiles of 16, and finite weights. Sums that are not finite are told: x may not have been
 finite, or thirds overflowed where float32 does not, or another way. Then the plan computes all of y again by vectors.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,22 @@ from sparse_kernels.cpu.codegen.amx_tiles import (
     TOKENS,
 )  # fmt: skip
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds, thirds
-from sparse_kernels.cpu.launch.linear_call import InRoom, LinearPlan
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
-from sparse_kernels.cpu.layouts.panels import Groups, group_height, groups
+from sparse_kernels.cpu.codegen.tile_operands import (
+    Epilogue,
+    GatherBuffers,
+    MatrixSums,
+    MatrixWeights,
+    NextTile,
+    SplitInput,
+    TokenRows,
+    WaitingSums,
+)
+from sparse_kernels.cpu.launch.kernel_calls import LinearCall
+from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.layouts.panels import Groups, build_groups, count_group_rows
 from sparse_kernels.cpu.layouts.vector_grid import TILE, columns
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import aligned, at_cache_line
 from sparse_kernels.formats import Packed
 
@@ -44,6 +57,14 @@ SECOND_LEVEL_BYTES, CACHED_BYTES = 2_000_000, 700_000
 BLOCK_TOKENS = TILE * ROWS
 
 
+class AmxArrays(NamedTuple):
+    """Arrays of `MatrixPanels`, as kernels take them."""
+
+    values: NDArray[np.uint16]
+    columns: NDArray[np.int32]
+    table: NDArray[np.int64]
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixPanels:
     """Panels of 16 or 32 rows that share their columns, as tiles of thirds.
@@ -51,7 +72,7 @@ class MatrixPanels:
     row_tiles: 1 or 2. values: uint16, panel after panel as `amx.matrix_tile` takes them. columns: int32, those of
     each group, or once they are `placed` where they lie in split x, in bfloat16. table: int64 (panels, 4), where
     values (in bytes) and columns start, steps before narrow ones, all steps (at least one). row_ids: int32 (rows of
-    all panels), the row of the matrix that each is, -1 for none. places: uint32 (m), where each row of the matrix
+    all panels), the row of the matrix that each is, -1 for none. positions: uint32 (m), where each row of the matrix
     lies among them.
     """
 
@@ -60,31 +81,31 @@ class MatrixPanels:
     columns: NDArray[np.int32]
     table: NDArray[np.int64]
     row_ids: NDArray[np.int32]
-    places: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """(values, columns, table), as the compiled loops take them."""
-        return self.values, self.columns, self.table
+    def arrays(self) -> AmxArrays:
+        """The arrays as kernels take them."""
+        return AmxArrays(self.values, self.columns, self.table)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.places))
+        return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.positions))
 
     def copy(self) -> MatrixPanels:
-        """The same panels in memory of their own."""
-        others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "places")}
+        """Return the same panels in memory of their own."""
+        others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "positions")}
         return replace(self, values=at_cache_line(self.values), **others)
 
     def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
-        """The same panels with offsets[c] in place of each column c."""
+        """Return the same panels with offsets[c] in place of each column c."""
         return replace(self, columns=offsets[self.columns])
 
 
-def row_tiles(packed: Packed) -> int | None:
-    """Tiles of rows in a panel of this weight; None where they would be filled up by over a quarter."""
-    height = group_height(packed)
+def count_row_tiles(packed: Packed) -> int | None:
+    """Return the tiles of rows in a panel of this weight; None where they would be filled up by over a quarter."""
+    height = count_group_rows(packed)
     for tiles in (2, 1):
         rows = tiles * ROWS
         if 0 < -(-height // rows) * rows * 4 <= height * 5:
@@ -92,25 +113,26 @@ def row_tiles(packed: Packed) -> int | None:
     return None
 
 
-def takes(packed: Packed) -> bool:
-    """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds.
+def accepts_weight(packed: Packed) -> bool:
+    """Return whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have
+    thirds.
 
     There must be a vector of rows and of columns, and a column's place in split x is an int32.
     """
     m, k = packed.shape
     fits = min(m, k) >= ROWS and k * FEATURE_BYTES < 2**31
-    return fits and row_tiles(packed) is not None and has_thirds(packed.values)
+    return fits and count_row_tiles(packed) is not None and has_thirds(packed.values)
 
 
-def linear_panels(packed: Packed) -> MatrixPanels:
-    """A weight that `takes` accepts, its columns placed among features that are split."""
-    tiles, (m, k) = row_tiles(packed), packed.shape
+def build_linear_panels(packed: Packed) -> MatrixPanels:
+    """Return the panels of a weight that `accepts_weight`, its columns placed among features that are split."""
+    tiles, (m, k) = count_row_tiles(packed), packed.shape
     assert tiles is not None
-    return panels(groups(packed), tiles, m).placed(columns(k, FEATURE_BYTES // 2))
+    return build_matrix_panels(build_groups(packed), tiles, m).placed(columns(k, FEATURE_BYTES // 2))
 
 
-def panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
-    """The groups of a weight of m rows, whose values have thirds, in panels of so many tiles of rows."""
+def build_matrix_panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
+    """Cut the groups of a weight of m rows, whose values have thirds, into panels of so many tiles of rows."""
     width = tiles * ROWS
     cuts = -(-groups.height // width)
     counts = np.diff(groups.indptr)
@@ -145,17 +167,19 @@ def panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
     row_ids = np.full((counts.size, cuts * width), -1, np.int32)
     row_ids[:, : groups.height] = groups.row_ids.reshape(counts.size, groups.height)
     exist = np.flatnonzero(row_ids >= 0)
-    places = np.empty(m, np.uint32)
-    places[row_ids.ravel()[exist]] = exist
+    positions = np.empty(m, np.uint32)
+    positions[row_ids.ravel()[exist]] = exist
     # The last group of a matrix with fewer rows may end in panels of rows that do not exist.
     used = -(-int(exist.max(initial=-1) + 1) // width)
     table, row_ids = table.reshape(-1, 4)[:used].copy(), row_ids.ravel()[: used * width].copy()
-    return MatrixPanels(tiles, values, numbers, table, row_ids, places)
+    return MatrixPanels(tiles, values, numbers, table, row_ids, positions)
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a thread needs: tiles of tokens of a block, bytes of x and y of a tile, and bytes of all."""
+class ThreadScratch(NamedTuple):
+    """Scratch memory of a thread.
+
+    tiles: of tokens in a block. x_bytes, y_bytes: of x and y of a tile. thread_bytes: of all.
+    """
 
     tiles: int
     x_bytes: int
@@ -163,10 +187,10 @@ class Room:
     thread_bytes: int
 
 
-def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
-    """For n tokens of k features, shared by so many threads.
+def plan_scratch(weights: MatrixPanels, k: int, n: int, threads: int) -> ThreadScratch:
+    """Return the scratch memory for n tokens of k features, shared by so many threads.
 
-    As many tiles as stay in the cache. Weights that do not are worth waiting for if two tiles meet them.
+    It holds as many tiles as stay in the cache. Weights that do not are worth waiting for if two tiles meet them.
     """
     units = -(-n // ROWS)
     each = -(-(-(-units // threads) * ROWS) // TOKENS)
@@ -174,13 +198,13 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
     y_bytes = len(weights.table) * weights.row_tiles * ROWS * TOKENS * 4
     least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
     tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
-    return Room(
+    return ThreadScratch(
         tiles, x_bytes, y_bytes, amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
     )
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPlan(LinearPlan):
+class MatrixPlan(CpuLinearPlan):
     """Any layout of x and y, split and put in place by the thread that multiplies.
 
     by_vectors: makes the plan that computes y where sums are not finite; it is kept from then on. So the plan holds
@@ -189,7 +213,7 @@ class MatrixPlan(LinearPlan):
 
     panels: MatrixPanels
     format: str
-    by_vectors: Callable[[], LinearPlan]
+    by_vectors: Callable[[], CpuLinearPlan]
     emulated: bool = False
 
     @property
@@ -206,121 +230,168 @@ class MatrixPlan(LinearPlan):
     def _lanes(self) -> int:
         return ROWS
 
-    def _prepared(self, n: int, threads: int) -> InRoom:
+    def _prepared(self, n: int, threads: int) -> KernelWithScratch:
         m, k = self.shape
         parts = min(threads, -(-n // ROWS))
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
         between = layouts.get(self.layout, (self.layout, self.layout))
-        needed = room(self.panels, k, n, parts)
-        bound = kernel(self.panels.row_tiles, *between, self.emulated).bound(
-            "scratch_at x_at y_at bias_at activation", weights=self.panels.arrays, places=self.panels.places,
-            n=n, k=k, m=m, tiles=needed.tiles, x_bytes=needed.x_bytes, y_bytes=needed.y_bytes,
-            thread_bytes=needed.thread_bytes, parts=parts,
-        )  # fmt: skip
+        scratch = plan_scratch(self.panels, k, n, parts)
+        layer = AmxLayer(self.panels.arrays, self.panels.positions, n, k, m, scratch, parts)
+        kernel = build_kernel(self.panels.row_tiles, *between, self.emulated)
+        return KernelWithScratch(kernel.bind(LinearCall, layer), parts * scratch.thread_bytes // 4)
 
-        return InRoom(bound, parts * needed.thread_bytes // 4)
-
-    def _otherwise(self) -> LinearPlan:
+    def _otherwise(self) -> CpuLinearPlan:
         return self._vectors
 
     @cached_property
-    def _vectors(self) -> LinearPlan:
+    def _vectors(self) -> CpuLinearPlan:
         return self.by_vectors()
 
     def copy(self) -> MatrixPlan:
-        """The same plan with weights of its own."""
+        """Return the same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
 
 
-@cache
-def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Kernel:
-    """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
+class AmxLayer(NamedTuple):
+    """What the kernel knows before it is called.
 
-    Called with (panels.arrays, panels.places, addresses of x and y, n, k, m, address of bias (m), activation code,
-    address of scratch, at a cache line, and what `Room` says of it, parts, at most as many as there are vectors of 16
-    tokens). Returns whether all sums were finite; else y means nothing.
+    weights: arrays of the panels. positions: uint32 (m), where each row of y lies among the panels' rows. n, k, m:
+    tokens, features of x and of y. scratch: of each thread. parts: threads, at most as many as there are vectors of
+    16 tokens.
+    """
+
+    weights: AmxArrays
+    positions: NDArray[np.uint32]
+    n: int
+    k: int
+    m: int
+    scratch: ThreadScratch
+    parts: int
+
+
+class AmxForm(NamedTuple):
+    """What is known of a kernel when it is compiled.
+
+    row_tiles: of a panel. x_by_token, y_by_token: x, y is token-major. x_blocked, y_blocked: it comes in tiles of
+    tokens; else it is feature-major. emulated: the matrix unit is.
+    """
+
+    row_tiles: int
+    x_by_token: bool
+    x_blocked: bool
+    y_by_token: bool
+    y_blocked: bool
+    emulated: int
+
+
+@inline
+def split_block(form: Any, call: LinearCall, layer: AmxLayer, tokens: tuple[int, int], target_at: int) -> None:
+    """Split the x of a block of tokens, from one to before another, into thirds."""
+    _, by_token, blocked, _, _, _ = form
+    n, k = layer.n, layer.k
+    for token in range(tokens[0], tokens[1], TOKENS):
+        left = tokens[1] - token
+        if by_token:
+            amx.split_tokens(call.x_at + token * k * 4, k, left, k, target_at)
+        elif blocked:
+            start = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
+            amx.split_features(call.x_at + start * 4, BLOCK_TOKENS, left, k, target_at)
+        else:
+            amx.split_features(call.x_at + token * 4, n, left, k, target_at)
+        target_at += layer.scratch.x_bytes
+
+
+@inline
+def multiply_block(
+    form: Any, layer: AmxLayer, tokens: tuple[int, int], gathered_at: int, x_at: int, y_at: int
+) -> None:
+    """Multiply a block of tokens, split at x_at, by all panels."""
+    row_tiles, _, _, _, _, emulated = form
+    values, columns, table = layer.weights
+    values_at, columns_at = values.ctypes.data, columns.ctypes.data
+    x_bytes, y_bytes, panels = layer.scratch.x_bytes, layer.scratch.y_bytes, table.shape[0]
+    phase = 0
+    amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_at, ROW_BYTES, gathered_at)
+    for panel in range(panels):
+        all_steps = table[panel, 3]
+        weights = MatrixWeights(
+            values_at + table[panel, 0], columns_at + table[panel, 1] * 4, table[panel, 2], all_steps
+        )
+        x_tile, y_tile = x_at, y_at + panel * row_tiles * ROWS * TOKENS * 4
+        behind = min(panel + 1, panels - 1)
+        for token in range(tokens[0], tokens[1], TOKENS):
+            then, next_x = (panel, x_tile + x_bytes) if token + TOKENS < tokens[1] else (behind, x_at)
+            following = NextTile(
+                values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0, next_x
+            )
+            sums = MatrixSums(y_tile, 2 if tokens[1] - token > ROWS else 1)
+            x, buffers = SplitInput(x_tile, ROW_BYTES), GatherBuffers(gathered_at, phase)
+            amx.matrix_tile((emulated, row_tiles), weights, x, following, buffers, sums)
+            phase += all_steps
+            x_tile = next_x
+            y_tile += y_bytes
+
+
+@inline
+def finish_block(
+    form: Any, call: LinearCall, layer: AmxLayer, tokens: tuple[int, int], sums_at: int, flag: int
+) -> None:
+    """Finish the sums of a block of tokens and put them in their places in y."""
+    _, _, _, by_token, blocked, _ = form
+    n, m, finish = layer.n, layer.m, Epilogue(call.bias_at, call.activation)
+    positions_at = layer.positions.ctypes.data
+    for token in range(tokens[0], tokens[1], TOKENS):
+        left = tokens[1] - token
+        if by_token:
+            for half in range(token, min(token + TOKENS, tokens[1]), ROWS):
+                sums = WaitingSums(sums_at + (half - token) * 4, positions_at, m)
+                y = TokenRows(call.y_at + half * m * 4, m, tokens[1] - half)
+                amx.finish_tokens(sums, y, finish, flag)
+        elif blocked:
+            start = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
+            y = TokenRows(call.y_at + start * 4, BLOCK_TOKENS, left)
+            amx.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
+        else:
+            y = TokenRows(call.y_at + token * 4, n, left)
+            amx.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
+        sums_at += layer.scratch.y_bytes
+
+
+@cache
+def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> ParallelKernel:
+    """Return the loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
+
+    It is called with `LinearCall` and `AmxLayer`, and returns whether all sums were finite; else y means nothing.
     """
     if not (emulated or amx.available()):
-        raise RuntimeError("this process has no matrix unit")
-    emulate = int(emulated)
-    x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
+        raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
-    panel_bytes = row_tiles * ROWS * TOKENS * 4
+    form = tuple(
+        AmxForm(row_tiles, x_layout == "token_major", x_blocked, y_layout == "token_major", y_blocked, int(emulated))
+    )
+    unit_form = (int(emulated),)
     # Tokens that parts share: a tile must not lie in two blocks.
     unit = TOKENS if x_blocked or y_blocked else ROWS
 
     @in_parts
-    def multiply(  # type: ignore[no-untyped-def]
-        part, weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch_at,
-        tiles, x_bytes, y_bytes, thread_bytes, parts,
-    ):  # fmt: skip
-        values, columns, table = weights
-        values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
-        panels = table.shape[0]
+    def multiply(part: int, call: LinearCall, layer: AmxLayer) -> int:
+        scratch, n = layer.scratch, layer.n
         units = (n + unit - 1) // unit
         flags = np.zeros(1, np.int32)
-        saved = scratch_at + part * thread_bytes
-        gathered = saved + amx.SAVED_BYTES
-        x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
-        y_here = x_here + tiles * x_bytes
-        flag = flags.ctypes.data
-        begin, end = units * part // parts * unit, min(units * (part + 1) // parts * unit, n)
-        amx.begin(emulate, saved)
-        first = begin
+        saved_at = call.scratch_at + part * scratch.thread_bytes
+        gathered_at = saved_at + amx.SAVED_BYTES
+        x_at = gathered_at + 2 * GATHERED_BYTES + TILE_BYTES
+        y_at = x_at + scratch.tiles * scratch.x_bytes
+        first, end = units * part // layer.parts * unit, min(units * (part + 1) // layer.parts * unit, n)
+        amx.begin(unit_form, saved_at)
         while first < end:
-            stop = min(first + tiles * TOKENS, end)
-            here = x_here
-            for token in range(first, stop, TOKENS):
-                if x_by_token:
-                    amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here)
-                elif x_blocked:
-                    there = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
-                    amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here)
-                else:
-                    amx.split_features(x_at + token * 4, n, stop - token, k, here)
-                here += x_bytes
-            phase = 0
-            amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, ROW_BYTES, gathered)
-            for panel in range(panels):
-                weight, column = values_at + table[panel, 0], columns_at + table[panel, 1] * 4
-                steps, all_steps = table[panel, 2], table[panel, 3]
-                x_tile, y_tile = x_here, y_here + panel * panel_bytes
-                behind = min(panel + 1, panels - 1)
-                for token in range(first, stop, TOKENS):
-                    if token + TOKENS < stop:
-                        then, next_x = panel, x_tile + x_bytes
-                    else:
-                        then, next_x = behind, x_here
-                    next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
-                    halves = 2 if stop - token > ROWS else 1
-                    amx.matrix_tile(
-                        emulate, row_tiles, halves, weight, column, steps, all_steps, x_tile, ROW_BYTES,
-                        next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
-                    )  # fmt: skip
-                    phase += all_steps
-                    x_tile = next_x
-                    y_tile += y_bytes
-            y_tile = y_here
-            for token in range(first, stop, TOKENS):
-                if y_by_token:
-                    for half in range(token, min(token + TOKENS, stop), ROWS):
-                        amx.finish_tokens(
-                            y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
-                            y_at + half * m * 4, m, flag,
-                        )  # fmt: skip
-                elif y_blocked:
-                    there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
-                    amx.finish_features(
-                        y_tile, places_at, bias_at, activation, stop - token, m,
-                        y_at + there * 4, BLOCK_TOKENS, flag,
-                    )  # fmt: skip
-                else:
-                    amx.finish_features(
-                        y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
-                    )
-                y_tile += y_bytes
-            first = stop
-        amx.end(emulate, saved)
-        return flags[0]
+            tokens = first, min(first + scratch.tiles * TOKENS, end)
+            split_block(form, call, layer, tokens, x_at)
+            multiply_block(form, layer, tokens, gathered_at, x_at, y_at)
+            finish_block(form, call, layer, tokens, y_at, flags.ctypes.data)
+            first = tokens[1]
+        amx.end(unit_form, saved_at)
+        not_finite: int = flags[0]
+        return not_finite
 
     return multiply

@@ -8,18 +8,34 @@ in the first-level cache. The scores of 8 queries with all keys are kept, so not
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ROWS, copy_vector, token_tile, tokens_to_lanes
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, Emitter, with_literals
-from sparse_kernels.cpu.launch.parallel_kernel import Bound, Kernel, in_parts
+from sparse_kernels.cpu.codegen.intrinsics import vector_code
+from sparse_kernels.cpu.codegen.register_tiles import (
+    AHEAD,
+    ROWS,
+    TokenTileForm,
+    copy_vector,
+    token_tile,
+    tokens_to_lanes,
+)
+from sparse_kernels.cpu.codegen.tile_operands import (
+    Epilogue,
+    Matrix,
+    TileWeights,
+    TokenRows,
+    TokenSums,
+    WeightFetch,
+)
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, Emitter
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.plan_protocol import Array
@@ -67,184 +83,210 @@ def _place(array: Array) -> Place:
 
 
 def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None) -> None:
-    """The same for arrays at these places; nothing is checked. sizes: batch, heads, n, d, keys, e, all positive."""
+    """Do the same for arrays at these places; nothing is checked. sizes: those of `AttentionSizes`."""
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
-    work, needed = prepared((q[1:], k[1:], v[1:], out[1:]), sizes, scale, count())
+    steps = Steps(*q[1:]), Steps(*k[1:]), Steps(*v[1:]), Steps(*out[1:])
+    attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count())
     scratch = borrow(needed)
-    work(q[0], k[0], v[0], out[0], scratch.at)
+    attend(q[0], k[0], v[0], out[0], scratch.address)
     give_back(scratch)
 
 
-@lru_cache(maxsize=256)
-def prepared(
-    steps: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], scale: float, threads: int
-) -> tuple[Bound, int]:
-    """All attention of these sizes (as of `run`) by so many threads, and the elements of scratch that it needs.
+class AttentionCall(NamedTuple):
+    """Addresses of q, k, v, the result, and of scratch memory at a cache line."""
 
-    steps: of `Place`, for q, k, v and out, whose addresses it is called with, and that of scratch. Heads are shared;
-    where there are fewer than threads, so are their queries, in whole tiles.
+    q_at: int
+    k_at: int
+    v_at: int
+    out_at: int
+    scratch_at: int
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of q (batch, heads, n, d), k (batch, heads, keys, d), v (batch, heads, keys, e); all positive."""
+
+    batch: int
+    heads: int
+    n: int
+    d: int
+    keys: int
+    e: int
+
+
+class Steps(NamedTuple):
+    """How many elements of an array a batch, a head and a token are apart."""
+
+    batch: int
+    head: int
+    token: int
+
+
+class AttentionLayer(NamedTuple):
+    """What attention knows before it is called.
+
+    q, k, v, out: steps of the arrays. sizes: of the arrays. scale: of the scores. columns: int32, 0 1 2 ... up to the
+    larger of d and keys. elements: of scratch memory for each part. splits: shares of a head. parts: threads.
+    """
+
+    q: Steps
+    k: Steps
+    v: Steps
+    out: Steps
+    sizes: AttentionSizes
+    scale: float
+    columns: NDArray[np.int32]
+    elements: int
+    splits: int
+    parts: int
+
+
+@lru_cache(maxsize=256)
+def bind_attention(
+    steps: tuple[Steps, Steps, Steps, Steps], sizes: AttentionSizes, scale: float, threads: int
+) -> tuple[BoundKernel, int]:
+    """Return attention of these sizes as a function of `AttentionCall`, and the elements of scratch that it needs.
+
+    Heads are shared by threads; where there are fewer than threads, so are their queries, in whole tiles.
     """
     batch, heads, n, d, keys, e = sizes
     target = host()
     tokens, width = 8 if target.registers >= 32 else 4, VECTORS * target.lanes
     key_panels, value_panels = -(-keys // width), -(-e // width)
     elements = key_panels * d * width + value_panels * keys * width + tokens * key_panels * width
-    splits = min(-(-threads // (batch * heads)), -(-n // tokens))
     elements = -(-elements // LINE) * LINE
-    work = kernel(tokens, target.lanes, target.fused).bound(
-        "q_at k_at v_at out_at scratch_at", steps=steps, sizes=sizes, scale=scale,
-        columns=np.arange(max(keys, d), dtype=np.int32), elements=elements, splits=splits, parts=threads,
-    )  # fmt: skip
-    return work, elements * threads
+    splits = min(-(-threads // (batch * heads)), -(-n // tokens))
+    columns = np.arange(max(keys, d), dtype=np.int32)
+    layer = AttentionLayer(*steps, sizes, scale, columns, elements, splits, threads)
+    kernel = build_kernel(tokens, target.lanes, target.fused)
+    return kernel.bind(AttentionCall, layer), elements * threads
 
 
-@with_literals
-def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, scale: Any) -> Any:
+class SoftmaxForm(NamedTuple):
+    """Vectors of softmax. lanes: of a vector. fused: multiply-adds are fused."""
+
+    lanes: int
+    fused: int
+
+
+@vector_code(SoftmaxForm)
+def softmax(builder: ir.IRBuilder, form: SoftmaxForm, row: ir.Value, count: ir.Value, scale: ir.Value) -> None:
     """row[i] = exp(scale * row[i]) over their sum, for i < count, in place; 0 up to the next whole vector."""
-    signature = types.void(lanes, fused, types.intp, types.intp, types.float32)
+    n_lanes = form.lanes
+    emit = Emitter(builder, n_lanes, bool(form.fused))
+    pointer, factor = emit.pointer(row), emit.splat(scale)
+    minus_infinity = emit.constant(-math.inf)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:2])
-        row, count, scale = args[2:]
-        emit = Emitter(builder, n_lanes, bool(fuse))
-        pointer, factor = emit.pointer(row), emit.splat(scale)
-        minus_infinity = emit.constant(-math.inf)
+    def scaled(first: ir.Value) -> ir.Value:
+        value = builder.fmul(emit.load(builder.gep(pointer, [first]), 0), factor)
+        return builder.select(emit.mask(builder.sub(count, first)), value, minus_infinity)
 
-        def scaled(first: ir.Value) -> ir.Value:
-            value = builder.fmul(emit.load(builder.gep(pointer, [first]), 0), factor)
-            return builder.select(emit.mask(builder.sub(count, first)), value, minus_infinity)
+    def larger(first: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
+        return [emit.maximum(most[0], scaled(first))]
 
-        def larger(first: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
-            return [emit.maximum(most[0], scaled(first))]
+    def raised(first: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
+        value = emit.exp(builder.fsub(scaled(first), most))
+        emit.store(value, builder.gep(pointer, [first]), 0)
+        return [builder.fadd(total[0], value)]
 
-        def raised(first: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
-            value = emit.exp(builder.fsub(scaled(first), most))
-            emit.store(value, builder.gep(pointer, [first]), 0)
-            return [builder.fadd(total[0], value)]
+    def divided(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        at = builder.gep(pointer, [first])
+        emit.store(builder.fmul(emit.load(at, 0), inverse), at, 0)
+        return []
 
-        def divided(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            at = builder.gep(pointer, [first])
-            emit.store(builder.fmul(emit.load(at, 0), inverse), at, 0)
-            return []
+    most = emit.over_lanes(emit.loop(count, [minus_infinity], larger, stride=n_lanes)[0], emit.maximum)
+    total = emit.over_lanes(emit.loop(count, emit.zeros(1), raised, stride=n_lanes)[0], builder.fadd)
+    inverse = builder.fdiv(emit.constant(1.0), total)
+    emit.loop(count, [], divided, stride=n_lanes)
 
-        most = emit.over_lanes(emit.loop(count, [minus_infinity], larger, stride=n_lanes)[0], emit.maximum)
-        total = emit.over_lanes(emit.loop(count, emit.zeros(1), raised, stride=n_lanes)[0], builder.fadd)
-        inverse = builder.fdiv(emit.constant(1.0), total)
-        emit.loop(count, [], divided, stride=n_lanes)
-        return context.get_dummy_value()
 
-    return signature, generate
+@inline
+def lay_out_keys(lanes: int, width: int, source_at: int, step: int, sizes: AttentionSizes, target_at: int) -> None:
+    """Lay the keys of a head out in panels of `width`; step: elements from one key to the next."""
+    keys, d = sizes.keys, sizes.d
+    # All of the panels is written: what an earlier call left there may be slow to multiply.
+    for key in range(0, (keys + width - 1) // width * width, lanes):
+        panel_at = target_at + (key // width * d * width + key % width) * 4
+        first = min(key, keys - 1)
+        source = Matrix(source_at + first * step * 4, step)
+        tokens_to_lanes((lanes, FLOATS), source, Matrix(panel_at, width), keys - first, d)
+
+
+@inline
+def lay_out_values(lanes: int, width: int, source_at: int, step: int, sizes: AttentionSizes, target_at: int) -> None:
+    """Lay the values of a head out in panels of `width`; step: elements from one value to the next."""
+    keys, e = sizes.keys, sizes.e
+    for panel in range((e + width - 1) // width):
+        for key in range(keys):
+            row_at = target_at + (panel * keys + key) * width * 4
+            value_at = source_at + (key * step + panel * width) * 4
+            for first in range(0, width, lanes):
+                copy_vector(lanes, FLOATS, value_at + first * 4, row_at + first * 4, e - panel * width - first)
+
+
+class HeadPanels(NamedTuple):
+    """Keys and values of a head, as panels. keys_at, values_at: addresses. columns_at: address of 0 1 2 ..."""
+
+    keys_at: int
+    values_at: int
+    columns_at: int
+
+
+@inline
+def attend_tile(
+    form: Any,
+    head: HeadPanels,
+    queries: TokenRows,
+    results: Matrix,
+    sizes: AttentionSizes,
+    scale: Any,
+    scores_at: int,
+) -> None:
+    """Attend to a tile of queries: their scores, softmax and results. form: of `token_tile`, sums as they are."""
+    tokens, vectors, lanes, fused, _, _, _, _, _, _, _ = form
+    width = vectors * lanes
+    key_panels = (sizes.keys + width - 1) // width
+    row, left, nothing, unfetched = key_panels * width, queries.left, Epilogue(0, 0), WeightFetch(0, 0)
+    for panel in range(key_panels):
+        weights = TileWeights(head.keys_at + panel * sizes.d * width * 4, head.columns_at, sizes.d)
+        scores = TokenSums(scores_at + panel * width * 4, row, width, 0)
+        token_tile(form, weights, queries, scores, nothing, unfetched)
+    for t in range(min(tokens, left)):
+        softmax((lanes, fused), scores_at + t * row * 4, sizes.keys, scale)
+    for panel in range((sizes.e + width - 1) // width):
+        weights = TileWeights(head.values_at + panel * sizes.keys * width * 4, head.columns_at, sizes.keys)
+        y = TokenSums(results.address + panel * width * 4, results.stride, sizes.e - panel * width, 0)
+        token_tile(form, weights, TokenRows(scores_at, row, left), y, nothing, unfetched)
 
 
 @cache
-def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
-    """The compiled loop over heads and tiles of `tokens` queries.
+def build_kernel(tokens: int, lanes: int, fused: bool) -> ParallelKernel:
+    """Return the loop over heads and tiles of `tokens` queries.
 
-    Called with (addresses of q, k, v and out; for each how many elements a batch, a head and a token are apart;
-    (batch, heads, n, d, keys, e); scale; 0 1 2 ... up to the larger of d and keys, int32; address of scratch, its
-    elements for each part; shares of a head; parts).
+    It is called with `AttentionCall` and `AttentionLayer`.
     """
-    fuse = int(fused)
-    form, ahead = ROWS, AHEAD
-    vectors = VECTORS
-    width = vectors * lanes
+    form = tuple(TokenTileForm(tokens, VECTORS, lanes, int(fused), 4, AHEAD, 0, ROWS, 0, 0, 0))
+    width = VECTORS * lanes
 
     @in_parts
-    def attend(  # type: ignore[no-untyped-def]
-        part, q_at, k_at, v_at, out_at, steps, sizes, scale, columns, scratch_at, elements, splits, parts
-    ):  # fmt: skip
-        batch, heads, n, d, keys, e = sizes
-        q, k, v, out = steps
-        q_step, k_step, v_step, out_step = q[2], k[2], v[2], out[2]
-        scale = np.float32(scale)
-        key_panels, value_panels = (keys + width - 1) // width, (e + width - 1) // width
-        tiles = (n + tokens - 1) // tokens
-        items = batch * heads * splits
-        row, all_keys, all_values = key_panels * width, key_panels * d * width, value_panels * keys * width
-        columns_at = columns.ctypes.data
-        keys_at = scratch_at + part * elements * 4
-        values_at = keys_at + all_keys * 4
-        scores_at = values_at + all_values * 4
-        for item in range(items * part // parts, items * (part + 1) // parts):
-            b, h = item // splits // heads, item // splits % heads
-            share = item % splits
-            q_head, k_head, v_head, out_head = (
-                q_at + (b * q[0] + h * q[1]) * 4,
-                k_at + (b * k[0] + h * k[1]) * 4,
-                v_at + (b * v[0] + h * v[1]) * 4,
-                out_at + (b * out[0] + h * out[1]) * 4,
-            )
-            # All of the panels is written: what an earlier call left there may be slow to multiply.
-            for key in range(0, row, lanes):
-                there = keys_at + (key // width * d * width + key % width) * 4
-                source = min(key, keys - 1)
-                tokens_to_lanes(lanes, FLOATS, k_head + source * k_step * 4, k_step, keys - source, d, there, width)
-            for panel in range(value_panels):
-                for key in range(keys):
-                    there = values_at + (panel * keys + key) * width * 4
-                    source = v_head + (key * v_step + panel * width) * 4
-                    for first in range(0, width, lanes):
-                        copy_vector(lanes, FLOATS, source + first * 4, there + first * 4, e - panel * width - first)
+    def attend(part: int, call: AttentionCall, layer: AttentionLayer) -> None:
+        q, k, v, out, sizes, scale = layer.q, layer.k, layer.v, layer.out, layer.sizes, np.float32(layer.scale)
+        splits, heads, n = layer.splits, sizes.heads, sizes.n
+        key_panels, value_panels = (sizes.keys + width - 1) // width, (sizes.e + width - 1) // width
+        tiles, items = (n + tokens - 1) // tokens, sizes.batch * heads * splits
+        keys_at = call.scratch_at + part * layer.elements * 4
+        values_at = keys_at + key_panels * sizes.d * width * 4
+        scores_at = values_at + value_panels * sizes.keys * width * 4
+        head = HeadPanels(keys_at, values_at, layer.columns.ctypes.data)
+        for item in range(items * part // layer.parts, items * (part + 1) // layer.parts):
+            b, h, share = item // splits // heads, item // splits % heads, item % splits
+            keys_source, values_source = b * k.batch + h * k.head, b * v.batch + h * v.head
+            lay_out_keys(lanes, width, call.k_at + keys_source * 4, k.token, sizes, keys_at)
+            lay_out_values(lanes, width, call.v_at + values_source * 4, v.token, sizes, values_at)
             for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
                 token = tile * tokens
-                queries, results = q_head + token * q_step * 4, out_head + token * out_step * 4
-                for panel in range(key_panels):
-                    token_tile(
-                        tokens,
-                        vectors,
-                        lanes,
-                        fuse,
-                        4,
-                        ahead,
-                        0,
-                        form,
-                        0,
-                        0,
-                        0,
-                        keys_at + panel * d * width * 4,
-                        columns_at,
-                        d,
-                        queries,
-                        q_step,
-                        n - token,
-                        scores_at + panel * width * 4,
-                        row,
-                        width,
-                        0,
-                        0,
-                        0,
-                        0,
-                        0,
-                    )
-                for t in range(min(tokens, n - token)):
-                    softmax(lanes, fuse, scores_at + t * row * 4, keys, scale)
-                for panel in range(value_panels):
-                    token_tile(
-                        tokens,
-                        vectors,
-                        lanes,
-                        fuse,
-                        4,
-                        ahead,
-                        0,
-                        form,
-                        0,
-                        0,
-                        0,
-                        values_at + panel * keys * width * 4,
-                        columns_at,
-                        keys,
-                        scores_at,
-                        row,
-                        n - token,
-                        results + panel * width * 4,
-                        out_step,
-                        e - panel * width,
-                        0,
-                        0,
-                        0,
-                        0,
-                        0,
-                    )
+                queries_at = call.q_at + (b * q.batch + h * q.head + token * q.token) * 4
+                results_at = call.out_at + (b * out.batch + h * out.head + token * out.token) * 4
+                queries, results = TokenRows(queries_at, q.token, n - token), Matrix(results_at, out.token)
+                attend_tile(form, head, queries, results, sizes, scale, scores_at)
 
     return attend

@@ -1,10 +1,10 @@
 """Images laid out so that every tap of a convolution reads contiguous positions.
 
 x (batch, c_in, h, w), padded with zeros, is split into stride_h * stride_w phases: phase (a, b) holds the padded rows
-a, a + stride_h, ... and columns b, b + stride_w, ... Then the tap (r, s) of output position (i, j) lies in one phase
-at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w), so a step in j is a step of one element, as it is in
-the output. Rows of a phase follow each other with a pitch, images with a pitch of rows; zeros at the end of one row
-(image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
+a, a + stride_h, ... and columns b, b + stride_w, ... Then the tap (r, s) of output position (i, j) lies in one phase,
+at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w). So a step in j is a step of one element, as it is in
+the output. Rows of a phase follow each other with a pitch, images with a pitch of rows. The zeros at the end of one
+row (image) are those at the beginning of the next, so little is wasted on them.
 
 The buffer is (phases, c_in, plane), plane = all images of one channel in one phase; threads may have one each. The
 zeros are written once, when the buffer is made: laying out writes only what x holds.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, floats_at
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.launch.parallel_kernel import Bound, Kernel, in_parts
-from sparse_kernels.cpu.layouts.padded_images import Places
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.shapes import Conv2dShape
 
@@ -31,7 +33,7 @@ ONE_PHASE = np.zeros((1, 1), np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class PhaseLayout:
     """Where everything lies for one shape: element counts, and offsets (k,) of the taps from an output position.
 
     phases: int64 (stride_h, stride_w), the number of each phase that some tap reads, else -1.
@@ -46,8 +48,8 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
-    """The layout for shape.batch images; `slack` elements behind the last one may be read (and mean nothing).
+def build_layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> PhaseLayout:
+    """Return the layout for shape.batch images; `slack` elements behind the last one may be read (and mean nothing).
 
     pitch: the least distance from one row to the next. ValueError where an offset does not fit 31 bits.
     """
@@ -65,13 +67,15 @@ def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
     plane = (shape.batch - 1) * image + (longest - 1) * pitch + widest
     size = len(used) * shape.c_in * plane + slack
     if size >= 2**31:
-        raise ValueError(f"a batch of {shape.batch} images is too large for this convolution: {shape}")
+        raise ValueError(
+            f"a batch of {shape.batch} images is too large for this convolution, whose offsets have 31 bits: {shape}"
+        )
     offsets = np.empty((shape.kh, shape.kw, shape.c_in), np.int64)
     for r, (a, down) in enumerate(taps_h):
         for s, (b, right) in enumerate(taps_w):
             first = phases[a, b] * shape.c_in * plane + down * pitch + right
             offsets[r, s] = first + np.arange(shape.c_in) * plane
-    return Layout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
+    return PhaseLayout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
 
 
 def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
@@ -80,7 +84,7 @@ def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
 
 
 def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
-    """The least distance from one row (image) to the next at which only zeros meet zeros, in all `phases`."""
+    """Return the least distance from one row (image) to the next at which only zeros meet zeros, in all `phases`."""
     pitch = 1
     for phase in phases:
         positions = range(phase, length + 2 * padding, stride)
@@ -92,80 +96,129 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
     return pitch
 
 
-@cache
-def lay_out(lanes: int, numbers: int) -> Kernel:
-    """The compiled copy of images from one layout to another, vectors of `lanes` at a time; to what tiles of such
-    `numbers` read, which pairs do with strides of 1 and 2 only.
+class ImageCopyCall(NamedTuple):
+    """Addresses of the images and of their copy, of the first position in each."""
 
-    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), begins, ends, apart, parts): x and
-    y addresses; x_steps: from an image, a channel, a row to the next; y_steps: these and from a phase to the next;
-    phases (stride_h, stride_w); begins, ends: int64, the rows of all images that each part copies, to a y that begins
-    `apart` elements behind that of the part before.
-    Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
+    x_at: int
+    y_at: int
+
+
+class ImageSteps(NamedTuple):
+    """Elements from an image, a channel, a row, a phase to the next."""
+
+    image: int
+    channel: int
+    row: int
+    phase: int
+
+
+class ImageCopyLayer(NamedTuple):
+    """What a copy of images knows before it is called.
+
+    x_steps, y_steps: of x and y. phases: int64 (stride_h, stride_w), as in `PhaseLayout`. padding: rows and columns.
+    shape: (batch, channels, h, w). begins, ends: int64, the rows of all images that each part copies. part_stride:
+    elements from the y of one part to that of the next. parts: threads.
     """
 
+    x_steps: ImageSteps
+    y_steps: ImageSteps
+    phases: NDArray[np.int64]
+    padding: tuple[int, int]
+    shape: tuple[int, int, int, int]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    part_stride: int
+    parts: int
+
+
+@inline
+def copy_strided(form: Any, stride: int, source_at: int, target_at: int, count: int) -> None:
+    """Copy every `stride`-th of the elements at an address, `count` of them, one behind the other."""
+    lanes, numbers = form
+    if stride == 1:
+        copy_run(lanes, numbers, source_at, target_at, count)
+    elif stride == 2:
+        copy_every_other(lanes, numbers, source_at, target_at, count)
+    else:
+        source = carray(floats_at(source_at), (count - 1) * stride + 1)
+        target = carray(floats_at(target_at), count)
+        for i in range(count):
+            target[i] = source[i * stride]
+
+
+@inline
+def copy_channel(form: Any, source_at: int, target_at: int, layer: ImageCopyLayer, rows: tuple[int, int]) -> None:
+    """Copy rows of one channel of an image, from one to before another, to the phases that hold them."""
+    phases, x_row, y_row = layer.phases, layer.x_steps.row, layer.y_steps.row
+    stride_h, stride_w = phases.shape
+    down, right = layer.padding
+    for phase_w in range(stride_w):
+        first = (phase_w - right) % stride_w
+        column, count = (first + right) // stride_w, (layer.shape[3] - first + stride_w - 1) // stride_w
+        for phase_h in range(stride_h):
+            number = phases[phase_h, phase_w]
+            start = rows[0] + (phase_h - down - rows[0]) % stride_h
+            x_at = source_at + (start * x_row + first) * 4
+            y_at = target_at + (number * layer.y_steps.phase + (start + down) // stride_h * y_row + column) * 4
+            for _ in range(start, rows[1] if number >= 0 else start, stride_h):
+                copy_strided(form, stride_w, x_at, y_at, count)
+                x_at += stride_h * x_row * 4
+                y_at += y_row * 4
+
+
+@cache
+def build_kernel(lanes: int, numbers: int) -> ParallelKernel:
+    """Return the copy of images from one layout to another, vectors of `lanes` at a time.
+
+    numbers: what tiles multiply that read the copy; pairs need strides of 1 and 2. It is called with `ImageCopyCall`
+    and `ImageCopyLayer`. Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of
+    y is touched.
+    """
+    form = (lanes, numbers)
+
     @in_parts
-    def copy(part, x_at, x_steps, y_at, y_steps, phases, padding, shape, begins, ends, apart, parts):  # type: ignore[no-untyped-def]
-        _, channels, h, w = shape
-        stride_h, stride_w = phases.shape
-        begin, end, y_here = begins[part], ends[part], y_at + part * apart * 4
+    def copy(part: int, call: ImageCopyCall, layer: ImageCopyLayer) -> None:
+        _, channels, h, _ = layer.shape
+        x_steps, y_steps = layer.x_steps, layer.y_steps
+        begin, end, y_at = layer.begins[part], layer.ends[part], call.y_at + part * layer.part_stride * 4
         for b in range(begin // h, (end + h - 1) // h):
-            first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
+            rows = max(begin - b * h, 0), min(end - b * h, h)
             for c in range(channels):
-                source, target = b * x_steps[0] + c * x_steps[1], b * y_steps[0] + c * y_steps[1]
-                for phase_w in range(stride_w):
-                    first = (phase_w - padding[1]) % stride_w
-                    column, count = (first + padding[1]) // stride_w, (w - first + stride_w - 1) // stride_w
-                    for phase_h in range(stride_h):
-                        number = phases[phase_h, phase_w]
-                        if number < 0:
-                            continue
-                        start = first_row + (phase_h - padding[0] - first_row) % stride_h
-                        row = (start + padding[0]) // stride_h
-                        here = source + start * x_steps[2] + first
-                        there = target + number * y_steps[3] + row * y_steps[2] + column
-                        for _ in range(start, stop_row, stride_h):
-                            if stride_w == 1:
-                                copy_run(lanes, numbers, x_at + here * 4, y_here + there * 4, count)
-                            elif stride_w == 2:
-                                copy_every_other(lanes, numbers, x_at + here * 4, y_here + there * 4, count)
-                            else:
-                                x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
-                                y = carray(floats_at(y_here + there * 4), count)
-                                for j in range(count):
-                                    y[j] = x[j * stride_w]
-                            here += stride_h * x_steps[2]
-                            there += y_steps[2]
+                source_at = call.x_at + (b * x_steps.image + c * x_steps.channel) * 4
+                target_at = y_at + (b * y_steps.image + c * y_steps.channel) * 4
+                copy_channel(form, source_at, target_at, layer, rows)
 
     return copy
 
 
-def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
+def copy_images(lanes: int, x: int, x_places: ImagePlaces, y: int, y_places: ImagePlaces) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
-    _copying(lanes, x_places, y_places, count())(x + 4 * x_places.first, y + 4 * y_places.first)
+    _bind_copy(lanes, x_places, y_places, count())(x + 4 * x_places.first, y + 4 * y_places.first)
 
 
 @lru_cache(maxsize=64)
-def _copying(lanes: int, x_places: Places, y_places: Places, parts: int) -> Bound:
-    """The copy from one address to another."""
-    begins, ends = even_rows(x_places.batch * x_places.h, parts)
-    return lay_out(lanes, FLOATS).bound(
-        "x_at y_at", x_steps=steps(x_places), y_steps=(*steps(y_places), 0), phases=ONE_PHASE, padding=(0, 0),
-        shape=x_places.shape, begins=begins, ends=ends, apart=0, parts=parts,
-    )  # fmt: skip
+def _bind_copy(lanes: int, x_places: ImagePlaces, y_places: ImagePlaces, parts: int) -> BoundKernel:
+    """Return the copy from one address to another."""
+    begins, ends = split_rows(x_places.batch * x_places.h, parts)
+    layer = ImageCopyLayer(
+        image_steps(x_places), image_steps(y_places), ONE_PHASE, (0, 0), x_places.shape, begins, ends, 0, parts
+    )
+    return build_kernel(lanes, FLOATS).bind(ImageCopyCall, layer)
 
 
 @lru_cache(maxsize=64)
-def even_rows(rows: int, parts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(begins, ends) of rows shared evenly."""
+def split_rows(rows: int, parts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (begins, ends) of rows shared evenly."""
     bounds = rows * np.arange(parts + 1) // parts
     return bounds[:-1].copy(), bounds[1:].copy()
 
 
-def rows_read(
-    shape: Conv2dShape, where: Layout, x_starts: NDArray[np.int64], lanes: int, shares: NDArray[np.int64]
+def find_rows_read(
+    shape: Conv2dShape, where: PhaseLayout, x_starts: NDArray[np.int64], lanes: int, shares: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(begins, ends) of the rows of all images that each part reads: it has vectors from one of `shares` to the next.
+    """Return (begins, ends) of the rows of all images that each part reads.
+
+    shares: each part has vectors from one of them to the next.
 
     x_starts: where vectors of `lanes` positions start in x as it is laid out here, as many for each image.
     """
@@ -180,6 +233,6 @@ def rows_read(
     return begins, ends
 
 
-def steps(places: Places) -> tuple[int, int, int]:
-    """Elements from an image, a channel, a row to the next."""
-    return places.image, places.channel, places.row
+def image_steps(places: ImagePlaces) -> ImageSteps:
+    """Return the steps of images at these places, which have one phase."""
+    return ImageSteps(places.image, places.channel, places.row, 0)

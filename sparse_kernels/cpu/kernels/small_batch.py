@@ -5,153 +5,183 @@ steps of their own these would take as long as the weights, and each would wait 
 written. Vectors are as short as hold the tokens: x of 4 tokens is a quarter of what it would be with 16 lanes. Only
 permuted rows go to their places in a second step.
 
-With weights from memory single rows have 1.7 to 2.2 times the speed of `transpose`'s three steps and whole vectors
-for 1 to 8 tokens, 1.4 to 1.7 for 16; rows in fours 1.3 to 1.7 and 1.1 to 1.4 (512 to 2048 columns, 90% sparsity,
-Zen 5).
+The alternative is three passes (`transpose_tiles`) with whole vectors. With weights from memory, single rows have 1.7
+to 2.2 times its speed for 1 to 8 tokens, and 1.4 to 1.7 times for 16. Rows in fours have 1.3 to 1.7 and 1.1 to 1.4
+times its speed (512 to 2048 columns, 90% sparsity, Zen 5).
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, Target
+from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import fetch_now
-from sparse_kernels.cpu.codegen.register_tiles import copy_vector, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, copy_vector, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.codegen.tile_operands import (
+    FramedOutput,
+    LineWalk,
+    Matrix,
+    RowEpilogue,
+    StreamEpilogue,
+    TileWeights,
+    VectorInput,
+    WeightStream,
+)
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.kernels.token_blocks import put_back
+from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
+from sparse_kernels.cpu.kernels.token_blocks import PlainOutput, RowsOfBlock, put_back
 from sparse_kernels.cpu.kernels.token_major import WORTH_SHARING
-from sparse_kernels.cpu.kernels.unstructured_rows import BUNDLE, SingleRows, pass_over
-from sparse_kernels.cpu.launch.linear_call import InRoom
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.kernels.unstructured_rows import BUNDLE, SingleRows
+from sparse_kernels.cpu.launch.kernel_calls import LinearCall
+from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE
 from sparse_kernels.cpu.runtime.work_split import share
 
 
-def lanes_for(n: int, target: Target) -> int:
-    """Lanes of the narrowest vector that holds n tokens, or of the widest."""
+def choose_lanes(n: int, target: CpuTarget) -> int:
+    """Return the lanes of the narrowest vector that holds n tokens, or of the widest."""
     lanes = NARROWEST
     while lanes < min(n, target.lanes):
         lanes *= 2
     return lanes
 
 
-def takes(weights: Panels | SingleRows, layout: str, n: int, target: Target) -> bool:
-    """Whether n tokens of these weights are multiplied so: a vector of them at most.
+def accepts_batch(weights: Panels | SingleRows, layout: str, n: int, target: CpuTarget) -> bool:
+    """Return whether n tokens of these weights are multiplied so: a vector of them at most.
 
-    Of single rows, those whose places become shorter vectors' by halving. A whole vector of feature-major x is read
-    where it lies.
+    Single rows must have places that halving turns into those of shorter vectors. A whole vector of feature-major x
+    is read where it lies.
     """
-    few = n <= target.lanes if layout == "token_major" else layout == "feature_major" and n < target.lanes
-    return few and (not isinstance(weights, SingleRows) or weights.stride & (weights.stride - 1) == 0)
+    fits = n <= target.lanes if layout == "token_major" else layout == "feature_major" and n < target.lanes
+    return fits and (not isinstance(weights, SingleRows) or weights.stride & (weights.stride - 1) == 0)
 
 
-def prepared(
-    weights: Panels | SingleRows, shape: tuple[int, int], layout: str, target: Target, n: int, threads: int
-) -> InRoom:
-    """How weights of this shape (m, k) that `takes` takes multiply n tokens in this layout."""
-    (m, k), lanes = shape, lanes_for(n, target)
-    if isinstance(weights, SingleRows):
-        single, permuted, rows, halvings = True, False, 1, (weights.stride // lanes).bit_length() - 1
-    else:
-        single, permuted, rows, halvings = False, not weights.in_order, weights.width, 0
+class SmallBatchLayer(NamedTuple):
+    """What the kernel knows before it is called.
+
+    weights: arrays of the panels, or of the single rows. n, k, m: tokens, features of x and of y. stride: elements
+    from one row of sums to the next. start: int64 (1), 0, where the vector of tokens starts. parts: threads. shares:
+    in how many shares permuted rows are put back.
+    """
+
+    weights: Any
+    n: int
+    k: int
+    m: int
+    stride: int
+    start: NDArray[np.int64]
+    parts: int
+    shares: int
+
+
+def bind_kernel(
+    weights: Panels | SingleRows, shape: tuple[int, int], layout: str, target: CpuTarget, n: int, threads: int
+) -> KernelWithScratch:
+    """Return how weights of this shape (m, k) multiply n tokens in this layout, if `accepts_batch`.
+
+    Scratch memory holds x for each part, then the sums of all rows.
+    """
+    (m, k), lanes, by_token = shape, choose_lanes(n, target), layout == "token_major"
+    permuted = not isinstance(weights, SingleRows) and not weights.in_order
     # Threads that write rows here and there should not share their cache lines.
     stride = max(lanes, LINE) if permuted else lanes
-    multiply = kernel(single, rows, lanes, halvings, target.fused, layout == "token_major", permuted)
-    bound = multiply.bound(
-        "room_at x_at y_at bias_at activation", weights=weights.arrays, n=n, k=k, m=m, stride=stride,
-        start=np.zeros(1, np.int64), parts=threads, shares=threads if n * m >= WORTH_SHARING else 1,
+    layer = SmallBatchLayer(
+        weights=weights.arrays, n=n, k=k, m=m, stride=stride, start=np.zeros(1, np.int64), parts=threads,
+        shares=threads if n * m >= WORTH_SHARING else 1,
     )  # fmt: skip
-    return InRoom(bound, threads * k * lanes + m * stride)
+    if isinstance(weights, SingleRows):
+        halvings = (weights.stride // lanes).bit_length() - 1
+        kernel = build_stream_kernel(lanes, halvings, target.fused, by_token)
+    else:
+        kernel = build_panel_kernel(weights.width, lanes, target.fused, by_token, permuted)
+    return KernelWithScratch(kernel.bind(LinearCall, layer), threads * k * lanes + m * stride)
+
+
+@inline
+def lay_out_batch(form: Any, x_at: int, n: int, k: int, target_at: int) -> None:
+    """Lay out n tokens of k features along one vector; form: its lanes, and whether x is token-major."""
+    lanes, by_token = form
+    if by_token:
+        tokens_to_lanes((lanes, FLOATS), Matrix(x_at, k), Matrix(target_at, lanes), n, k)
+    else:
+        for c in range(k):
+            copy_vector(lanes, FLOATS, x_at + c * n * 4, target_at + c * lanes * 4, n)
 
 
 @cache
-def kernel(single: bool, rows: int, lanes: int, halvings: int, fused: bool, by_token: bool, permuted: bool) -> Kernel:
-    """The compiled step; `single` rows or panels of `rows` rows, `permuted` or in order. halvings: as `pass_over`
-    takes them.
+def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permuted: bool) -> ParallelKernel:
+    """Return the kernel for panels of `rows` rows, `permuted` or in order.
 
-    Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, address of room,
-    elements from one row of sums to the next, where a vector starts (int64: 0), parts, shares). Room: x for each
-    part, then the sums of all rows. Where permuted, so many shares of them are put in their places.
+    It is called with `LinearCall` and `SmallBatchLayer`. Where permuted, rows are put back in as many shares as the
+    layer says.
     """
-    fuse, nothing, unfinished, bundle = int(fused), 0, PARTIAL, BUNDLE
+    tile_form = tuple(RowTileForm(rows, 1, lanes, int(fused), 0, 0, FLOATS))
+    form = (lanes, by_token)
 
-    def multiply(  # type: ignore[no-untyped-def]
-        part, weights, x_at, y_at, n, k, m, bias_at, activation, room_at, stride, start, parts, shares
-    ):  # fmt: skip
-        work = weights[2] if single else weights[3]
+    def multiply(part: int, call: LinearCall, layer: SmallBatchLayer) -> None:
+        table, values, columns, work, row_ids = layer.weights
         fetch_now(work.ctypes.data, work.size * 8)
-        begin, end = share(work, 1, part, parts), share(work, 1, part + 1, parts)
+        begin, end = share(work, 1, part, layer.parts), share(work, 1, part + 1, layer.parts)
         if begin == end:
             return
-        x_here, sums_at = room_at + part * k * lanes * 4, room_at + parts * k * lanes * 4
-        if by_token:
-            tokens_to_lanes(lanes, FLOATS, x_at, k, n, k, x_here, lanes)
-        else:
-            for c in range(k):
-                copy_vector(lanes, FLOATS, x_at + c * n * 4, x_here + c * lanes * 4, n)
-        if single:
-            stream, table, _, bounds = weights
-            stages = table.shape[0]
-            first, behind = begin * bundle, min(end * bundle, m)
-            for stage in range(stages):
-                pass_over(
-                    1,
-                    lanes,
-                    fuse,
-                    halvings,
-                    1,
-                    stream.ctypes.data + table[stage, begin] * 4,
-                    behind - first,
-                    x_here + bounds[stage] * lanes * 4,
-                    sums_at,
-                    bias_at,
-                    min(stage, 1),
-                    activation if stage == stages - 1 else unfinished,
-                )
-        else:
-            table, values, columns, _, row_ids = weights
-            first = np.int64(row_ids[begin * rows])
-            behind = np.int64(row_ids[end * rows]) if end < table.shape[0] else m
-            for panel in range(begin, end):
-                row_tile(
-                    rows,
-                    1,
-                    lanes,
-                    fuse,
-                    nothing,
-                    nothing,
-                    FLOATS,
-                    1,
-                    values.ctypes.data + table[panel, 0] * 4,
-                    columns.ctypes.data + table[panel, 1] * 4,
-                    table[panel, 2],
-                    x_here,
-                    lanes,
-                    start.ctypes.data,
-                    sums_at,
-                    stride,
-                    start.ctypes.data,
-                    nothing,
-                    nothing,
-                    row_ids.ctypes.data + panel * rows * 4,
-                    bias_at,
-                    activation,
-                    nothing,
-                    nothing,
-                    nothing,
-                )
+        start, start_at = layer.start, layer.start.ctypes.data
+        x_at = call.scratch_at + part * layer.k * lanes * 4
+        sums_at = call.scratch_at + layer.parts * layer.k * lanes * 4
+        lay_out_batch(form, call.x_at, layer.n, layer.k, x_at)
+        x, y = VectorInput(x_at, lanes, start_at, 1), FramedOutput(sums_at, layer.stride, start_at, 0, 0)
+        for panel in range(begin, end):
+            weights = TileWeights(
+                values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4, table[panel, 2]
+            )
+            finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
+            row_tile(tile_form, weights, x, y, finish, LineWalk(0, 0, 0))
         if not permuted:
-            sums_here = sums_at + first * stride * 4
-            put_back(lanes, by_token, sums_here, start, stride, y_at, 0, 1, n, m, first, behind)
+            first = np.int64(row_ids[begin * rows])
+            behind = np.int64(row_ids[end * rows]) if end < table.shape[0] else layer.m
+            done = RowsOfBlock(sums_at + first * layer.stride * 4, layer.stride, 0, 1, first, behind)
+            put_back(form, done, start, PlainOutput(call.y_at, layer.n, layer.m))
 
-    def put(  # type: ignore[no-untyped-def]
-        share, weights, x_at, y_at, n, k, m, bias_at, activation, room_at, stride, start, parts, shares
-    ):  # fmt: skip
-        begin, end = m * share // shares, m * (share + 1) // shares
-        sums_here = room_at + (parts * k * lanes + begin * stride) * 4
-        put_back(lanes, by_token, sums_here, start, stride, y_at, 0, 1, n, m, begin, end)
+    def put_back_permuted(share: int, call: LinearCall, layer: SmallBatchLayer) -> None:
+        begin, end = layer.m * share // layer.shares, layer.m * (share + 1) // layer.shares
+        sums_at = call.scratch_at + (layer.parts * layer.k * lanes + begin * layer.stride) * 4
+        rows_done = RowsOfBlock(sums_at, layer.stride, 0, 1, begin, end)
+        put_back(form, rows_done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
 
-    return in_parts(multiply, put) if permuted else in_parts(multiply)
+    return in_parts(multiply, put_back_permuted) if permuted else in_parts(multiply)
+
+
+@cache
+def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) -> ParallelKernel:
+    """Return the kernel for single rows; halvings: as in `StreamForm`.
+
+    It is called with `LinearCall` and `SmallBatchLayer`.
+    """
+    stream_form, form = (1, lanes, int(fused), halvings), (lanes, by_token)
+
+    @in_parts
+    def multiply(part: int, call: LinearCall, layer: SmallBatchLayer) -> None:
+        stream, table, work, bounds = layer.weights
+        fetch_now(work.ctypes.data, work.size * 8)
+        begin, end = share(work, 1, part, layer.parts), share(work, 1, part + 1, layer.parts)
+        if begin == end:
+            return
+        x_at = call.scratch_at + part * layer.k * lanes * 4
+        sums_at = call.scratch_at + layer.parts * layer.k * lanes * 4
+        lay_out_batch(form, call.x_at, layer.n, layer.k, x_at)
+        first, behind, stages = begin * BUNDLE, min(end * BUNDLE, layer.m), table.shape[0]
+        for stage in range(stages):
+            rows = WeightStream(stream.ctypes.data + table[stage, begin] * 4, behind - first)
+            activation = call.activation if stage == stages - 1 else PARTIAL
+            finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
+            multiply_stream(stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish)
+        done = RowsOfBlock(sums_at + first * layer.stride * 4, layer.stride, 0, 1, first, behind)
+        put_back(form, done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
+
+    return multiply

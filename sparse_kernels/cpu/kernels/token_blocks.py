@@ -1,27 +1,30 @@
 """Linear layers a block of tokens at a time: laid out, multiplied and put back by one thread, in its own caches.
 
 Where each thread has tokens enough, only x, y and the weights come from memory: a block's x is laid out with tokens
-along the vector, the weights pass over it, and its y is put in its place. The same in three passes over all tokens
-would cost more than the multiplication saves, and lines that another core has just written are slow to read.
+along the vector, the weights pass over it, and its y is put in its place. Three passes over all tokens would cost
+more than the multiplication saves: lines that another core has just written are slow to read.
 
 x that comes in tiles of tokens (layout `token_blocked`) is read as it lies, and y that is wanted so is written there.
-But where a thread has several blocks, x is too large for its caches: then a block of it is copied there first, in
-order, which takes less time than to wait for columns here and there (3072 features, 2,048 tokens: half the time). It
-is copied, too, where tiles multiply bfloat16: laying out and copying round what they read.
+But where a thread has several blocks, x is too large for its caches. Then a block of it is copied there first, in
+order. That takes half the time of waiting for columns here and there (3072 features, 2,048 tokens). It is copied,
+too, where tiles multiply bfloat16: laying out and copying round what they read.
 
-While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`ahead`):
-with 2,048 tokens at 90% sparsity up to 12% less time, the less the longer y is beside x.
+While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`prefetch`).
+With 2,048 tokens at 90% sparsity that saves up to 12% of the time, less where y is longer than x.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
-from numba import njit
+import numpy as np
+from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import Target
-from sparse_kernels.cpu.codegen.prefetch import FAR, LINE_BYTES, standing, step, walk
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
+from sparse_kernels.cpu.codegen.prefetch import FAR, LINE_BYTES, Walk, advance, start_standing, start_walk
 from sparse_kernels.cpu.codegen.register_tiles import (
+    RowTileForm,
     copy_run,
     copy_vector,
     fetch,
@@ -29,12 +32,26 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     row_tile,
     tokens_to_lanes,
 )
+from sparse_kernels.cpu.codegen.tile_operands import (
+    FramedOutput,
+    LineWalk,
+    Matrix,
+    RowEpilogue,
+    StreamEpilogue,
+    TileWeights,
+    VectorInput,
+    WeightStream,
+    Word,
+)
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, pass_over
-from sparse_kernels.cpu.launch.linear_call import InRoom
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows
+from sparse_kernels.cpu.launch.kernel_calls import LinearCall
+from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, in_tiles, whole_tiles
+from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid, in_tiles, whole_tiles
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 
 # Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
 # second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
@@ -47,262 +64,358 @@ COLUMNS_AHEAD = 32
 COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds it
 
 
-def enough(n: int, lanes: int, threads: int) -> bool:
-    """Whether n tokens give every thread some, in nearly equal shares of whole vectors."""
+def fills_threads(n: int, lanes: int, threads: int) -> bool:
+    """Return whether n tokens give every thread some, in nearly equal shares of whole vectors."""
     vectors = -(-n // lanes)
     return 4 * threads * -(-vectors // threads) <= 5 * vectors
 
 
-def prepared(
-    weights: Panels | SingleRows,
-    shape: tuple[int, int],
-    vectors: int,
-    target: Target,
-    layouts: tuple[str, str],
-    n: int,
-    threads: int,
-    numbers: int = FLOATS,
-) -> InRoom:
-    """How weights of this shape (m, k) multiply n tokens, by register tiles of `vectors` vectors.
+class BlockSettings(NamedTuple):
+    """How tokens are multiplied block by block.
 
-    layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
-    out for whole tiles then. numbers: what tiles multiply; unless FLOATS, weights are `Panels.paired`.
+    vectors: of a register tile. target: the vector unit. layouts: of x and of y, each token_major, feature_major, or
+    token_blocked in whole tiles; single rows must be laid out for whole tiles then. numbers: what tiles multiply;
+    unless FLOATS, weights are `Panels.paired`.
     """
-    (m, k), lanes = shape, target.lanes
-    single = isinstance(weights, SingleRows)
+
+    vectors: int
+    target: CpuTarget
+    layouts: tuple[str, str]
+    numbers: int = FLOATS
+
+
+class BlockForm(NamedTuple):
+    """What is known of a kernel when it is compiled.
+
+    rows: of a register tile, 1 for single rows. vectors: of a register tile. lanes: of a vector. fused: multiply-adds
+    are fused. numbers: what tiles multiply. x_layout: of x, also COPIED. y_layout: of y. fetch_x: tiles fetch x of
+    the next block, which is token-major or copied. fetch_y: tiles fetch y, token-major or blocked, before it is
+    written.
+    """
+
+    rows: int
+    vectors: int
+    lanes: int
+    fused: bool
+    numbers: int
+    x_layout: str
+    y_layout: str
+    fetch_x: bool
+    fetch_y: bool
+
+
+class BlockLayer(NamedTuple):
+    """What a kernel for blocks of tokens knows before it is called.
+
+    weights: arrays of the panels, or of the single rows. n, k, m: tokens, features of x and of y. elements: of
+    scratch memory for each part, which holds x and some rows of y of a block, less what is blocked. x_starts,
+    y_starts: int64, where the vectors start in x and in y; in those of a block, unless they are blocked. tile_starts:
+    int64, where the vectors start in blocked x. most: vectors of a block. tokens: that a block has room for. run:
+    rows of y that are put back together. x_stride, y_stride: elements from one column of x, from one row of y to the
+    next. parts: threads.
+    """
+
+    weights: Any
+    n: int
+    k: int
+    m: int
+    elements: int
+    x_starts: NDArray[np.int64]
+    y_starts: NDArray[np.int64]
+    tile_starts: NDArray[np.int64]
+    most: int
+    tokens: int
+    run: int
+    x_stride: int
+    y_stride: int
+    parts: int
+
+
+def bind_kernel(
+    weights: Panels | SingleRows, shape: tuple[int, int], settings: BlockSettings, n: int, threads: int
+) -> KernelWithScratch:
+    """Return how weights of this shape (m, k) multiply n tokens."""
+    (m, k), target, numbers = shape, settings.target, settings.numbers
+    x_layout, y_layout = settings.layouts
+    lanes, single = target.lanes, isinstance(weights, SingleRows)
     if isinstance(weights, SingleRows):
         rows, tile = 1, weights.stride // lanes
         block = tile
     else:
         # What a register tile reads of a column lies side by side, or every other cache line would stay unused.
-        rows, tile = weights.width, vectors
-        block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // vectors) * vectors)
-    # Rows of y that are put in their places together.
+        rows, tile = weights.width, settings.vectors
+        block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // tile) * tile)
+    # Rows of y that are put back together.
     run = m if isinstance(weights, SingleRows) or not weights.in_order else min(m, max(RUN, rows))
     here = in_tiles(block * lanes, tile, lanes, k, run)
     there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
-    x_layout, y_layout = layouts
     if x_layout == "token_blocked" and not single and (block * threads * lanes < n or numbers != FLOATS):
         x_layout = COPIED
-    x_starts = there.x_starts if x_layout == "token_blocked" else here.x_starts
-    y_starts = there.y_starts if y_layout == "token_blocked" else here.y_starts
+    x_grid: VectorGrid = there if x_layout == "token_blocked" else here
+    y_grid: VectorGrid = there if y_layout == "token_blocked" else here
     tokens = -(-block // tile) * tile * lanes
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     needed = threads * tokens * laid_out
-    x_stride = there.x_stride if x_layout == "token_blocked" else here.x_stride
-    y_stride = there.y_stride if y_layout == "token_blocked" else here.y_stride
     far = not single and n * (k + m) >= FAR
     # Copied x with fewer columns than y has rows is soon read, and to fetch it gains less than it takes.
-    x_fetched = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
-    y_fetched = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
-    multiply = kernel(single, rows, vectors, lanes, target.fused, numbers, x_layout, y_layout, x_fetched, y_fetched)
-    bound = multiply.bound(
-        "scratch_at x_at y_at bias_at activation", weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads,
-        x_starts=x_starts, y_starts=y_starts, x_from=there.x_starts, most=block, tokens=tokens, run=run,
-        x_stride=x_stride, y_stride=y_stride, parts=threads,
+    fetch_x = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
+    fetch_y = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
+    form = BlockForm(rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y)
+    layer = BlockLayer(
+        weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads, x_starts=x_grid.x_starts,
+        y_starts=y_grid.y_starts, tile_starts=there.x_starts, most=block, tokens=tokens, run=run,
+        x_stride=x_grid.x_stride, y_stride=y_grid.y_stride, parts=threads,
     )  # fmt: skip
-    return InRoom(bound, needed)
+    kernel = build_stream_kernel(form) if single else build_panel_kernel(form)
+    return KernelWithScratch(kernel.bind(LinearCall, layer), needed)
 
 
-@njit(inline="always")
-def put_back(  # type: ignore[no-untyped-def]
-    lanes, by_token, y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end
-):  # fmt: skip
-    """Copy rows `begin` to `end` of a block of y, `width` vectors from `token` on, to their places in y.
+# Inlined functions are of the module, not of the kernels: what a kernel encloses is part of the key by which it is
+# kept on disk, and a compiled function is another in each process.
 
-    Of the module, not of `kernel`: what a kernel encloses is part of the key by which it is kept on disk, and a
-    compiled function is another in each process.
+
+class RowsOfBlock(NamedTuple):
+    """Rows of y of a block, tokens along the vector.
+
+    address: of row `begin`. stride: elements from one row to the next. token: the first. width: vectors. begin, end:
+    rows of y.
     """
-    for v in range(width):
-        source = y_here + y_starts[v] * 4
+
+    address: Word
+    stride: Word
+    token: Word
+    width: Word
+    begin: Word
+    end: Word
+
+
+class PlainOutput(NamedTuple):
+    """y of n tokens and m features, token-major or feature-major. address: of the first element."""
+
+    address: int
+    n: int
+    m: int
+
+
+@inline
+def put_back(form: Any, block: RowsOfBlock, starts: NDArray[np.int64], y: PlainOutput) -> None:
+    """Copy rows of a block, whose vectors start there, to y; form: lanes, and whether y is token-major."""
+    lanes, by_token = form
+    token = block.token
+    for v in range(block.width):
+        source_at = block.address + starts[v] * 4
         if by_token:
-            target = y_at + (token * m + begin) * 4
-            lanes_to_tokens(lanes, source, y_stride, n - token, end - begin, target, m)
+            target = Matrix(y.address + (token * y.m + block.begin) * 4, y.m)
+            source = Matrix(source_at, block.stride)
+            lanes_to_tokens((lanes, FLOATS), source, target, y.n - token, block.end - block.begin)
         else:
-            for r in range(begin, end):
-                target = y_at + (r * n + token) * 4
-                copy_run(lanes, FLOATS, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+            for r in range(block.begin, block.end):
+                row_at = source_at + (r - block.begin) * block.stride * 4
+                copy_run(lanes, FLOATS, row_at, y.address + (r * y.n + token) * 4, min(lanes, y.n - token))
         token += lanes
 
 
-@njit(inline="always")
-def token_major_ahead(x_at, k, begin, end, turns):  # type: ignore[no-untyped-def]
-    """The walk over rows `begin` to `end` of x (n, k), which lie one after the other."""
+class BlockInput(NamedTuple):
+    """x of n tokens and k features that is laid out block by block.
+
+    address: of the first element. n, k: tokens and features. target: address of the block. stride: elements from one
+    column of the block to the next.
+    """
+
+    address: int
+    n: int
+    k: int
+    target: int
+    stride: int
+
+
+@inline
+def lay_out_block(
+    form: Any, x: BlockInput, starts: NDArray[np.int64], tile_starts: NDArray[np.int64], first: int, width: int
+) -> None:
+    """Lay out the x of `width` vectors from `first` on, tokens along the vector.
+
+    form: lanes, numbers, whether x is token-major, whether it comes in tiles, which start at tile_starts.
+    """
+    lanes, numbers, by_token, copied = form
+    for v in range(width):
+        token, target_at = (first + v) * lanes, x.target + starts[v] * 4
+        if by_token:
+            source = Matrix(x.address + token * x.k * 4, x.k)
+            tokens_to_lanes((lanes, numbers), source, Matrix(target_at, x.stride), x.n - token, x.k)
+        elif copied:
+            for c in range(x.k):
+                source_at = x.address + (tile_starts[first + v] + c * TILE * lanes) * 4
+                fetch(source_at + COLUMNS_AHEAD * TILE * lanes * 4)
+                copy_run(lanes, numbers, source_at, target_at + c * x.stride * 4, lanes)
+        else:
+            for c in range(x.k):
+                source_at = x.address + (c * x.n + token) * 4
+                copy_vector(lanes, numbers, source_at, target_at + c * x.stride * 4, x.n - token)
+
+
+@inline
+def walk_token_rows(x_at: int, k: int, begin: int, end: int, turns: int) -> Walk:
+    """Return the walk over rows `begin` to `end` of x (n, k), which lie one after the other."""
     lines = ((end - begin) * k * 4 + LINE_BYTES - 1) // LINE_BYTES
-    return walk(x_at + begin * k * 4, LINE_BYTES, lines, 0, lines, turns)
+    return start_walk(x_at + begin * k * 4, LINE_BYTES, lines, 0, lines, turns)
 
 
-@njit(inline="always")
-def strips_ahead(y_at, m, begin, end, turns):  # type: ignore[no-untyped-def]
-    """The walk over rows `begin` to `end` of y (n, m): one line of each, then the next, as panels fill them."""
+@inline
+def walk_output_strips(y_at: int, m: int, begin: int, end: int, turns: int) -> Walk:
+    """Return the walk over rows `begin` to `end` of y (n, m): one line of each, then the next, as panels fill
+    them."""
     strips = (m * 4 + LINE_BYTES - 1) // LINE_BYTES
-    return walk(y_at + begin * m * 4, m * 4, end - begin, LINE_BYTES, strips * (end - begin), turns)
+    return start_walk(y_at + begin * m * 4, m * 4, end - begin, LINE_BYTES, strips * (end - begin), turns)
 
 
-@njit(inline="always")
-def tiles_ahead(lanes, at, k, begin, end, turns):  # type: ignore[no-untyped-def]
-    """The walk over vectors of x in tiles from `begin` on, at this address: the whole tiles before `end`, or as much
-    as lies in one.
+@inline
+def walk_token_tiles(lanes: int, at: int, k: int, begin: int, end: int, turns: int) -> Walk:
+    """Return the walk over vectors of x in tiles from `begin` on, at this address.
+
+    It covers the whole tiles before `end`, or as much as lies in one.
     """
     if begin % TILE == 0 and end - begin >= TILE:
         lines = (end - begin) // TILE * (TILE * lanes * k * 4 // LINE_BYTES)
-        return walk(at, LINE_BYTES, lines, 0, lines, turns)
+        return start_walk(at, LINE_BYTES, lines, 0, lines, turns)
     # Vectors may be shorter than a cache line.
     behind = at + (min(end, begin // TILE * TILE + TILE) - begin) * lanes * 4
     line = at // LINE_BYTES * LINE_BYTES
     runs = (behind - line + LINE_BYTES - 1) // LINE_BYTES
-    return walk(line, TILE * lanes * 4, k, LINE_BYTES, runs * k, turns)
+    return start_walk(line, TILE * lanes * 4, k, LINE_BYTES, runs * k, turns)
+
+
+@inline
+def multiply_panel(
+    form: Any, weights: TileWeights, x: VectorInput, y: FramedOutput, finish: RowEpilogue, walks: Any, per_step: int
+) -> Any:
+    """Multiply the vectors of a block by a panel, and return the walks behind its tiles, which take turns with them.
+
+    form: of `row_tile`. per_step: columns of a step of a tile, with which it fetches.
+    """
+    vectors = form[1]
+    walk, next_walk = walks
+    v = 0
+    while v < x.width:
+        together = vectors if v + vectors <= x.width else 1
+        line, stride, pace, walked = advance(walk, weights.count // per_step)
+        walk, next_walk = next_walk, walked
+        tile_x = VectorInput(x.address, x.scale, x.starts + v * 8, together)
+        tile_y = FramedOutput(y.address, y.stride, y.starts + v * 8, 0, 0)
+        row_tile(form, weights, tile_x, tile_y, finish, LineWalk(line, stride, pace))
+        v += together
+    return walk, next_walk
+
+
+@inline
+def fetch_output_rows(y: FramedOutput, rows: NDArray[np.int32], starts: NDArray[np.int64], first: int) -> None:
+    """Fetch the lines of these rows of blocked y for all vectors from `first` on that start there."""
+    for row in rows:
+        for v in range(first, starts.size):
+            fetch(y.address + (starts[v] + row * y.stride) * 4)
 
 
 @cache
-def kernel(
-    single: bool,
-    rows: int,
-    vectors: int,
-    lanes: int,
-    fused: bool,
-    numbers: int,
-    x_layout: str,
-    y_layout: str,
-    x_fetched: bool,
-    y_fetched: bool,
-) -> Kernel:
-    """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows, of such `numbers`.
-
-    Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, address of
-    scratch, its elements for each part, where the vectors start in x and in y (int64; in those of a block, unless
-    they are blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows
-    of y put in their places together, elements from one column of x to the next, from one row of y to the next,
-    parts).
-    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED. x_fetched: tiles
-    fetch x of the next block, which is token-major or copied. y_fetched: y is, token-major or blocked, before it is
-    written.
-    """
-    y_walks = y_fetched and y_layout == "token_major"
-    fuse, busy = int(fused), int(x_fetched or y_walks)
-    per_step = 1 if numbers == FLOATS else 2  # columns of a tile's step, with which it fetches
-    unfinished, unframed = PARTIAL, 0
+def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
+    """Return the loop over blocks of tokens and panels. It is called with `LinearCall` and `BlockLayer`."""
+    rows, vectors, lanes, fused, numbers, x_layout, y_layout, fetch_x, fetch_y = settings
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
-    x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
-    x_copied, x_tile = x_layout == COPIED, TILE * lanes
-    # Vectors that blocks are shared by: single rows take whole tiles.
-    unit = TILE if single and (x_blocked or y_blocked) else 1
-    # A thread's blocks end at whole tiles, except for the last.
-    grain = unit if single else vectors
+    x_by_token, y_by_token, copied = x_layout == "token_major", y_layout == "token_major", x_layout == COPIED
+    walk_y = fetch_y and y_by_token
+    tile_form = tuple(RowTileForm(rows, vectors, lanes, int(fused), 0, int(fetch_x or walk_y), numbers))
+    layout_form, output_form = (lanes, numbers, x_by_token, copied), (lanes, y_by_token)
+    per_step = 1 if numbers == FLOATS else 2
 
     @in_parts
-    def multiply(  # type: ignore[no-untyped-def]
-        part, weights, x_at, y_at, n, k, m, bias_at, activation, scratch_at, elements, x_starts, y_starts, x_from,
-        most, tokens, run, x_stride, y_stride, parts
-    ):  # fmt: skip
+    def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
+        table, values, columns, _, row_ids = layer.weights
+        n, k, m, panels = layer.n, layer.k, layer.m, table.shape[0]
+        x_starts, y_starts, tile_starts = layer.x_starts, layer.y_starts, layer.tile_starts
+        total = (n + lanes - 1) // lanes
+        begin, each = total * part // layer.parts, total * (part + 1) // layer.parts - total * part // layer.parts
+        scratch_at = call.scratch_at + part * layer.elements * 4
+        x_at = call.x_at if x_blocked else scratch_at
+        y_at = call.y_at if y_blocked else scratch_at if x_blocked else scratch_at + layer.tokens * k * 4
+        # A thread's blocks end at whole tiles, except for the last.
+        blocks, grains = (each + layer.most - 1) // layer.most, (each + vectors - 1) // vectors
+        for block in range(blocks):
+            first = begin + grains * block // blocks * vectors
+            after = begin + min(grains * (block + 1) // blocks * vectors, each)
+            width, x_first, y_first, done = after - first, first if x_blocked else 0, first if y_blocked else 0, 0
+            if not x_blocked:
+                source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
+                lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
+            # Tiles fetch in turns: x of the next block, and lines of y that this block will fill.
+            turns = (panels * ((width + vectors - 1) // vectors) + 1) // 2
+            walk = next_walk = start_standing(call.bias_at)
+            if fetch_x and block + 1 < blocks:
+                end = begin + min(grains * (block + 2) // blocks * vectors, each)
+                if x_by_token:
+                    walk = walk_token_rows(call.x_at, k, after * lanes, min(end * lanes, n), turns)
+                else:
+                    walk = walk_token_tiles(lanes, call.x_at + tile_starts[after] * 4, k, after, end, turns)
+            if walk_y:
+                next_walk = walk_output_strips(call.y_at, m, first * lanes, min(after * lanes, n), turns)
+            x = VectorInput(x_at, layer.x_stride, x_starts.ctypes.data + x_first * 8, width)
+            for panel in range(panels):
+                done_at = y_at - done * layer.y_stride * 4
+                y = FramedOutput(done_at, layer.y_stride, y_starts.ctypes.data + y_first * 8, 0, 0)
+                # Lines of y are to be at hand when they are written, not fetched one by one then.
+                if fetch_y and y_blocked and panel + 1 < panels:
+                    fetch_output_rows(y, row_ids[(panel + 1) * rows : (panel + 2) * rows], y_starts[:after], first)
+                weights = TileWeights(
+                    values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4,
+                    table[panel, 2],
+                )  # fmt: skip
+                finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
+                walk, next_walk = multiply_panel(tile_form, weights, x, y, finish, (walk, next_walk), per_step)
+                behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
+                if not y_blocked and (behind == m or min(behind + rows, m) > done + layer.run):
+                    filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, done, behind)
+                    put_back(output_form, filled, y_starts, PlainOutput(call.y_at, n, m))
+                    done = behind
+
+    return multiply
+
+
+@cache
+def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
+    """Return the loop over blocks of tokens of single rows. It is called with `LinearCall` and `BlockLayer`."""
+    _, vectors, lanes, fused, numbers, x_layout, y_layout, _, _ = settings
+    x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
+    stream_form, output_form = (vectors, lanes, int(fused), 0), (lanes, y_layout == "token_major")
+    layout_form = (lanes, numbers, x_layout == "token_major", x_layout == COPIED)
+    # Vectors that blocks are shared by: where x or y is blocked, whole tiles.
+    unit = TILE if x_blocked or y_blocked else 1
+
+    @in_parts
+    def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
+        stream, table, _, bounds = layer.weights
+        n, k, m, stages = layer.n, layer.k, layer.m, table.shape[0]
+        x_starts, y_starts, tile_starts = layer.x_starts, layer.y_starts, layer.tile_starts
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
-        x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
-        begin, end = units * part // parts, units * (part + 1) // parts
-        here = scratch_at + part * elements * 4
-        x_here = x_at if x_blocked else here
-        y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
-        begin, each = begin * unit, min(end * unit, total) - begin * unit
-        blocks, grains = (each + most - 1) // most, (each + grain - 1) // grain
+        scratch_at = call.scratch_at + part * layer.elements * 4
+        x_at = call.x_at if x_blocked else scratch_at
+        y_at = call.y_at if y_blocked else scratch_at if x_blocked else scratch_at + layer.tokens * k * 4
+        begin = units * part // layer.parts * unit
+        each = min(units * (part + 1) // layer.parts * unit, total) - begin
+        blocks, grains = (each + layer.most - 1) // layer.most, (each + unit - 1) // unit
         for block in range(blocks):
-            first = begin + grains * block // blocks * grain
-            width = begin + min(grains * (block + 1) // blocks * grain, each) - first
-            x_first, y_first = first if x_blocked else 0, first if y_blocked else 0
+            first = begin + grains * block // blocks * unit
+            width = begin + min(grains * (block + 1) // blocks * unit, each) - first
             if not x_blocked:
-                for v in range(width):
-                    token, there = (first + v) * lanes, x_here + x_starts[v] * 4
-                    if x_by_token:
-                        source = x_at + token * k * 4
-                        tokens_to_lanes(lanes, numbers, source, k, n - token, k, there, x_stride)
-                    elif x_copied:
-                        for c in range(k):
-                            source = x_at + (x_from[first + v] + c * x_tile) * 4
-                            fetch(source + COLUMNS_AHEAD * x_tile * 4)
-                            copy_run(lanes, numbers, source, there + c * x_stride * 4, lanes)
-                    else:
-                        for c in range(k):
-                            source = x_at + (c * n + token) * 4
-                            copy_vector(lanes, numbers, source, there + c * x_stride * 4, n - token)
-            if single:
-                stream, table, _, bounds = weights
-                stages = table.shape[0]
-                for stage in range(stages):
-                    pass_over(
-                        vectors,
-                        lanes,
-                        fuse,
-                        unframed,
-                        width,
-                        stream.ctypes.data + table[stage, 0] * 4,
-                        m,
-                        x_here + (x_starts[x_first] + bounds[stage] * x_stride) * 4,
-                        y_here + y_starts[y_first] * 4,
-                        bias_at,
-                        min(stage, 1),
-                        activation if stage == stages - 1 else unfinished,
-                    )
-            else:
-                table, values, columns, _, row_ids = weights
-                panels, done = table.shape[0], 0
-                # Tiles fetch in turns: x of the next block, and lines of y that this block will fill.
-                turns = (panels * ((width + vectors - 1) // vectors) + 1) // 2
-                after = first + width
-                going = waiting = standing(bias_at)
-                if x_fetched and block + 1 < blocks:
-                    ending = begin + min(grains * (block + 2) // blocks * grain, each)
-                    if x_by_token:
-                        going = token_major_ahead(x_at, k, after * lanes, min(ending * lanes, n), turns)
-                    else:
-                        going = tiles_ahead(lanes, x_at + x_from[after] * 4, k, after, ending, turns)
-                if y_walks:
-                    waiting = strips_ahead(y_at, m, first * lanes, min(after * lanes, n), turns)
-                for panel in range(panels):
-                    # Lines of y are to be at hand when they are written, not fetched one by one then.
-                    if y_fetched and y_blocked and panel + 1 < panels:
-                        for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
-                            for u in range(y_first, y_first + width):
-                                fetch(y_at + (y_starts[u] + row * y_stride) * 4)
-                    v = 0
-                    while v < width:
-                        together = vectors if v + vectors <= width else 1
-                        line, stride, pace, gone = step(going, table[panel, 2] // per_step)
-                        going, waiting = waiting, gone
-                        row_tile(
-                            rows,
-                            vectors,
-                            lanes,
-                            fuse,
-                            unframed,
-                            busy,
-                            numbers,
-                            together,
-                            values.ctypes.data + table[panel, 0] * 4,
-                            columns.ctypes.data + table[panel, 1] * 4,
-                            table[panel, 2],
-                            x_here,
-                            x_stride,
-                            x_starts_at + (x_first + v) * 8,
-                            y_here - done * y_stride * 4,
-                            y_stride,
-                            y_starts_at + (y_first + v) * 8,
-                            unframed,
-                            unframed,
-                            row_ids.ctypes.data + panel * rows * 4,
-                            bias_at,
-                            activation,
-                            line,
-                            stride,
-                            pace,
-                        )
-                        v += together
-                    behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
-                    if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
-                        put_back(
-                            lanes, y_by_token, y_here, y_starts, y_stride, y_at,
-                            first * lanes, width, n, m, done, behind,
-                        )  # fmt: skip
-                        done = behind
-            if single and not y_blocked:
-                put_back(lanes, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
+                source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
+                lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
+            x_start, y_start = x_starts[first if x_blocked else 0], y_starts[first if y_blocked else 0]
+            for stage in range(stages):
+                activation = call.activation if stage == stages - 1 else PARTIAL
+                rows = WeightStream(stream.ctypes.data + table[stage, 0] * 4, m)
+                source_at = x_at + (x_start + bounds[stage] * layer.x_stride) * 4
+                finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
+                multiply_stream(stream_form, width, rows, source_at, y_at + y_start * 4, finish)
+            if not y_blocked:
+                filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, 0, m)
+                put_back(output_form, filled, y_starts, PlainOutput(call.y_at, n, m))
 
     return multiply

@@ -6,8 +6,8 @@ long as x lies in the first-level cache, in whole cache lines, and little else i
 - The columns come in stages whose x fits the first-level cache. All rows pass over one stage before the next; their
   sums wait in y meanwhile, and are added behind the loop over columns, which starts without them.
 - x and y are packed: the vectors of a tile of positions lie side by side, column after column (row after row). Where
-  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`,
-  `blocks`, `few`).
+  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose_tiles`,
+  `token_blocks`, `small_batch`).
 - A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load, their places
   another.
 - Weights, places of columns and what separates the rows are one stream, read from front to back by one pointer.
@@ -18,28 +18,30 @@ Registers: vectors x sets of sums (4 x 2, 3 x 3, 2 x 4, 1 x 4), four weights and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ENOUGH, copy_columns, copy_rows, finish_rows
-from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
+from sparse_kernels.cpu.codegen.register_tiles import copy_columns, copy_rows, finish_rows
+from sparse_kernels.cpu.codegen.tile_operands import (
+    FramedOutput,
+    PackedOutput,
+    StreamEpilogue,
+    VectorSources,
+    WeightStream,
+)
+from sparse_kernels.cpu.codegen.vector_emitter import IDENTITY, PARTIAL
+from sparse_kernels.cpu.codegen.weight_stream import FOUR, FOUR_WORDS, multiply_stream
+from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, Vectors
+from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back, in_one_piece
 from sparse_kernels.cpu.runtime.work_split import share
-
-# Columns that are worked on together, the floats in 128 bits; words that they take with their places.
-FOUR = 4
-FOUR_WORDS = FOUR + FOUR // 2
 
 # Rows that are sorted by length together, and that one thread computes.
 BUNDLE = 32
@@ -52,6 +54,15 @@ WORTHWHILE = 12
 
 # Elements of x in a stage at most: as far as the 16 bits of a place reach.
 FARTHEST = 2**16
+
+
+class SingleRowArrays(NamedTuple):
+    """The arrays of `SingleRows`, as kernels take them."""
+
+    stream: NDArray[np.int32]
+    table: NDArray[np.int64]
+    work: NDArray[np.int64]
+    bounds: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +88,9 @@ class SingleRows:
     bounds: NDArray[np.int64]
 
     @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """(stream, table, work, bounds), as the kernels take them."""
-        return self.stream, self.table, self.work, self.bounds
+    def arrays(self) -> SingleRowArrays:
+        """The arrays as kernels take them."""
+        return SingleRowArrays(self.stream, self.table, self.work, self.bounds)
 
     @property
     def nbytes(self) -> int:
@@ -87,17 +98,17 @@ class SingleRows:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> SingleRows:
-        """The same rows in memory of their own, in one piece, as `Panels.copy` does it."""
+        """Return the same rows in memory of their own, in one piece, as `Panels.copy` does it."""
         work, table, bounds, stream = in_one_piece(self.work, self.table, self.bounds, self.stream)
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 
-def single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
-    """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
+def build_single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
+    """Return groups of height 1 with columns below k as single rows, for packed x of columns `stride` elements apart.
 
-    In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
-    outweigh fetching and storing the sums; at least in as many as places can tell. together: of how many positions x
-    is to be so small, a stride unless given.
+    There are as many stages as make the x of each one small enough, or as 16 bits of a place need.
+    They are fewer where too few columns of a row would be left in a stage to outweigh fetching and storing the sums.
+    together: of how many positions x is to be so small, a stride unless given.
     """
     rows = groups.indptr.size - 1
     close = min(-(-k * (together or stride) // CLOSE), groups.columns.size // (WORTHWHILE * rows))
@@ -128,7 +139,7 @@ def _sizes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _words(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where in a stream the rows with these counts have their heads (rows), weights and places (columns).
+    """Return where in a stream the rows with these counts have their heads (rows), weights and places (columns).
 
     Heads and weights in words, places in halves of words.
     """
@@ -144,123 +155,50 @@ def _words(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
     return heads, weights, np.where(in_four, 2 * (four + FOUR) + c % FOUR, 2 * (one + 1))
 
 
-@with_literals
-def pass_over(
-    typing_context: Any,
-    vectors: Any,
-    lanes: Any,
-    fused: Any,
-    halvings: Any,
-    width: Any,
-    stream: Any,
-    rows: Any,
-    x: Any,
-    y: Any,
-    bias: Any,
-    start: Any,
-    activation: Any,
-) -> Any:
-    """y[row, v] = activation(start + sum over c of weights[c] * x[places[c], v] + bias[row]) for rows of a stream.
+class StreamLayer(NamedTuple):
+    """What a product of single rows knows before it is called.
 
-    width: how many vectors there are, 1 to `vectors`. stream: where the first of the `rows` rows begins. x, y: packed
-    columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero. halvings: how
-    often vectors were halved since the places were worked out.
-
-    The stream is fetched ahead: from memory 128 tokens have 1.2 to 1.3 times the speed, deep convolutions of single
-    images 1.15 to 1.2 times, and nothing loses more than 2% where it is near (512 to 3072 columns, 75% and 90%
-    sparsity, Zen 5).
+    weights: arrays of the rows. m: rows. x_starts, y_starts: int64 (vectors), where each vector of positions starts.
+    offsets: int32 (k), how far behind the start of a vector each column of x lies. y_stride: elements from one row of
+    y to the next. keep: int64 (vectors), a bit for each lane that is a position, if y lies in frames. elements: of
+    scratch memory for each part. parts: threads.
     """
-    signature = types.void(*(vectors, lanes, fused, halvings), *([types.intp] * 8))
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse, halved = (int(literal.literal_value) for literal in signature.args[:4])
-        width, stream, rows, x, y, bias, start, activation = args[4:]
-        emit = Emitter(builder, n_lanes, bool(fuse))
-        x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(bias)
-
-        def pass_with(vectors: int) -> None:
-            # Columns take turns with sets of sums: a sum that is being added to cannot be added to again.
-            sets = min(FOUR, -(-ENOUGH // vectors))
-
-            def add(sums: list[ir.Value], turn: int, weight: ir.Value, place: ir.Value) -> None:
-                at = builder.gep(x_pointer, [builder.lshr(place, emit.integer(halved)) if halved else place])
-                for v in range(vectors):
-                    index = turn % sets * vectors + v
-                    sums[index] = emit.multiply_add(weight, emit.load(at, v), sums[index])
-
-            def row(at: ir.Value) -> ir.Value:
-                count, number = emit.load_pair(at)
-                columns = builder.gep(at, [emit.integer(2)])
-                output = builder.gep(y_pointer, [builder.mul(number, emit.integer(most * n_lanes))])
-
-                def two_fours(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                    # Once in 48 bytes, not with each four: where the stream is near, that takes 5% longer.
-                    emit.will_load(builder.gep(columns, [builder.add(word, emit.integer(AHEAD))]))
-                    return four(builder.add(word, emit.integer(FOUR_WORDS)), four(word, sums))
-
-                def four(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                    sums, here = list(sums), builder.gep(columns, [word])
-                    places = emit.load_four_shorts(builder.gep(here, [emit.integer(FOUR)]))
-                    for turn, (weight, place) in enumerate(zip(emit.splat_four(here), places, strict=True)):
-                        add(sums, turn, weight, place)
-                    return sums
-
-                def one(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                    sums, here = list(sums), builder.gep(columns, [word])
-                    weight, place = emit.splat(builder.load(here)), builder.gep(here, [emit.integer(1)])
-                    place = builder.load(builder.bitcast(place, I32.as_pointer()))
-                    add(sums, 0, weight, builder.zext(place, I64))
-                    return sums
-
-                fours, ones = builder.lshr(count, emit.integer(2)), builder.and_(count, emit.integer(FOUR - 1))
-                whole = builder.mul(fours, emit.integer(FOUR_WORDS))
-                words = builder.add(whole, builder.mul(ones, emit.integer(2)))
-                eights = builder.mul(builder.lshr(count, emit.integer(3)), emit.integer(2 * FOUR_WORDS))
-                sums = emit.loop(eights, emit.zeros(sets * vectors), two_fours, stride=2 * FOUR_WORDS)
-                sums = emit.loop(whole, sums, four, start=eights, stride=FOUR_WORDS)
-                sums = emit.loop(words, sums, one, start=whole, stride=2)
-                for _ in range(sets - 1):
-                    pairs = zip(sums[:vectors], sums[-vectors:], strict=True)
-                    sums = [builder.fadd(a, b) for a, b in pairs] + sums[vectors:-vectors]
-                sums = emit.continued(start, sums, lambda: [emit.load(output, v) for v in range(vectors)])
-
-                def biases() -> list[ir.Value]:
-                    return [emit.splat(builder.load(builder.gep(bias_pointer, [number])))] * vectors
-
-                def store(sums: list[ir.Value]) -> None:
-                    for v, total in enumerate(sums):
-                        emit.store(total, output, v)
-
-                emit.finish(activation, sums, biases, store)
-                return builder.gep(columns, [words])
-
-            emit.walk(emit.pointer(stream), rows, row)
-
-        emit.choose(width, {n: partial(pass_with, n) for n in range(1, most + 1)})
-        return context.get_dummy_value()
-
-    return signature, generate
+    weights: SingleRowArrays
+    m: int
+    x_starts: NDArray[np.int64]
+    offsets: NDArray[np.int32]
+    y_stride: int
+    y_starts: NDArray[np.int64]
+    keep: NDArray[np.int64]
+    elements: int
+    parts: int
 
 
-def prepared(rows: SingleRows, fused: bool, at: Vectors, offsets: NDArray[np.int32] | None, threads: int) -> Product:
-    """The product at these vectors of positions. Column c is offsets[c] behind the start of a vector in x.
+def bind_product(
+    rows: SingleRows, fused: bool, grid: VectorGrid, offsets: NDArray[np.int32] | None, threads: int
+) -> Product:
+    """Return the product at these vectors of positions.
 
-    offsets None: x and y are packed (`vectors.in_tiles`).
+    offsets: how far behind the start of a vector in x each column lies; None: x and y are packed
+    (`vector_grid.in_tiles`).
     """
     gathers = offsets is not None
-    multiply = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
+    kernel = build_kernel(rows.stride // grid.lanes, grid.lanes, fused, gathers, grid.keep is not None)
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     elements = elements if gathers else 0
-    bound = multiply.bound(
-        "x_at y_at bias_at activation added_at scratch_at", rows=rows.arrays, m=rows.m, x_starts=at.x_starts,
-        offsets=np.empty(1, np.int32) if offsets is None else offsets, y_stride=at.y_stride, y_starts=at.y_starts,
-        keep=at.y_starts if at.keep is None else at.keep, elements=elements, parts=threads,
+    layer = StreamLayer(
+        weights=rows.arrays, m=rows.m, x_starts=grid.x_starts,
+        offsets=np.empty(1, np.int32) if offsets is None else offsets, y_stride=grid.y_stride,
+        y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep, elements=elements,
+        parts=threads,
     )  # fmt: skip
+    bound = kernel.bind(ScratchProductCall, layer)
 
     def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(threads * elements)
-        bound(x, y, bias, activation, added, scratch.at)
+        bound(x, y, bias, activation, added, scratch.address)
         give_back(scratch)
         return True
 
@@ -268,106 +206,65 @@ def prepared(rows: SingleRows, fused: bool, at: Vectors, offsets: NDArray[np.int
 
 
 def _bundles_at_a_time(stride: int) -> int:
-    """How many bundles keep their y in the second-level cache."""
+    """Return how many bundles keep their y in the second-level cache."""
     return max(1, CACHED // (BUNDLE * stride))
 
 
 @cache
-def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Kernel:
-    """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
+def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> ParallelKernel:
+    """Return the loop over tiles of up to `vectors` vectors (`vector_grid.tiles`), runs of bundles, and stages.
 
-    Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
-    vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch, its elements for each
-    part, parts). x, y, bias, scratch and what is added: addresses, of which 0 adds nothing. Starts, lanes to keep:
-    int64. A kernel that gathers finds column c of a vector of x at its start plus offsets[c] (int32), and packs x and
-    y in scratch. One that does not gather takes them packed, and reads neither offsets nor scratch. Lanes to keep and
-    what is added are looked at if `framed`, by one that gathers.
+    It is called with `ScratchProductCall` and `StreamLayer`. A kernel that gathers finds column c of a vector of x at
+    its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
+    reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
-    fuse, nothing = int(fused), 0
-    unfinished, unchanged = PARTIAL, IDENTITY
-    bundle = BUNDLE
+    stream_form, copy_form = (vectors, lanes, int(fused), 0), (vectors, lanes, int(fused))
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
     @in_parts
-    def multiply(  # type: ignore[no-untyped-def]
-        part, rows, m, x_at, x_starts, offsets, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
-        scratch_at, elements, parts,
-    ):  # fmt: skip
-        stream, table, work, bounds = rows
+    def multiply(part: int, call: ScratchProductCall, layer: StreamLayer) -> None:
+        stream, table, work, bounds = layer.weights
+        x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
         stages, bundles = table.shape
         total = x_starts.size
         tiles = (total + vectors - 1) // vectors
-        stream_at = stream.ctypes.data
-        x_starts_at, offsets_at = x_starts.ctypes.data, offsets.ctypes.data
-        begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
+        begin, end = share(work, tiles, part, layer.parts), share(work, tiles, part + 1, layer.parts)
         while begin < end:
             # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
             tile = begin // bundles
             first = begin - tile * bundles
             stop = min(bundles, end - tile * bundles, first + most)
             begin = tile * bundles + stop
-            row, end_row = first * bundle, min(stop * bundle, m)
+            row, end_row = first * BUNDLE, min(stop * BUNDLE, layer.m)
             v, end_v = total * tile // tiles, total * (tile + 1) // tiles
             if gathers:
                 # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
-                y_here = scratch_at + (part * elements - row * stride) * 4
-                x_here = y_here + (row + min(most * bundle, m)) * stride * 4
+                y_at = call.scratch_at + (part * layer.elements - row * stride) * 4
+                x_at = y_at + (row + min(most * BUNDLE, layer.m)) * stride * 4
             else:
-                y_here, x_here = y_at + y_starts[v] * 4, x_at + x_starts[v] * 4
+                y_at, x_at = call.y_at + y_starts[v] * 4, call.x_at + x_starts[v] * 4
             for stage in range(stages):
                 column = bounds[stage]
                 if gathers:
-                    copy_columns(
-                        vectors,
-                        lanes,
-                        end_v - v,
-                        x_at,
-                        x_starts_at + v * 8,
-                        offsets_at + column * 4,
+                    source = VectorSources(
+                        call.x_at, x_starts.ctypes.data + v * 8, offsets.ctypes.data + column * 4,
                         bounds[stage + 1] - column,
-                        x_here,
-                    )
+                    )  # fmt: skip
+                    copy_columns(copy_form, end_v - v, source, x_at)
                     column = 0
-                pass_over(
-                    vectors,
-                    lanes,
-                    fuse,
-                    nothing,
-                    end_v - v,
-                    stream_at + table[stage, first] * 4,
-                    end_row - row,
-                    x_here + column * stride * 4,
-                    y_here,
-                    bias_at,
-                    min(stage, 1),
-                    unfinished if stage < stages - 1 else unchanged if framed else activation,
-                )
+                last = IDENTITY if framed else call.activation
+                finish = StreamEpilogue(min(stage, 1), call.bias_at, PARTIAL if stage < stages - 1 else last)
+                rows = WeightStream(stream.ctypes.data + table[stage, first] * 4, end_row - row)
+                multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish)
+            packed_at, starts_at = y_at + row * stride * 4, y_starts.ctypes.data + v * 8
+            below = row * layer.y_stride * 4
             if framed:
-                finish_rows(
-                    vectors,
-                    lanes,
-                    fuse,
-                    end_v - v,
-                    y_here + row * stride * 4,
-                    end_row - row,
-                    y_at + row * y_stride * 4,
-                    y_stride,
-                    y_starts.ctypes.data + v * 8,
-                    keep.ctypes.data + v * 8,
-                    added_at + row * y_stride * 4 if added_at else 0,
-                    activation,
-                )
+                added_at = call.added_at + below if call.added_at else 0
+                y = FramedOutput(call.y_at + below, layer.y_stride, starts_at, keep.ctypes.data + v * 8, added_at)
+                finish_rows(copy_form, end_v - v, packed_at, end_row - row, y, call.activation)
             elif gathers:
-                copy_rows(
-                    vectors,
-                    lanes,
-                    end_v - v,
-                    y_here + row * stride * 4,
-                    end_row - row,
-                    y_at + row * y_stride * 4,
-                    y_stride,
-                    y_starts.ctypes.data + v * 8,
-                )
+                target = PackedOutput(call.y_at + below, layer.y_stride, starts_at)
+                copy_rows(copy_form, end_v - v, packed_at, end_row - row, target)
 
     return multiply

@@ -1,11 +1,11 @@
-"""What happens between the call of a plan and its kernel: as little as possible, and once what can be done once.
+"""Call a linear layer's kernel: as little as possible at each call, and once what can be done once.
 
 A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
-the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
-kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
-addresses; and who has checked its arguments, as torch layers have, calls that directly (`LinearPlan.run`). Arrays are
-looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong by
-Python, which takes several times as long to say what.
+the last one. It takes several times as long as in a loop; for BERT-base's smallest layers it took as long as the
+kernel. So a plan works out once how it runs so many tokens with so many threads, and keeps that as a function of
+addresses. A caller that has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). A
+compiled function looks at arrays, and goes on to the kernel if a call is one kernel. Python looks only at what that
+function finds wrong, because it takes several times as long.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from numba import carray, njit, types
 
 from sparse_kernels.cpu.launch.native_call import compiled_runner, integers_at
-from sparse_kernels.cpu.launch.parallel_kernel import Bound
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel
 from sparse_kernels.cpu.layouts.vector_grid import TILE
-from sparse_kernels.cpu.runtime.kernel_cache import compiled
+from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 from sparse_kernels.cpu.runtime.scratch_buffers import addresses, aligned, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array, check_call
@@ -46,10 +46,10 @@ def _nothing(*_: object) -> bool:
 NEVER: Way = (0, 0, _nothing, _nothing)
 
 
-class InRoom(NamedTuple):
-    """A call that is one kernel, which takes the address of so much room, in elements, before all that a call has."""
+class KernelWithScratch(NamedTuple):
+    """A call that is one kernel of `LinearCall`. needed: elements of scratch memory."""
 
-    kernel: Bound
+    kernel: BoundKernel
     needed: int
 
 
@@ -74,7 +74,7 @@ def arguments(
     y_shape: tuple[int | None, ...],
     features: int,
 ) -> tuple[Array, Array, Array, int]:
-    """(x, y, bias, code of the activation) as kernels take them; refuses what `check_call` refuses.
+    """Return (x, y, bias, code of the activation) as kernels take them; refuse what `check_call` refuses.
 
     x and bias are C-contiguous, copied where they are not; y is `out` where given; no bias is `features` zeros.
     """
@@ -85,35 +85,36 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
-def way_of(n: int, threads: int, found: Call | InRoom, axis: int, m: int, k: int) -> Way:
-    """How n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
-    if not isinstance(found, InRoom):
+def build_way(n: int, threads: int, found: Call | KernelWithScratch, axis: int, m: int, k: int) -> Way:
+    """Return how n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
+    if not isinstance(found, KernelWithScratch):
         return n, threads, found, _looked_at(found, axis, n, m, k)
     bound, needed = found
     record = bound.args[0]
     known = np.array([record, axis, n, m, k], np.int64)
-    call = _with_room(bound.func, record, needed, bound)
-    return n, threads, call, _with_room(_looking_and_running(), known.ctypes.data, needed, (known, bound))
+    call = _with_scratch(bound.func, record, needed, bound)
+    return n, threads, call, _with_scratch(_looking_and_running(), known.ctypes.data, needed, (known, bound))
 
 
-def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
-    """A function of (x, y, bias, activation) that calls the kernel with `at`, room, and these.
+def _with_scratch(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
+    """Return a function of (x, y, bias, activation) that calls the kernel with `at`, scratch memory, and these.
 
     It keeps alive what is `held`. What it needs are defaults, not free variables: in a model each object on the way
     to a value comes from memory.
     """
     if not needed:
-        alone = Bound(kernel, at, 0)
+        alone = BoundKernel(kernel, at, 0)
         alone.held = held
         return alone
 
     def call(x: Any, y: Any, bias: Any, activation: int, kernel: Callable[..., bool] = kernel, at: int = at,
-             needed: int = needed, held: Any = held) -> bool:  # fmt: skip
-        room = borrow(needed)
-        told = kernel(at, room.at, x, y, bias, activation)
-        give_back(room)
-        return told
+             needed: int = needed) -> bool:  # fmt: skip
+        scratch = borrow(needed)
+        done = kernel(at, scratch.address, x, y, bias, activation)
+        give_back(scratch)
+        return done
 
+    call.__dict__["held"] = held
     return call
 
 
@@ -128,7 +129,7 @@ def _looked_at(found: Call, axis: int, n: int, m: int, k: int) -> CallOfArrays:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan:
+class CpuLinearPlan:
     """What plans of linear layers (m, k) share: how they are called."""
 
     shape: tuple[int, int]
@@ -140,7 +141,7 @@ class LinearPlan:
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
-        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
+        """Return activation(w @ x + bias) in the plan's layout, as `Plan` says. Copy x if it is not C-contiguous."""
         m, k = self.shape
         axis = _TOKENS_ALONG.get(self.layout, -1)
         plain = axis >= 0 and type(x) is np.ndarray and x.ndim == 2 and activation in ACTIVATIONS
@@ -156,14 +157,15 @@ class LinearPlan:
                         return y
                 except TypeError:  # of another dtype or number of axes, or may not be written
                     pass
-        x, y, bias, code, n = linear_arguments(self.layout, m, k, self._tile_tokens, x, bias, activation, out)
+        given_arrays = GivenArrays(x, bias, activation, out)
+        x, y, bias, code, n = linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
         if n:
             x_at, y_at, bias_at = addresses(x, y, bias)
             self.run(x_at, y_at, n, bias_at, code)
         return y
 
     def run(self, x: int, y: int, n: int, bias: int, activation: int) -> None:
-        """The same for n > 0 tokens at addresses that hold what the layout says; nothing is checked.
+        """Do the same for n > 0 tokens at addresses that hold what the layout says; nothing is checked.
 
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
@@ -175,13 +177,13 @@ class LinearPlan:
             self._otherwise().run(x, y, n, bias, activation)
 
     def _found(self, n: int, threads: int) -> Way:
-        """How so many tokens are run with so many threads; kept at hand, as the next call most often asks for it."""
+        """Return how so many tokens are run with so many threads; kept, as the next call most often asks for it."""
         way = self._ways.get((n, threads))
         if way is None:
             if len(self._ways) >= KEPT_WAYS:
                 self._ways.clear()
             axis = _TOKENS_ALONG.get(self.layout, 0)
-            way = self._ways[n, threads] = way_of(n, threads, self._prepared(n, threads), axis, *self.shape)
+            way = self._ways[n, threads] = build_way(n, threads, self._prepared(n, threads), axis, *self.shape)
         object.__setattr__(self, "_last", way)
         return way
 
@@ -199,23 +201,34 @@ class LinearPlan:
         """Of vectors of tokens, of layouts that are blocked."""
         raise NotImplementedError
 
-    def _prepared(self, n: int, threads: int) -> Call | InRoom:
-        """How n > 0 tokens are run with so many threads."""
+    def _prepared(self, n: int, threads: int) -> Call | KernelWithScratch:
+        """Return how n > 0 tokens are run with so many threads."""
         raise NotImplementedError
 
-    def _otherwise(self) -> LinearPlan:
-        """The plan that is right where this one said that it is not."""
+    def _otherwise(self) -> CpuLinearPlan:
+        """Return the plan that is right where this one said that it is not."""
         raise NotImplementedError
+
+
+class GivenArrays(NamedTuple):
+    """What a plan is called with: x, and optionally a bias, the name of an activation, and a result to write to."""
+
+    x: Array
+    bias: Array | None
+    activation: str | None
+    out: Array | None
 
 
 def linear_arguments(
-    layout: str, m: int, k: int, tokens: int, x: Array, bias: Array | None, activation: str | None, out: Array | None
+    layout: str, shape: tuple[int, int], tile_tokens: int, given: GivenArrays
 ) -> tuple[Array, Array, Array, int, int]:
-    """`arguments` of a linear layer (m, k) in any layout, blocked ones in tiles of so many tokens; and the tokens.
+    """Return `arguments` of a linear layer of this shape (m, k) in any layout, and the number of tokens.
 
-    Tokens that fill up a last tile count, unless `out` is token-major and says how many there are. Where x is
-    token-major they are 0 in y: what reads them next computes on them.
+    tile_tokens: tokens of a tile of blocked layouts. Tokens that fill up a last tile count, unless `out` is
+    token-major and says how many there are. Where x is token-major they are 0 in y: what reads them next computes on
+    them.
     """
+    (m, k), tokens, (x, bias, activation, out) = shape, tile_tokens, given
     if layout == "token_major":
         found = arguments(x, (None, k), bias, activation, out, (None, m), m)
         return *found, found[0].shape[0]
@@ -248,10 +261,11 @@ _ARRAYS = (_READ[1], types.float32[:, :], _READ[0])  # x, y and bias: TypeError 
 @cache
 def _looking() -> Callable[..., tuple[int, int, int]]:
     """`_look`, compiled."""
-    dispatcher: Any = compiled(_look)
+    dispatcher: Any = compile_cached(_look)
     dispatcher.compile((*_ARRAYS, *[types.intp] * 4))
     dispatcher.disable_compile()
-    return dispatcher
+    look: Callable[..., tuple[int, int, int]] = dispatcher
+    return look
 
 
 @cache
@@ -282,6 +296,6 @@ def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) ->
 
 
 def _empty(shape: list[int]) -> Array:
-    """Room for a result, from the start of a cache line on where it is large. Zeros would be written in vain."""
+    """Return memory for a result, uninitialised; it starts at a cache line if it is large."""
     size = math.prod(shape)
     return aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)

@@ -1,9 +1,9 @@
 """What a call of a kernel comes down to: its arguments at one address, its parts shared by threads.
 
-A record is int64: how many words the frame has, which of them notes what parts say, how many stages there are, how
-many words of the frame vary; of each stage the address of its part and how many parts; which words vary; the frame. A
-frame is what a part is called with the address of. Each call works on a copy of it, so any number of callers may run
-one record at once.
+A record is int64. It begins with four words: the size of the frame, the word in which parts note what they return,
+the number of stages, and the number of words that vary. Then come, for each stage, the address of its part and the
+number of parts; the words that vary; and the frame. A frame is what a part is called with the address of. Each call
+works on a copy of it, so any number of callers may run one record at once.
 
 Where Numba's threads are those of GNU's OpenMP, that is asked for them directly: 0.6 us for two threads, where it
 takes 1.7 by way of `prange`.
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, prange, types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, with_literals
-from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, compiled, kept
+from sparse_kernels.cpu.codegen.intrinsics import with_literals
+from sparse_kernels.cpu.codegen.vector_emitter import I32, I64
+from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk, compile_cached
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.cpu.runtime.scratch_buffers import aligned
 from sparse_kernels.cpu.runtime.threads import link_openmp, taking_turns
 
@@ -39,7 +40,10 @@ _HEAD = 4  # words of a record before its stages
 def record(
     frame: NDArray[np.int64], noted: int, stages: Sequence[tuple[int, int]], varying: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The record of a frame, one word of which is `noted`; stages: (address of the part, parts); varying: words."""
+    """Return the record of a frame.
+
+    noted: word in which parts note what they return. stages: (address of the part, parts). varying: words that vary.
+    """
     words = [frame.size, noted, len(stages), len(varying), *np.ravel(stages), *varying]
     found = aligned(len(words) + frame.size, np.int64)
     found[: len(words)], found[len(words) :] = words, frame
@@ -48,7 +52,7 @@ def record(
 
 @cache
 def runner(count: int) -> Callable[..., bool]:
-    """What runs any record of so many words that vary, compiled: called with its address and these words.
+    """Return the compiled function that runs records with `count` varying words, given an address and these words.
 
     Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
@@ -61,7 +65,7 @@ def runner(count: int) -> Callable[..., bool]:
 def compiled_runner(
     name: str, parameters: str, body: str, names: dict[str, Any], signature: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """A function of this text, compiled for this signature alone: it runs records by `run_record(launch, ...)`.
+    """Return a function of this text, compiled for one signature; it runs records by `run_record(launch, ...)`.
 
     A text, so that it has as many parameters as it needs: over a tuple Numba takes twice as long.
     """
@@ -69,7 +73,7 @@ def compiled_runner(
     name = f"{name}_by_openmp" if openmp else name
     known = {"__name__": __name__, "run_record": run_record, "launch": _by_openmp if openmp else _by_numba, **names}
     exec(f"def {name}({parameters}):\n    {body}", known)
-    found = kept(njit(**FLAGS)(known[name]), run_record.py_func, name)
+    found = cache_on_disk(njit(**FLAGS)(known[name]), run_record.py_func, name)
     found.compile(signature)
     found.disable_compile()
     return taking_turns(found)
@@ -100,7 +104,7 @@ def run_record(launch, at, words):  # type: ignore[no-untyped-def]
 
 @with_literals
 def _room(typing_context: Any) -> Any:
-    """The address of room for a frame, which lasts until the function that asks for it returns."""
+    """Return the address of room for a frame, which lasts until the function that asks for it returns."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         with builder.goto_entry_block():
@@ -112,7 +116,7 @@ def _room(typing_context: Any) -> Any:
 
 @with_literals
 def integers_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to int64 from an address, as `numba.carray` takes it."""
+    """Return a pointer to int64 from an address, as `numba.carray` takes it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return builder.inttoptr(args[0], I64.as_pointer())
@@ -163,7 +167,7 @@ def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> An
 
 
 def _asked(builder: ir.IRBuilder, name: str) -> ir.Value:
-    """What a function of C answers, an int of no arguments."""
+    """Return what a function of C answers, an int of no arguments."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), name)
     return builder.zext(builder.call(function, []), I64)
 
@@ -177,5 +181,5 @@ def _each_by_numba(function: int, arguments: int, parts: int) -> None:
         call(function, arguments, part)
 
 
-_by_openmp = compiled(_each_by_openmp)
-_by_numba = compiled(_each_by_numba, parallel=True)
+_by_openmp = compile_cached(_each_by_openmp)
+_by_numba = compile_cached(_each_by_numba, parallel=True)

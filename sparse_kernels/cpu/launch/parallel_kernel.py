@@ -1,10 +1,13 @@
-"""A kernel in parts that threads share, with as little between its call and a part as there can be.
+"""Make kernels whose parts threads share, with as little as possible between a call and a part.
 
-Numba's own way, a kernel with `prange` in it, compiles each part's code four times, as it passes from one of Numba's
-wrappers to the next, and starts threads even for one part. Here what runs parts is the same for all kernels
-(`launch`): it knows nothing of them but an address, and hands them the address of the arguments, which halves the
-time to compile a kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's
-objects Numba needs a microsecond, and two or three where these are cold.
+A kernel with Numba's `prange` compiles each part's code four times, as it passes from one of Numba's wrappers to the
+next. It starts threads even for one part. Here the code that runs parts is the same for all kernels (`native_call`).
+It knows only the address of a part, and hands it the address of the arguments, which halves the time to compile a
+kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's objects Numba needs a
+microsecond, and two or three where these are cold.
+
+A stage has three parameters: the number of its part; `call`, a NamedTuple of the addresses and numbers that each call
+brings; and `layer`, a NamedTuple of everything else.
 """
 
 from __future__ import annotations
@@ -20,52 +23,75 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from sparse_kernels.cpu.codegen.vector_emitter import I64, with_literals
+from sparse_kernels.cpu.codegen.intrinsics import with_literals
+from sparse_kernels.cpu.codegen.vector_emitter import I64
 from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, record, runner
-from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, kept
+from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 
 
-class Kernel:
-    """What `in_parts` makes: called with all of its arguments, or `bound` to those that stay as they are."""
+class ParallelKernel:
+    """What `in_parts` makes: called with all of its arguments, or bound to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
-        """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` say."""
-        self._parameters, self._counts, self._lay = parameters, counts, lay
+        """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` return.
+
+        parameters: names of the stages' parameters after the number of the part. counts: for each stage, the name of
+        what says how many parts it has, a parameter or a field of the last one.
+        """
+        self._parameters, self._counts, self._lay = list(parameters), counts, lay
 
     def __call__(self, *arguments: Any) -> bool:
-        """Run the stages with these arguments; whether all parts returned 0."""
+        """Run the stages with these arguments; return whether all parts returned 0."""
         return self.bound("", **dict(zip(self._parameters, arguments, strict=True)))()
 
-    def bound(self, varying: str, **constant: Any) -> Bound:
-        """The kernel as a function of the `varying` parameters, integers; the others are worked out for all calls.
+    def bind(self, call: Any, layer: Any) -> BoundKernel:
+        """Return a kernel of (part, call, layer) as a function of the fields of `call`, integers.
 
-        Arrays among the others are those whose elements are read and written. How many parts there are never varies.
+        call: the NamedTuple of what each call brings. layer: the NamedTuple of what stays the same, of which arrays
+        are read and written in place. A field of it says how many parts each stage has.
+        """
+        fields: tuple[str, ...] = call._fields
+        given = [call(*(0 for _ in fields)), layer]
+        counts = [getattr(layer, count) for count in self._counts]
+        # A NamedTuple of integers is a run of words.
+        return self._bound(given, counts, lambda places: [places[0] + i for i in range(len(fields))])
+
+    def bound(self, varying: str, **constant: Any) -> BoundKernel:
+        """Return the kernel as a function of the `varying` parameters, integers; the others stay as they are.
+
+        Elements of the arrays among the others are read and written in place. The numbers of parts never vary.
         """
         names = varying.split()
         if sorted([*names, *constant]) != sorted(self._parameters) or {*names} & {*self._counts}:
             raise TypeError(
-                f"a kernel of {', '.join(self._parameters)} is bound to all of them but what varies, which parts do "
-                f"not: not to {', '.join(constant)} with {varying or 'nothing'} left"
+                f"a kernel of {', '.join(self._parameters)} cannot be bound to {', '.join(constant)} with "
+                f"{varying or 'nothing'} left: bind every parameter but those that vary, and every number of parts"
             )
         given = [constant.get(name, 0) for name in self._parameters]
+        counts = [constant[count] for count in self._counts]
+        return self._bound(given, counts, lambda places: [places[self._parameters.index(name)] for name in names])
+
+    def _bound(
+        self, given: list[Any], counts: Sequence[int], find_varying: Callable[[Sequence[int]], list[int]]
+    ) -> BoundKernel:
+        """Lay the arguments down; find_varying: from the word of each argument to the words that vary."""
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
-        stages = [(part, constant[count]) for part, count in zip(parts, self._counts, strict=True)]
-        varied = [places[self._parameters.index(name)] for name in names]
-        laid = record(frame[:words], noted, stages, varied)
-        run = Bound(runner(len(names)), laid.ctypes.data)
+        varying = find_varying(places)
+        laid = record(frame[:words], noted, list(zip(parts, counts, strict=True)), varying)
+        run = BoundKernel(runner(len(varying)), laid.ctypes.data)
         run.held = laid, given, self
         return run
 
     @property
     def stats(self) -> Any:
-        """Numba's, of where the compiled code came from."""
+        """Numba's statistics of where the compiled code came from."""
         return self._lay.stats  # type: ignore[attr-defined]
 
 
-class Bound(partial[bool]):
+class BoundKernel(partial[bool]):
     """A kernel as a function of what varies. The rest lies in one piece, as in a model each call finds it cold."""
 
     held: Any  # what lives as long as it may be called
@@ -74,26 +100,29 @@ class Bound(partial[bool]):
         raise TypeError("an address means nothing to a copy")
 
 
-def in_parts(*stages: Callable[..., Any]) -> Kernel:
-    """The kernel of these stages, one after the other; compiled when first bound or called, or loaded from disk.
+def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
+    """Return the kernel of these stages, which run one after the other.
 
-    A stage is a function of the number of its part and of all that the kernel is called with. The kernel's parameter
-    with the name of that number and an s says how many parts there are (part, parts). One part is run by the calling
-    thread itself; with 0 the stage is left out. A part returns nothing, or an integer; the kernel returns whether all
-    of them were 0. It raises RuntimeError if a part raised, and what that part held is never freed then.
+    A stage is a function of the number of its part and of what the kernel is called with. The plural of that number's
+    name says how many parts there are (part, parts): a parameter, or a field of the parameter `layer`. The calling
+    thread runs a single part itself; with 0 parts the stage is left out.
 
-    Free variables of a stage are constants, numbers or bool. Raises TypeError for what is no stage.
+    A part returns nothing, or an integer; the kernel returns whether all of them were 0. It raises RuntimeError if a
+    part raised, and what that part held is never freed then. It is compiled when first bound or called, or loaded
+    from disk.
+
+    Free variables of a stage are constants: numbers, bool, or tuples of them. Raises TypeError for what is no stage.
     """
     parameters = list(inspect.signature(stages[0]).parameters)[1:]
     given, counts = ", ".join(parameters), []
     for stage in stages:
         part, *others = inspect.signature(stage).parameters
-        if others != parameters or f"{part}s" not in parameters:
+        if others != parameters or not (f"{part}s" in parameters or "layer" in parameters):
             raise TypeError(
                 f"{stage.__qualname__} must have a number, then the parameters of the first stage ({given}), one of "
                 "them how many"
             )
-        if any(type(cell.cell_contents) not in (bool, int) for cell in stage.__closure__ or ()):
+        if not all(_is_constant(cell.cell_contents) for cell in stage.__closure__ or ()):
             # A compiled function, for one, would be another in each process, and so would the name on disk be.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
         counts.append(f"{part}s")
@@ -106,17 +135,22 @@ def in_parts(*stages: Callable[..., Any]) -> Kernel:
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
-    return Kernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
+    return ParallelKernel(parameters, counts, cache_on_disk(numba.njit(**FLAGS)(names[name]), stages[0], own))
+
+
+def _is_constant(value: object) -> bool:
+    """Return whether a value is a number, a bool, or a plain tuple of them."""
+    return type(value) in (bool, int) or (type(value) is tuple and all(_is_constant(each) for each in value))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:
-    """What tells a stage from all others."""
+    """Return what tells a stage from all others."""
     code, cells = stage.__code__, [cell.cell_contents for cell in stage.__closure__ or ()]
     return repr((stage.__module__, stage.__qualname__, code.co_code, code.co_consts, code.co_names, cells)).encode()
 
 
 def _renamed(stage: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function under another name, which its symbols have from it."""
+    """Return the same function under another name, which its symbols take over."""
     found = FunctionType(stage.__code__, stage.__globals__, stage.__name__, None, stage.__closure__)
     found.__qualname__, found.__module__ = name, stage.__module__
     return found
@@ -124,7 +158,7 @@ def _renamed(stage: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @with_literals
 def _laid(typing_context: Any, at: Any, given: Any) -> Any:
-    """Put the arguments down at an address, then a 0 where parts note what they say: a frame.
+    """Put the arguments down at an address, then a 0 where parts note what they return: a frame.
 
     Returns its words, which of them is that 0, and at which word each argument begins. Nothing in a frame keeps an
     array alive.
@@ -139,7 +173,7 @@ def _laid(typing_context: Any, at: Any, given: Any) -> Any:
         builder.store(I64(0), noted)
         words = context.get_abi_sizeof(kind) // 8
         if words > MOST_WORDS:
-            raise TypeError(f"a kernel's arguments take {words} words, for which there is no room")
+            raise TypeError(f"the arguments of a kernel take {words} words, and a frame holds {MOST_WORDS}")
         places = [noted, *(cgutils.gep_inbounds(builder, frame, 0, 0, i) for i in range(len(given.types)))]
         found = [builder.lshr(builder.sub(builder.ptrtoint(place, I64), args[0]), I64(3)) for place in places]
         return context.make_tuple(builder, signature.return_type, [I64(words), *found])
@@ -152,7 +186,7 @@ def _frame_type(arguments: ir.Type) -> ir.Type:
 
 
 def _not_counted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
-    """The same arrays, of which Numba does not count who uses them: what it counts by is gone when they are bound."""
+    """Return the same arrays without reference counts: what Numba counts by is gone when they are bound."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder, value)
         array.meminfo = cgutils.get_null_value(array.meminfo.type)
@@ -167,7 +201,7 @@ def _not_counted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value
 
 @with_literals
 def _part(typing_context: Any, stage: Any, given: Any) -> Any:
-    """The address of a function of (address of a frame, part) that runs this part of the stage."""
+    """Return the address of a function of (address of a frame, part) that runs this part of the stage."""
     wanted = (types.intp, *given.types)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> ir.Value:
@@ -181,11 +215,11 @@ def _part(typing_context: Any, stage: Any, given: Any) -> Any:
         each = cgutils.unpack_tuple(inside, inside.load(cgutils.gep_inbounds(inside, frame, 0, 0)), len(given.types))
         returned = function.signature.return_type
         declared = context.declare_function(builder.module, function.fndesc)
-        status, told = context.call_conv.call_function(inside, declared, returned, wanted, [part.args[1], *each])
+        status, result = context.call_conv.call_function(inside, declared, returned, wanted, [part.args[1], *each])
         noted = I64(0)
         if returned != types.none:
-            told = context.cast(inside, told, returned, types.intp)
-            noted = inside.zext(inside.icmp_signed("!=", told, I64(0)), I64)
+            result = context.cast(inside, result, returned, types.intp)
+            noted = inside.zext(inside.icmp_signed("!=", result, I64(0)), I64)
         noted = inside.select(status.is_error, I64(RAISED), noted)
         inside.atomic_rmw("or", cgutils.gep_inbounds(inside, frame, 0, 1), noted, "monotonic")
         inside.ret_void()

@@ -1,10 +1,10 @@
 """Images in frames of zeros: what lies between two convolutions of a converted model.
 
-A convolution reads zeros around each image. In a frame they are there: every row of an image is followed by `margin`
-zeros, every image of a channel by as many rows of them, and some come before the first, so that one image's are
-those of the next as well. A convolution with stride 1 whose output is as large as its input reads such images where
-they lie, at a fixed distance for each channel and tap, and writes its own into the same kind of frame: nothing is
-laid out, nothing collected. What it computes where there is no position is written as zero.
+A convolution reads zeros around each image. In a frame they are there. Every row of an image is followed by `margin`
+zeros, and every image of a channel by as many rows of zeros. Some come before the first image. So two neighbours
+share the zeros between them. A convolution with stride 1 whose output is as large as its input reads such images
+where they lie. Each channel and tap has a fixed distance. It writes its results into the same kind of frame: nothing
+is laid out, nothing collected. What it computes where there is no position is written as zero.
 
 Images start at a cache line. Who makes a frame has zeros in it; who writes into one keeps them.
 """
@@ -25,7 +25,7 @@ KEPT = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Places:
+class ImagePlaces:
     """Where images (batch, channels, h, w) lie in a flat array; margin None: as torch has them, without a frame."""
 
     batch: int
@@ -66,8 +66,8 @@ class Places:
         behind = 0 if self.margin is None else self.first + LINE
         return self.first + self.batch * self.image + behind
 
-    def of_batch(self, batch: int) -> Places:
-        """The same for another number of images."""
+    def of_batch(self, batch: int) -> ImagePlaces:
+        """Return the same for another number of images."""
         return self if batch == self.batch else replace(self, batch=batch)
 
 
@@ -83,12 +83,12 @@ class _Spare:
     """
 
     def __init__(self) -> None:
-        self._returned: deque[tuple[Places, Array]] = deque()
+        self._returned: deque[tuple[ImagePlaces, Array]] = deque()
         self._turn = threading.Lock()
-        self._free: dict[Places, list[Array]] = {}
+        self._free: dict[ImagePlaces, list[Array]] = {}
         self._bytes = 0
 
-    def take(self, places: Places) -> Array:
+    def take(self, places: ImagePlaces) -> Array:
         with self._turn:
             self._sort_in()
             if buffers := self._free.get(places):
@@ -96,7 +96,7 @@ class _Spare:
                 return buffers.pop()
         return aligned(places.size)
 
-    def give_back(self, places: Places, buffer: Array) -> None:
+    def give_back(self, places: ImagePlaces, buffer: Array) -> None:
         self._returned.append((places, buffer))
 
     def _sort_in(self) -> None:
@@ -113,22 +113,22 @@ class _Spare:
 _spare = _Spare()
 
 
-class Framed:
+class FramedImages:
     """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: ImagePlaces) -> None:
         self.array, self.places = _spare.take(places), places
         self.address = address(self.array)
 
-    def __getstate__(self) -> tuple[Places, Array]:
+    def __getstate__(self) -> tuple[ImagePlaces, Array]:
         return self.places, self.array
 
-    def __setstate__(self, state: tuple[Places, Array]) -> None:
+    def __setstate__(self, state: tuple[ImagePlaces, Array]) -> None:
         places, array = state
         self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
         self.array[:] = array
 
-    def __del__(self, give_back: Callable[[Places, Array], None] = _spare.give_back) -> None:
+    def __del__(self, give_back: Callable[[ImagePlaces, Array], None] = _spare.give_back) -> None:
         # Bound above: when Python ends, what the module names may be gone before this object is.
         if hasattr(self, "places"):
             give_back(self.places, self.array)

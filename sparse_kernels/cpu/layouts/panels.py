@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,16 @@ class Groups:
     row_ids: NDArray[np.int32]
 
 
+class PanelArrays(NamedTuple):
+    """The arrays of the module's docstring, as kernels take them."""
+
+    table: NDArray[np.int64]
+    values: NDArray[Any]
+    columns: NDArray[np.int32]
+    work: NDArray[np.int64]
+    row_ids: NDArray[np.int32]
+
+
 @dataclass(frozen=True, eq=False)
 class Panels:
     """Panels of one width; the arrays are those of the module's docstring."""
@@ -54,9 +64,9 @@ class Panels:
     row_ids: NDArray[np.int32]
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """(table, values, columns, work, row_ids), as the compiled loops take them."""
-        return self.table, self.values, self.columns, self.work, self.row_ids
+    def arrays(self) -> PanelArrays:
+        """The arrays as kernels take them."""
+        return PanelArrays(self.table, self.values, self.columns, self.work, self.row_ids)
 
     @cached_property
     def in_order(self) -> bool:
@@ -70,27 +80,28 @@ class Panels:
         return len(self.table) // (len(self.work) - 1)
 
     def density(self, k: int) -> float:
-        """The share of k columns that is kept, in the mean of all rows."""
+        """Return the share of k columns that is kept, in the mean of all rows."""
         return self.values.size / (self.row_ids.size * k)
 
     @cached_property
-    def places(self) -> NDArray[np.uint32]:
-        """Where each row of the matrix lies among the packed ones, (m); unsigned, or its sign would be checked."""
+    def positions(self) -> NDArray[np.uint32]:
+        """The position of each row of the matrix among the packed ones, (m); unsigned, so no sign is checked."""
         exist = np.flatnonzero(self.row_ids >= 0)
         found = np.empty(exist.size, np.uint32)
         found[self.row_ids[exist]] = exist
         return found
 
-    def places_in_fours(self, lanes: int) -> NDArray[np.uint32]:
-        """The same where fours of tokens lie as `micro.token_tile` leaves them, by vectors of so many lanes.
+    def positions_in_fours(self, lanes: int) -> NDArray[np.uint32]:
+        """Return the same where fours of tokens lie as `token_tile` leaves them, by vectors of so many lanes.
 
         Of a vector every fourth row from the first on, then from the second, the third and the fourth on.
         """
-        vector, row = np.divmod(self.places.astype(np.int64), lanes)
-        return (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
+        vector, row = np.divmod(self.positions.astype(np.int64), lanes)
+        positions: NDArray[np.uint32] = (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
+        return positions
 
     def used(self, stride: int) -> NDArray[np.int64]:
-        """Where the columns start that any panel has, `stride` elements apart; rising."""
+        """Return where the columns start that any panel has, `stride` elements apart; rising."""
         return np.unique(self.columns).astype(np.int64) * stride
 
     @property
@@ -99,7 +110,7 @@ class Panels:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> Panels:
-        """The same panels in memory of their own, in one piece.
+        """Return the same panels in memory of their own, in one piece.
 
         In a model all of it comes from memory at each call, and each page of it has to be found first.
         """
@@ -109,11 +120,11 @@ class Panels:
         return Panels(self.width, values, columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
-        """The same panels with the nearest bfloat16 of each float32."""
+        """Return the same panels with the nearest bfloat16 of each float32."""
         return replace(self, values=at_cache_line(bfloat16.bits(self.values)))
 
     def paired(self) -> Panels:
-        """The same panels with the nearest bfloat16 of each float32, of two columns in the place of one float32.
+        """Return the same panels as bfloat16, two columns in the place of one float32.
 
         The earlier column's is the lower half; where a panel has an odd number of columns, the last upper half is 0.
         """
@@ -130,7 +141,7 @@ class Panels:
         return replace(self, values=values, table=table)
 
     def in_stages(self, stages: int, k: int) -> Panels:
-        """The same panels with the k columns in so many stages, in whose order the values lie, too."""
+        """Return the same panels with the k columns in so many stages, in whose order the values lie, too."""
         if stages == 1:
             return self
         panels = len(self.table)
@@ -149,12 +160,13 @@ class Panels:
         return replace(self, values=values, table=table.reshape(-1, 3))
 
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
-        """The same panels with offsets[c] in place of each column c."""
+        """Return the same panels with offsets[c] in place of each column c."""
         return replace(self, columns=offsets[self.columns])
 
 
-def group_height(packed: Packed) -> int:
-    """Rows that share their columns in this weight; every height is possible where all columns are kept: m."""
+def count_group_rows(packed: Packed) -> int:
+    """Return how many rows share their columns in this weight; every height is possible where all columns are kept:
+    m."""
     match packed:
         case DenseWeight():
             return packed.shape[0]
@@ -167,8 +179,8 @@ def group_height(packed: Packed) -> int:
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def groups(packed: Packed) -> Groups:
-    """The groups of a packed weight, in the order of its rows; column lists rise."""
+def build_groups(packed: Packed) -> Groups:
+    """Return the groups of a packed weight, in the order of its rows; column lists rise."""
     m, k = packed.shape
     match packed:
         case DenseWeight():
@@ -179,15 +191,15 @@ def groups(packed: Packed) -> Groups:
         case CSRWeight():
             return Groups(1, packed.indptr, packed.indices, packed.values[:, None], np.arange(m, dtype=np.int32))
         case NMWeight():
-            return _of_nm(packed)
+            return _nm_groups(packed)
         case BlockWeight():
-            return _of_blocks(packed)
+            return _block_groups(packed)
         case VectorWeight():
             return Groups(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def panels(groups: Groups, width: int) -> Panels:
+def build_panels(groups: Groups, width: int) -> Panels:
     """Cut each group into panels of `width` rows, the last one filled up."""
     cuts = -(-groups.height // width)
     filled = cuts * width
@@ -216,8 +228,9 @@ def panels(groups: Groups, width: int) -> Panels:
     )  # fmt: skip
 
 
-def _of_nm(packed: NMWeight) -> Groups:
-    """Rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight 0."""
+def _nm_groups(packed: NMWeight) -> Groups:
+    """Return rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight
+    0."""
     m, n_groups, _ = packed.values.shape
     offsets = packed.offsets.astype(np.int32)
     filled = np.ones(offsets.shape, bool)
@@ -229,8 +242,8 @@ def _of_nm(packed: NMWeight) -> Groups:
     return Groups(1, indptr, columns[filled], packed.values[filled][:, None], np.arange(m, dtype=np.int32))
 
 
-def _of_blocks(packed: BlockWeight) -> Groups:
-    """Block rows with their columns written out, those beyond k left out."""
+def _block_groups(packed: BlockWeight) -> Groups:
+    """Return block rows with their columns written out, those beyond k left out."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
     columns = packed.indices[:, None] * cols + np.arange(cols, dtype=np.int32)

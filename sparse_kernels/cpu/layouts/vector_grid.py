@@ -20,7 +20,7 @@ TILE = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Vectors:
+class VectorGrid:
     """Vectors of positions, everything in elements.
 
     lanes: of a vector. x_starts, y_starts: int64 (vectors), where each one starts. x_stride: from one column of x to
@@ -37,40 +37,40 @@ class Vectors:
 
 
 def tiles(total: int, vectors: int) -> NDArray[np.int64]:
-    """The first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
+    """Return the first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
     count = -(-total // vectors)
     return total * np.arange(count + 1) // count
 
 
 @lru_cache(maxsize=256)
-def as_it_lies(n: int, lanes: int) -> Vectors:
+def as_it_lies(n: int, lanes: int) -> VectorGrid:
     """Feature-major x and y of n >= lanes tokens.
 
     The last vector overlaps the one before it, so nothing beyond the end is touched.
     """
     starts = np.minimum(np.arange(-(-n // lanes), dtype=np.int64) * lanes, n - lanes)
-    return Vectors(lanes, starts, n, starts, n)
+    return VectorGrid(lanes, starts, n, starts, n)
 
 
 @lru_cache(maxsize=64)
 def columns(k: int, stride: int) -> NDArray[np.int32]:
-    """The offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
+    """Return the offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
     return np.arange(k, dtype=np.int32) * np.int32(stride)
 
 
 @lru_cache(maxsize=256)
-def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> Vectors:
+def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
     """n >= 1 tokens in tiles of vectors: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
     firsts = tiles(-(-n // lanes), vectors)
     tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
     inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
     stride = vectors * lanes
-    return Vectors(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)
+    return VectorGrid(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)
 
 
 @lru_cache(maxsize=256)
-def whole_tiles(count: int, lanes: int, k: int, m: int) -> Vectors:
+def whole_tiles(count: int, lanes: int, k: int, m: int) -> VectorGrid:
     """Token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
     vector = np.arange(count * TILE)
     tile, inside, stride = vector // TILE, vector % TILE * lanes, TILE * lanes
-    return Vectors(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)
+    return VectorGrid(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)

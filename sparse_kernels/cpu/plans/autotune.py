@@ -1,13 +1,12 @@
 """Which kernel and register tile a linear layer runs with, found by trying: `prepare(..., tune=True)`.
 
-A few choices that may be faster than the default one for this weight and number of tokens are timed in turn, on
-synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another
-choice than the default is taken only where it is faster by more than the noise (`fastest`), for some 50 ms of calls
-a layer, as much again to set up the copies, and a second for each kernel that this machine has not compiled yet.
+A few choices that may be faster than the default one are timed in turn, for this weight and number of tokens. They
+run on synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another choice
+than the default must be faster by more than the noise (`find_fastest`). A layer takes some 50 ms of calls, and as
+much again to set up the copies. Each kernel that this machine has not compiled yet takes a second more.
 
-What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
-pattern, density, precision, layout, number of tokens and of threads. A file that is not as it should be is
-replaced.
+Results are kept in the user's cache folder. There is a file for each processor, version of the kernels, layer shape,
+pattern, density, precision, layout, and number of tokens and threads. A file that is not as it should be is replaced.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import host, rotated_bytes
-from sparse_kernels.cpu.kernels import row_panels as rows
-from sparse_kernels.cpu.kernels import token_blocks as blocks
+from sparse_kernels.cpu.kernels import row_panels
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans import linear
-from sparse_kernels.cpu.plans.linear import Choice
+from sparse_kernels.cpu.plans.linear import Choice, LinearLayer
 from sparse_kernels.cpu.runtime.kernel_cache import VERSION
+from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, Plan
+from sparse_kernels.plan_protocol import Plan
 
 Call = Callable[[], object]
 Clock = Callable[[], float]
@@ -61,66 +59,65 @@ MOST_COPIES = 256
 
 def prepare_or_tune(packed: Packed, layout: str, n: int, precision: str = "float32", *, tune: bool = False) -> Plan:
     """Make a linear layer ready with its usual kernel, or with the fastest of a few that are tried (`tune`)."""
-    return prepare(packed, layout, n, precision=precision) if tune else linear.prepare(packed, layout, n, precision)
+    if tune:
+        return prepare_tuned(packed, layout, n, precision=precision)
+    return linear.prepare_linear(packed, layout, n, precision)
 
 
-def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None, precision: str = "float32") -> Plan:
-    """The plan of a linear layer that is the fastest for n tokens and the threads that Numba uses now.
+def prepare_tuned(
+    packed: Packed, layout: str, n: int, folder: Path | None = None, precision: str = "float32"
+) -> Plan:
+    """Return the plan of a linear layer that is the fastest for n tokens and the threads that Numba uses now.
 
     folder: where results are kept, the user's cache unless given.
     """
-    return linear.build(packed, layout, n, choose(packed, layout, n, folder, precision=precision), precision)
+    layer = linear.describe_layer(packed, layout, n, precision)
+    return linear.build_plan(layer, choose_fastest(layer, folder))
 
 
-def choose(
-    packed: Packed,
-    layout: str,
-    n: int,
-    folder: Path | None = None,
-    clock: Clock = perf_counter,
-    precision: str = "float32",
-) -> Choice:
-    """The fastest choice, as found before or now."""
-    choices = candidates(packed, layout, n, precision)
+def choose_fastest(layer: LinearLayer, folder: Path | None = None, clock: Clock = perf_counter) -> Choice:
+    """Return the fastest choice, as found before or now."""
+    choices = list_candidates(layer)
     if len(choices) == 1:
         return choices[0]
-    key = _key(packed, layout, n, precision)
+    key = _key(layer)
     path = _path(key, folder or cache_folder())
-    choice = _read(path, key, choices)
+    choice = _read_choice(path, key, choices)
     if choice is None:
-        choice = choices[fastest(_calls(packed, layout, n, choices, precision), clock)]
-        _write(path, key, choice)
+        choice = choices[find_fastest(_calls(layer, choices), clock)]
+        _write_choice(path, key, choice)
     return choice
 
 
 # ------------------------------------------------------------------------------------------------ what to try
 
 
-def candidates(packed: Packed, layout: str, n: int, precision: str = "float32") -> list[Choice]:
-    """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
+def list_candidates(layer: LinearLayer) -> list[Choice]:
+    """Return the default choice, then those that may be faster: few, because each may have to be compiled.
 
-    What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
-    blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
-    of one thread alone, and any other tile for token-blocked x.
+    Trials of 490 layers ruled out the following, which won nowhere. Other shares of the second-level cache for chunks
+    and blocks (a quarter to four times). Shorter stages of single rows, and tiles of half as many rows. Few tokens in
+    blocks of one thread alone. Any other tile for token-blocked x.
     """
-    default = linear.default(packed, layout, n, precision)
-    if layout in BLOCKED_LAYOUTS or n == 0:
+    default, n, lanes = linear.choose_kernel(layer), layer.n, host().lanes
+    if layer.blocked or n == 0:
         return [default]
-    vectors, others = linear.by_vectors(packed, layout, n), []
+    vectors = linear.choose_vector_kernel(layer)
+    others: list[Choice] = []
     if default.kernel in ("amx", "pairs"):
         return [default, vectors]
-    if layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * host().lanes):
-        others += _by_tokens(packed, n)
-    if vectors.kernel == "rows" or vectors.tile[2] < host().lanes or 2 * n > host().lanes:
-        others += _by_rows(packed, layout, n)
-    if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, precision)) is not None:
+    if layer.layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * lanes):
+        others += _list_token_choices(layer)
+    if vectors.kernel == "rows" or vectors.tile[2] < lanes or 2 * n > lanes:
+        others += _list_row_choices(layer)
+    if 2 * n > lanes and (matrix := linear.choose_matrix_kernel(layer)) is not None:
         others.append(matrix)
     return list(dict.fromkeys([default, *others]))
 
 
-def _by_tokens(packed: Packed, n: int) -> list[Choice]:
-    """Fewer tokens at a time where fewer are computed in vain; narrow vectors for few tokens and low groups."""
-    tile = linear.narrow_tile(packed)
+def _list_token_choices(layer: LinearLayer) -> list[Choice]:
+    """Return tiles of fewer tokens where fewer are computed in vain; narrow vectors for few tokens and low groups."""
+    tile, n = linear.choose_narrow_tile(layer), layer.n
     if tile is None or tile[2] < host().lanes < n:
         return []
 
@@ -134,18 +131,18 @@ def _by_tokens(packed: Packed, n: int) -> list[Choice]:
     return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
 
 
-def _by_rows(packed: Packed, layout: str, n: int) -> list[Choice]:
-    """The other way in which x may come to kernel rows; single rows also by a narrower tile."""
-    size, vectors, lanes = tile = linear.row_tile(packed, layout, n)
-    total, threads = -(-n // lanes), numba.get_num_threads()
+def _list_row_choices(layer: LinearLayer) -> list[Choice]:
+    """Return the other way in which x may come to kernel rows; for single rows also a narrower tile."""
+    size, vectors, lanes = tile = linear.choose_row_tile(layer)
+    total, threads = -(-layer.n // lanes), layer.threads
     each = -(-total // threads)
     choices = [Choice("rows", tile)]
     if size == 1 and vectors > 2:
         choices.append(Choice("rows", (size, vectors - 1, lanes)))
-    if blocks.enough(n, lanes, threads):
+    if layer.fills_threads(lanes):
         # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
-        way, together = ("pass", total) if layout == "token_major" else ("blocks", each)
-        width = vectors if size == 1 else rows.even((size, vectors), together, host())
+        way, together = ("pass", total) if layer.layout == "token_major" else ("blocks", each)
+        width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, host())
         if way == "blocks" or each < total < TILE * threads:
             choices.append(Choice("rows", (size, width, lanes), way))
     return choices
@@ -154,8 +151,8 @@ def _by_rows(packed: Packed, layout: str, n: int) -> list[Choice]:
 # ------------------------------------------------------------------------------------------------ which is fastest
 
 
-def fastest(calls: Sequence[Call], clock: Clock = perf_counter) -> int:
-    """The place of the fastest call, where the first one is the default: 0 unless another is surely faster.
+def find_fastest(calls: Sequence[Call], clock: Clock = perf_counter) -> int:
+    """Return the index of the fastest call, where the first one is the default: 0 unless another is surely faster.
 
     All are timed in turn, a block of calls at a time. The one with the least median meets the default again, in new
     pairs of blocks, because the best of several was also the luckiest. It wins if it is faster by FASTER in three
@@ -192,19 +189,19 @@ def _seconds(call: Call, loops: int, clock: Clock) -> float:
     return clock() - start
 
 
-def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], precision: str) -> list[Call]:
-    """A call of the layer for each choice, on the same synthetic x; its copies of the weights take turns."""
+def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
+    """Return a call of the layer for each choice, on the same synthetic x; its copies of the weights take turns."""
     rng = np.random.default_rng(0)
-    m, k = packed.shape
+    (m, k), n = layer.packed.shape, layer.n
     lead, tokens = {
         "token_major": ((n,), ()),
         "feature_major": ((), (n,)),
-    }[layout]
+    }[layer.layout]
     x = rng.standard_normal((*lead, k, *tokens), np.float32)
     y, bias = np.empty((*lead, m, *tokens), np.float32), np.zeros(m, np.float32)
 
     def call(choice: Choice) -> Call:
-        plan = linear.build(packed, layout, n, choice, precision)
+        plan = linear.build_plan(layer, choice)
         copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
         plans = [plan, *(plan.copy() for _ in range(copies - 1))]
         for each in plans:
@@ -219,37 +216,38 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], preci
 
 
 def cache_folder() -> Path:
-    """Where results are kept: LATBENCH_CACHE or the user's cache folder."""
+    """Return where results are kept: LATBENCH_CACHE or the user's cache folder."""
     if given := os.environ.get("LATBENCH_CACHE"):
         return Path(given) / "tuning"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench" / "tuning"
 
 
 @cache
-def device() -> str:
-    """The vector unit and the processor, as Numba's compiler and the operating system call it."""
-    _, cpu, _ = cpu_target.target_context.codegen().magic_tuple()
+def describe_device() -> str:
+    """Return the vector unit and the processor, as Numba's compiler and the operating system call it."""
+    cpu = read_compile_target().cpu
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
 
 
-def _key(packed: Packed, layout: str, n: int, precision: str) -> dict[str, Any]:
-    """What the fastest choice depends on."""
+def _key(layer: LinearLayer) -> dict[str, Any]:
+    """Return what the fastest choice depends on."""
+    packed = layer.packed
     m, k = packed.shape
     return {
-        "device": device(),
+        "device": describe_device(),
         "version": VERSION,
         "compiler": numba.__version__,
         "m": m,
         "k": k,
-        "n": n,
-        "threads": numba.get_num_threads(),
-        "layout": layout,
+        "n": layer.n,
+        "threads": layer.threads,
+        "layout": layer.layout,
         "pattern": str(packed.pattern),
         "density": round(packed.nnz / (m * k), 2),
-        "precision": precision,
+        "precision": layer.precision,
     }
 
 
@@ -257,8 +255,8 @@ def _path(key: dict[str, Any], folder: Path) -> Path:
     return folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path, key: dict[str, Any], choices: Sequence[Choice]) -> Choice | None:
-    """The choice that is kept for this key, if it is one of these."""
+def _read_choice(path: Path, key: dict[str, Any], choices: Sequence[Choice]) -> Choice | None:
+    """Return the choice that is kept for this key, if it is one of these."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -266,7 +264,7 @@ def _read(path: Path, key: dict[str, Any], choices: Sequence[Choice]) -> Choice 
     return next((it for it in choices if found == _document(key, it)), None)
 
 
-def _write(path: Path, key: dict[str, Any], choice: Choice) -> None:
+def _write_choice(path: Path, key: dict[str, Any], choice: Choice) -> None:
     """Keep a choice; others see all of the file or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +274,8 @@ def _write(path: Path, key: dict[str, Any], choice: Choice) -> None:
             whole.replace(path)
     except OSError as error:
         warnings.warn(
-            f"what was tuned is not kept, {path.parent} cannot be written ({error.strerror}): set LATBENCH_CACHE",
+            f"tuning results are not kept, because {path.parent} cannot be written ({error.strerror}): "
+            "set LATBENCH_CACHE to a folder for them",
             stacklevel=2,
         )
 

@@ -1,18 +1,18 @@
 """Two-dimensional convolutions on the CPU, NCHW in and out: any pattern, without im2col.
 
-The rows of the weight are output channels, the vector runs along output positions, and a column of the weight is an
-element offset from the position: channel and tap together. Where positions start:
+The rows of the weight are output channels, and the vector runs along output positions. A column of the weight,
+channel and tap together, is an element offset from the position. Where positions start:
 
-in place   1x1, stride 1, no padding: x and y as they lie, each image a run of positions
-row by row images re-laid (`images`), a vector never leaves a row of the output: it is stored to y directly
-flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
+- In place: 1x1, stride 1, no padding. x and y stay as they lie; each image is a run of positions.
+- Row by row: images are laid out (`image_layout`). A vector never leaves a row of the output, and is stored directly.
+- Flat: images are laid out. Vectors run over the ends of rows; the valid positions are collected afterwards.
 
-Kernel rows takes them, or single where rows share no columns, or the matrix unit (`matrix_conv2d`) where that pays.
-Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, rows takes pairs of columns: x
-is always laid out then, and rounded on the way.
+`row_panels` multiplies them, `unstructured_rows` where rows share no columns, or the matrix unit (`amx_conv2d`) where
+that pays. Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, `row_panels` takes
+pairs of columns: x is always laid out then, and rounded on the way.
 
-x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place, and
-y is written directly, even if vectors run over the ends of rows: they write zeros there.
+x and y may also lie in frames (`padded_images`). A convolution that keeps the size of its images then reads x in
+place and writes y directly. Vectors that run over the ends of rows write zeros there.
 """
 
 from __future__ import annotations
@@ -25,31 +25,19 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
-from sparse_kernels.cpu.codegen.cpu_target import Target, host
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, host
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
-from sparse_kernels.cpu.kernels import (
-    amx_conv2d as matrix_conv2d,
-)
-from sparse_kernels.cpu.kernels import (
-    amx_linear as matrix,
-)
-from sparse_kernels.cpu.kernels import (
-    image_layout as images,
-)
-from sparse_kernels.cpu.kernels import (
-    row_panels as rows,
-)
-from sparse_kernels.cpu.kernels import (
-    unstructured_rows as single,
-)
+from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
-from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, single_rows
+from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
+from sparse_kernels.cpu.kernels.row_panels import ProductSettings
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, arguments
-from sparse_kernels.cpu.layouts.padded_images import Places
-from sparse_kernels.cpu.layouts.panels import Groups, Panels, group_height, groups, panels
-from sparse_kernels.cpu.layouts.vector_grid import TILE, Vectors, columns
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
+from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
+from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, address, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
@@ -75,12 +63,12 @@ SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 /
 # little more of them than they need where a channel is larger than a page. Larger ones are laid out once for all.
 MOST_COPIED = 2**26
 
-# Batches whose places a plan remembers.
+# Batches whose placement a plan remembers.
 REMEMBERED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Positions(Vectors):
+class Positions(VectorGrid):
     """The vectors of positions.
 
     flat: (image, pitch) of the flat y that is collected afterwards; None where y is written directly.
@@ -90,25 +78,25 @@ class Positions(Vectors):
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """What a plan knows about one batch: the places of everything.
+class BatchPlacement:
+    """What a plan knows about one batch: where everything lies.
 
     weights: panels with offsets for columns; single rows as they are. offsets: int32 (k,), how far behind a vector of
-    positions each column lies. where is None if x is read in place. columns: how many vectors of x a vector may read.
-    fetched: for panels, as `rows.prepared` takes it. blocks: for the matrix unit.
+    positions each column lies. phase_layout: of x, None if x is read in place. grid: vectors of positions. columns:
+    how many vectors of x a vector may read. prefetched: for panels, see `ProductLayer`. blocks: for the matrix unit.
     """
 
     weights: Panels | SingleRows | MatrixPanels
     offsets: NDArray[np.int32]
-    where: images.Layout | None
-    at: Positions
+    phase_layout: image_layout.PhaseLayout | None
+    grid: Positions
     columns: int
-    fetched: NDArray[np.int64] = field(default_factory=lambda: rows.NOTHING)
-    blocks: matrix_conv2d.Blocks | None = None
+    prefetched: NDArray[np.int64] = field(default_factory=lambda: row_panels.NOTHING)
+    blocks: amx_conv2d.Blocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Conv2dPlan:
+class CpuConv2dPlan:
     """A convolution's plan: weights as panels, and what it knows of each batch it has met.
 
     by_vectors: for the matrix unit, makes the plan that computes y again where sums are not finite; it is kept from
@@ -118,14 +106,14 @@ class Conv2dPlan:
     shape: Conv2dShape
     panels: Panels | SingleRows | MatrixPanels
     tile: tuple[int, int]  # rows, vectors
-    target: Target
+    target: CpuTarget
     kernel: str
     layout: str
-    by_vectors: Callable[[], Conv2dPlan] | None = None
+    by_vectors: Callable[[], CpuConv2dPlan] | None = None
     emulated: bool = False
     numbers: int = FLOATS
     _pool: Pool = field(default_factory=Pool)
-    _placed: dict[tuple[int, int | None, int | None], Placed] = field(default_factory=dict)
+    _placements: dict[tuple[int, int | None, int | None], BatchPlacement] = field(default_factory=dict)
     _calls: dict[tuple[int, int | None, int | None, int], list[tuple[range, Product]]] = field(default_factory=dict)
 
     @property
@@ -136,9 +124,13 @@ class Conv2dPlan:
     def room_bytes(self, batch: int) -> int:
         """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
         x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count()
-        some = min(self._at_a_time(x_at, y_at, threads), batch)
-        placed = self._known(x_at.of_batch(some), y_at.of_batch(some))
-        return 0 if placed.where is None else 4 * placed.where.size * self._copies(placed, threads)
+        some = min(self._count_images_at_a_time(x_at, y_at, threads), batch)
+        placement = self._find_placement(x_at.of_batch(some), y_at.of_batch(some))
+        return (
+            0
+            if placement.phase_layout is None
+            else 4 * placement.phase_layout.size * self._count_copies(placement, threads)
+        )
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled kernels and room, which copies and pickles find again.
@@ -156,312 +148,339 @@ class Conv2dPlan:
             self.run(address(x), self.x_places(batch), address(bias), code, address(y), self.y_places(batch))
         return y
 
-    def x_places(self, batch: int, margin: int | None = None) -> Places:
-        """Where such a batch's x lies, in frames of this margin or as torch has it."""
-        return Places(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
+    def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
+        """Return the places of x of a batch, in frames of this margin or as torch has it."""
+        return ImagePlaces(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
 
-    def y_places(self, batch: int, margin: int | None = None) -> Places:
-        """Where its y lies."""
-        return Places(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
+    def y_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
+        """Return the places of y of a batch, in frames of this margin or as torch has it."""
+        return ImagePlaces(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
 
-    def adds(self, x: Places, y: Places) -> bool:
-        """Whether `framed` can add something to y on the way: where it writes y, which is in frames, directly.
+    def can_add(self, x: ImagePlaces, y: ImagePlaces) -> bool:
+        """Return whether `run_framed` can add something to y on the way: if it writes y, in frames, directly.
 
         So must the plan that computes y again where sums are not finite, whose vectors are shorter.
         """
-        if y.margin is None or self._known(x, y).at.flat is not None:
+        if y.margin is None or self._find_placement(x, y).grid.flat is not None:
             return False
         by_rows = isinstance(self.panels, MatrixPanels)
         shape = replace(self.shape, batch=x.batch)
-        return not by_rows or positions(shape, self.target, True, x.margin, y.margin).flat is None
+        return not by_rows or choose_positions(shape, self.target, True, x.margin, y.margin).flat is None
 
-    def framed(
+    def run_framed(
         self,
         x: Array,
-        x_places: Places,
+        x_places: ImagePlaces,
         bias: Array | None,
         activation: str | None,
         y: Array,
-        y_places: Places,
+        y_places: ImagePlaces,
         added: Array | None = None,
     ) -> None:
         """y = activation(convolution of x + bias + added), images lying where the places say, in flat arrays.
 
         x_places and y_places are this plan's for the same batch. added lies as y does, in other memory; only where it
-        `adds`.
+        `can_add`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
         there = 0 if added is None else address(added)
         self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
 
-    def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
-        """The same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        self._run(x, x_at, bias, activation, y, y_at, added, count())
-
-    def _run(
-        self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int, threads: int
+    def run(
+        self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
     ) -> None:
+        """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
+        threads = count()
         key = x_at.batch, x_at.margin, y_at.margin, threads
         steps = self._calls.get(key)
         if steps is None:
             for oldest in list(self._calls)[: 1 - REMEMBERED]:
                 self._calls.pop(oldest, None)
-            steps = self._calls[key] = self._prepared(x_at, y_at, threads)
+            steps = self._calls[key] = self._bind_steps(x_at, y_at, threads)
         for some, product in steps:
             x_here, behind = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
             added_here = added and added + behind
             if not product(x_here, y + behind, bias, activation, added_here):
                 places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
-                self._vectors._run(x_here, places[0], bias, activation, y + behind, places[1], added_here, threads)
+                self._vector_plan.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
 
-    def copy(self) -> Conv2dPlan:
-        """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
+    def copy(self) -> CpuConv2dPlan:
+        """Return the same plan with weights of its own."""
+        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placements={}, _calls={})
 
-    def _prepared(self, x_at: Places, y_at: Places, threads: int) -> list[tuple[range, Product]]:
-        """Which images that lie so are run together by so many threads, and how.
+    def _bind_steps(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> list[tuple[range, Product]]:
+        """Return which images at these places are run together by so many threads, and how.
 
         Products know nothing of the plan: one that knew it would keep it, and gigabytes with it, until Python looks
         for circles.
         """
-        batch, step = x_at.batch, self._at_a_time(x_at, y_at, threads)
+        batch, step = x_at.batch, self._count_images_at_a_time(x_at, y_at, threads)
         together = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
         sizes = {len(some) for some in together}
-        products = {size: self._product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
+        products = {size: self._bind_product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
         return [(some, products[len(some)]) for some in together]
 
-    def _at_a_time(self, x_at: Places, y_at: Places, threads: int) -> int:
-        """A few images, so that what one step writes is in the cache when the next one reads it."""
+    def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
+        """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
         by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
-        if read or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
+        if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
             return x_at.batch
         rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         return -(-x_at.batch // (rounds * threads)) * threads
 
-    def _product(self, x_at: Places, y_at: Places, threads: int) -> Product:
+    def _bind_product(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> Product:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""
-        placed = self._known(x_at, y_at)
-        where, at, batch, c_out = placed.where, placed.at, x_at.batch, self.shape.c_out
-        if where is None and at.flat is None:
-            return self._multiplied(placed, x_at.size, threads)
+        placement = self._find_placement(x_at, y_at)
+        phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
+        if phase_layout is None and grid.flat is None:
+            return self._bind_multiply(placement, x_at.size, threads)
         # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
-        begins, ends = images.even_rows(batch * self.shape.h, threads)
-        copies = self._copies(placed, threads)
-        if where is not None and copies == threads:
-            shares = rows.shares(at.x_starts.size, self.tile[1], threads)
-            begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
-        apart = 0 if where is None or copies == 1 else where.size
-        product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
+        begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
+        copies = self._count_copies(placement, threads)
+        if phase_layout is not None and copies == threads:
+            shares = row_panels.split_vectors(grid.x_starts.size, self.tile[1], threads)
+            begins, ends = image_layout.find_rows_read(
+                replace(self.shape, batch=batch), phase_layout, grid.x_starts, grid.lanes, shares
+            )
+        apart = 0 if phase_layout is None or copies == 1 else phase_layout.size
+        product = self._bind_multiply(
+            placement, x_at.size if phase_layout is None else phase_layout.size, threads, apart
+        )
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
-        if where is not None:
-            lay_out = images.lay_out(self.target.lanes, self.numbers).bound(
-                "x_at y_at", x_steps=images.steps(x_at),
-                y_steps=(where.image, where.plane, where.pitch, self.shape.c_in * where.plane), phases=where.phases,
-                padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, apart=apart, parts=threads,
-            )  # fmt: skip
-        if at.flat is not None:
-            begins, ends = images.even_rows(batch * self.shape.out_h, threads)
-            collect = images.lay_out(self.target.lanes, FLOATS).bound(
-                "x_at y_at", x_steps=(at.flat[0], at.y_stride, at.flat[1]), y_steps=(*images.steps(y_at), 0),
-                phases=images.ONE_PHASE, padding=(0, 0), shape=y_at.shape, begins=begins, ends=ends, apart=0,
+        if phase_layout is not None:
+            laid_out = ImageCopyLayer(
+                x_steps=image_layout.image_steps(x_at), y_steps=ImageSteps(phase_layout.image, phase_layout.plane,
+                phase_layout.pitch, self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
+                padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
+            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers).bind(ImageCopyCall, laid_out)
+        if grid.flat is not None:
+            begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
+            collected = ImageCopyLayer(
+                x_steps=ImageSteps(grid.flat[0], grid.y_stride, grid.flat[1], 0),
+                y_steps=image_layout.image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
+                shape=y_at.shape, begins=begins, ends=ends, part_stride=0, parts=threads,
+            )  # fmt: skip
+            collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
 
         def call(x: int, y: int, bias: int, activation: int, added: int) -> bool:
             source, result = x, y
-            if where is not None:
-                laid = pool.take(where.size * copies, batch)
-                source = laid.at
+            if phase_layout is not None:
+                laid = pool.take(phase_layout.size * copies, batch)
+                source = laid.address
                 lay_out(x + x_first, source)
-            if at.flat is not None:
-                flat = borrow(c_out * at.y_stride)
-                result = flat.at
+            if grid.flat is not None:
+                flat = borrow(c_out * grid.y_stride)
+                result = flat.address
             finite = product(source, result, bias, activation, added)
-            if at.flat is not None:
+            if grid.flat is not None:
                 collect(result, y + y_first)
                 give_back(flat)
-            if where is not None:
+            if phase_layout is not None:
                 pool.give_back(laid, batch)
             return finite
 
         return call
 
-    def _copies(self, placed: Placed, threads: int) -> int:
-        """How many of the threads lay out images for themselves: all, or one for all."""
-        where, weights = placed.where, placed.weights
-        if where is None or where.size * threads > MOST_COPIED or not isinstance(weights, Panels):
+    def _count_copies(self, placement: BatchPlacement, threads: int) -> int:
+        """Return how many of the threads lay out images for themselves: all, or one for all."""
+        phase_layout, weights = placement.phase_layout, placement.weights
+        if phase_layout is None or phase_layout.size * threads > MOST_COPIED or not isinstance(weights, Panels):
             return 1
-        total = placed.at.x_starts.size
-        return threads if rows.own_blocks(weights, self.tile[1], total, placed.columns, threads) else 1
+        total = placement.grid.x_starts.size
+        return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads) else 1
 
-    def _multiplied(self, placed: Placed, x_size: int, threads: int, apart: int = 0) -> Product:
-        weights, at, fused = placed.weights, placed.at, self.target.fused
+    def _bind_multiply(self, placement: BatchPlacement, x_size: int, threads: int, apart: int = 0) -> Product:
+        weights, grid, fused = placement.weights, placement.grid, self.target.fused
         if isinstance(weights, SingleRows):
-            return single.prepared(weights, fused, at, placed.offsets, threads)
+            return unstructured_rows.bind_product(weights, fused, grid, placement.offsets, threads)
         if isinstance(weights, MatrixPanels):
-            assert placed.blocks is not None
-            return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        return rows.prepared(
-            weights, self.tile[1], fused, at, placed.columns, threads, lambda: placed.fetched, apart, self.numbers
-        )
+            assert placement.blocks is not None
+            return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, threads, self.emulated)
+        settings = ProductSettings(self.tile[1], fused, placement.columns, threads, apart, self.numbers)
+        return row_panels.bind_product(weights, grid, settings, lambda: placement.prefetched)
 
     @cached_property
-    def _vectors(self) -> Conv2dPlan:
+    def _vector_plan(self) -> CpuConv2dPlan:
         assert self.by_vectors is not None
         return self.by_vectors()
 
     @property
-    def _wide(self) -> Target:
+    def _wide(self) -> CpuTarget:
         """The target with vectors as long as those of positions."""
-        return wide(self.target) if isinstance(self.panels, MatrixPanels) else self.target
+        return widen(self.target) if isinstance(self.panels, MatrixPanels) else self.target
 
-    def _known(self, x: Places, y: Places) -> Placed:
+    def _find_placement(self, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         key = x.batch, x.margin, y.margin
-        placed = self._placed.get(key)
-        if placed is None:
-            for oldest in list(self._placed)[: 1 - REMEMBERED]:
-                self._placed.pop(oldest, None)
-            placed = self._placed[key] = self._place(replace(self.shape, batch=x.batch), x, y)
-        return placed
+        placement = self._placements.get(key)
+        if placement is None:
+            for oldest in list(self._placements)[: 1 - REMEMBERED]:
+                self._placements.pop(oldest, None)
+            placement = self._placements[key] = self._build_placement(replace(self.shape, batch=x.batch), x, y)
+        return placement
 
-    def _place(self, shape: Conv2dShape, x: Places, y: Places) -> Placed:
+    def _build_placement(self, shape: Conv2dShape, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         """Everything for this shape's batch."""
         target, by_rows = self._wide, not isinstance(self.panels, SingleRows)
         always = self.numbers != FLOATS
-        lie = columns_lie(shape, target, x, y, always)
-        at = positions(shape, target, by_rows, x.margin, y.margin, always)
+        column_places = locate_columns(shape, target, x, y, always)
+        grid = choose_positions(shape, target, by_rows, x.margin, y.margin, always)
         if isinstance(self.panels, SingleRows):
-            return Placed(self.panels, lie.offsets, lie.where, at, lie.count)
+            return BatchPlacement(
+                self.panels, column_places.offsets, column_places.phase_layout, grid, column_places.count
+            )
         if isinstance(self.panels, MatrixPanels):
-            cut = matrix_conv2d.blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
-            return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, blocks=cut)
+            cut = amx_conv2d.cut_blocks(
+                grid.x_starts, shape.batch, column_places.planes, column_places.taps, column_places.plane_size
+            )
+            return BatchPlacement(
+                self.panels.placed(cut.offsets),
+                column_places.offsets,
+                column_places.phase_layout,
+                grid,
+                column_places.count,
+                blocks=cut,
+            )
         # What the last tap of a plane reads, those before it have not read.
-        fetched = np.unique(lie.planes[self.panels.columns]) * lie.plane_size + lie.taps.max(initial=0)
-        return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count, fetched)
+        prefetched = np.unique(
+            column_places.planes[self.panels.columns]
+        ) * column_places.plane_size + column_places.taps.max(initial=0)
+        return BatchPlacement(
+            self.panels.placed(column_places.offsets),
+            column_places.offsets,
+            column_places.phase_layout,
+            grid,
+            column_places.count,
+            prefetched,
+        )
 
 
-def prepare(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> Conv2dPlan:
-    """The plan of a convolution for about shape.batch images. Raises ValueError for a precision that the pattern
-    cannot gain from.
+def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:
+    """Return the plan of a convolution for about shape.batch images. Raises ValueError for a precision that the
+    pattern cannot gain from.
     """
     check_precision(packed, precision)
     packed = packed if precision == "float32" else rounded(packed)
-    if host().matrix and takes(packed) and pays_by_matrix(packed, shape):
-        return by_matrix(packed, shape, layout)
+    if host().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
+        return build_matrix_plan(packed, shape, layout)
     if precision == "bfloat16" and host().pairs and pays_by_pairs(shape):
-        return by_pairs(packed, shape, layout)
-    return by_vectors(packed, shape, layout)
+        return build_pair_plan(packed, shape, layout)
+    return build_vector_plan(packed, shape, layout)
 
 
 def check_precision(packed: Packed, precision: str) -> None:
-    """ValueError unless this precision is float32, or bfloat16 and rows share columns."""
+    """Raise ValueError unless this precision is float32, or bfloat16 and rows share columns."""
     if precision == "bfloat16-weights":
         raise ValueError("precision='bfloat16-weights' is for linear layers, not for convolutions")
     linear.check_precision(packed, precision)
 
 
 def pays_by_pairs(shape: Conv2dShape) -> bool:
-    """Whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
+    """Return whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
 
-    ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image and 1.2 to 1.7
-    with 16 (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be laid out, which took longer
-    than the product does.
+    ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image. With 16 images
+    they are 1.2 to 1.7 times as fast (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be
+    laid out, which took longer than the product does.
     """
     several = shape.kh * shape.kw > 1 or shape.stride != (1, 1)
     return several and shape.stride[1] <= 2
 
 
-def takes(packed: Packed) -> bool:
-    """Whether the matrix unit can multiply this weight, if there is one: its rows fill tiles, it has thirds."""
-    return matrix.row_tiles(packed) is not None and has_thirds(packed.values)
+def accepts_weight(packed: Packed) -> bool:
+    """Return whether the matrix unit can multiply this weight, if there is one: its rows fill tiles, it has
+    thirds."""
+    return amx_linear.count_row_tiles(packed) is not None and has_thirds(packed.values)
 
 
 def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
-    """Whether the matrix unit multiplies this weight faster than vectors, with about shape.batch images.
+    """Return whether the matrix unit multiplies this weight faster than vectors, with about shape.batch images.
 
     ResNet50's convolutions of 16 images with 3x3 taps are 1.2 to 2.2 times as fast at 75% sparsity and 0.8 to 1.9 at
     90%, those with one tap 0.6 to 1.5 and 0.2 to 1.2.
     """
-    x = Places(1, shape.c_in, shape.h, shape.w)
-    y = Places(1, shape.c_out, shape.out_h, shape.out_w)
+    x = ImagePlaces(1, shape.c_in, shape.h, shape.w)
+    y = ImagePlaces(1, shape.c_out, shape.out_h, shape.out_w)
     one, target = replace(shape, batch=1), host()
-    at, shorter = positions(one, wide(target)), positions(one, target)
-    lie = columns_lie(one, wide(target), x, y)
-    cut = matrix_conv2d.blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
-    vectors = shape.batch * at.x_starts.size / numba.get_num_threads()
-    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > matrix.SECOND_LEVEL_BYTES:
+    grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
+    column_places = locate_columns(one, widen(target), x, y)
+    cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
+    vectors = shape.batch * grid.x_starts.size / numba.get_num_threads()
+    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
     # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
-    gain = 2 - at.x_starts.size * at.lanes / (shorter.x_starts.size * shorter.lanes)
-    split = lie.count * cut.segment / (cut.size * at.lanes)  # again where taps reach from one block into the next
+    gain = 2 - grid.x_starts.size * grid.lanes / (shorter.x_starts.size * shorter.lanes)
+    split = (
+        column_places.count * cut.segment / (cut.size * grid.lanes)
+    )  # again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
-    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if matrix.row_tiles(packed) == 1 else 1)
+    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit
 
 
-def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> Conv2dPlan:
-    """The plan by the matrix unit, for a weight that `takes` accepts."""
-    tiles = matrix.row_tiles(packed)
+def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> CpuConv2dPlan:
+    """Return the plan by the matrix unit, for a weight that `accepts_weight`."""
+    tiles = amx_linear.count_row_tiles(packed)
     assert tiles is not None
-    weights = matrix.panels(_by_channel(groups(packed), shape), tiles, shape.c_out)
-    size = tiles * amx.ROWS
-    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{matrix_conv2d.LANES}"
-    return Conv2dPlan(
-        shape, weights, (size, matrix_conv2d.LANES // amx.ROWS), host(), name, layout,
-        lambda: by_vectors(packed, shape, layout), emulated,
+    weights = amx_linear.build_matrix_panels(_by_channel(build_groups(packed), shape), tiles, shape.c_out)
+    size = tiles * ROWS
+    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
+    return CpuConv2dPlan(
+        shape, weights, (size, amx_conv2d.LANES // ROWS), host(), name, layout,
+        lambda: build_vector_plan(packed, shape, layout), emulated,
     )  # fmt: skip
 
 
-def by_vectors(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
-    """The plan by the vector unit."""
+def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
+    """Return the plan by the vector unit."""
     target = host()
-    height = group_height(packed)
-    by_channel = _by_channel(groups(packed), shape)
+    height = count_group_rows(packed)
+    by_channel = _by_channel(build_groups(packed), shape)
     weights: Panels | SingleRows
     if height == 1:
         some = replace(shape, batch=max(1, shape.batch))
-        tile_rows, vectors = 1, min(TILE, positions(some, target, halves=False).x_starts.size)
-        weights = single_rows(by_channel, shape.k, vectors * target.lanes)
+        tile_rows, vectors = 1, min(TILE, choose_positions(some, target, halves=False).x_starts.size)
+        weights = build_single_rows(by_channel, shape.k, vectors * target.lanes)
     else:
-        tile_rows, vectors = rows.tile(height, target)
-        weights = panels(by_channel, tile_rows)
+        tile_rows, vectors = row_panels.choose_tile(height, target)
+        weights = build_panels(by_channel, tile_rows)
     name = f"numba.{packed.pattern.format}.conv2d.rows{tile_rows}x{vectors}.{target.name}"
-    return Conv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
+    return CpuConv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
 
 
-def by_pairs(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
-    """The plan by pairs of bfloat16, for a weight that is rounded to it."""
+def build_pair_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
+    """Return the plan by pairs of bfloat16, for a weight that is rounded to it."""
     target = host()
-    size, vectors = rows.tile(group_height(packed), target)
-    weights = panels(_by_channel(groups(packed), shape), size).paired()
+    size, vectors = row_panels.choose_tile(count_group_rows(packed), target)
+    weights = build_panels(_by_channel(build_groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
     numbers = PAIRS_BY_UNIT if target.pairs else PAIRS
-    return Conv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
+    return CpuConv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
 
 
 def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
-    """The groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
+    """Return the groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
     numbers = groups.columns % shape.c_in * (shape.kh * shape.kw) + groups.columns // shape.c_in
     group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
     order = np.lexsort((numbers, group))
     return replace(groups, columns=numbers[order], values=groups.values[order])
 
 
-def wide(target: Target) -> Target:
-    """A target with vectors as long as those of the matrix unit."""
-    return replace(target, lanes=matrix_conv2d.LANES, halves=False)
+def widen(target: CpuTarget) -> CpuTarget:
+    """Return a target with vectors as long as those of the matrix unit."""
+    return replace(target, lanes=amx_conv2d.LANES, halves=False)
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnsLie:
+class ColumnPlacement:
     """Where the columns of a weight lie, by channel, then tap.
 
     where: how images are laid out, None if x is read in place. offsets: int32 (k,), elements from a position of the
     output. planes: int64 (k,), in which plane of x, plane_size elements each: a channel, or a phase of one.
     """
 
-    where: images.Layout | None
+    phase_layout: image_layout.PhaseLayout | None
     offsets: NDArray[np.int32]
     planes: NDArray[np.int64]
     plane_size: int
@@ -477,41 +496,48 @@ class ColumnsLie:
         return int(self.planes.max()) + 1
 
 
-def columns_lie(shape: Conv2dShape, target: Target, x: Places, y: Places, always: bool = False) -> ColumnsLie:
-    """For vectors of this target, x and y of shape.batch images lying there; always: x is laid out anyway."""
+def locate_columns(
+    shape: Conv2dShape, target: CpuTarget, x: ImagePlaces, y: ImagePlaces, always: bool = False
+) -> ColumnPlacement:
+    """Return where the columns lie for vectors of this target, and x and y of shape.batch images at these places.
+
+    always: x is laid out anyway.
+    """
     channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
     if not always and reads_frames(shape, x.margin):
-        return ColumnsLie(None, in_frames(shape, x), channels, x.channel)
-    if not always and in_place(shape, target, x, y):
-        return ColumnsLie(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
-    where = laid_out(shape, target, y)
-    offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
-    return ColumnsLie(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
+        return ColumnPlacement(None, locate_columns_in_frames(shape, x), channels, x.channel)
+    if not always and stays_in_place(shape, target, x, y):
+        return ColumnPlacement(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+    phase_layout = build_phase_layout(shape, target, y)
+    offsets = phase_layout.offsets.reshape(-1, shape.c_in).T.ravel()
+    return ColumnPlacement(phase_layout, offsets, offsets.astype(np.int64) // phase_layout.plane, phase_layout.plane)
 
 
-def in_place(shape: Conv2dShape, target: Target, x: Places, y: Places) -> bool:
-    """Whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
+def stays_in_place(shape: Conv2dShape, target: CpuTarget, x: ImagePlaces, y: ImagePlaces) -> bool:
+    """Return whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
     plain = x.margin is None and y.margin is None
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
     return plain and unpadded and target.lanes <= shape.h * shape.w < 2**31 // shape.c_in
 
 
 def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
-    """Whether x in frames of this margin is read as it lies: the output is as large as the input, step by step."""
+    """Return whether x in frames of this margin is read as it lies: the output is as large as the input, step by
+    step."""
     if margin is None or max(shape.padding) > margin:
         return False
     return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
 
 
-def laid_out(shape: Conv2dShape, target: Target, y: Places) -> images.Layout:
-    """How images are laid out that are not read where they lie: in rows as long as those of y in frames."""
-    where = images.layout(shape, target.lanes)
-    wider = y.margin is not None and where.pitch < y.row
-    return images.layout(shape, target.lanes, y.row) if wider else where
+def build_phase_layout(shape: Conv2dShape, target: CpuTarget, y: ImagePlaces) -> image_layout.PhaseLayout:
+    """Return how images are laid out that are not read where they lie: in rows as long as those of y in frames."""
+    phase_layout = image_layout.build_layout(shape, target.lanes)
+    wider = y.margin is not None and phase_layout.pitch < y.row
+    return image_layout.build_layout(shape, target.lanes, y.row) if wider else phase_layout
 
 
-def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
-    """The offsets of columns, by channel, then tap, from an output's position to what it reads of x in frames."""
+def locate_columns_in_frames(shape: Conv2dShape, x: ImagePlaces) -> NDArray[np.int32]:
+    """Return the offsets of columns, by channel, then tap, from an output's position to what it reads of x in
+    frames."""
     down = np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
     right = np.arange(shape.kw) * shape.dilation[1] - shape.padding[1]
     offsets = np.arange(shape.c_in)[:, None, None] * x.channel + down[:, None] * x.row + right
@@ -521,44 +547,44 @@ def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
 
 
 @lru_cache(maxsize=256)
-def positions(
+def choose_positions(
     shape: Conv2dShape,
-    target: Target,
+    target: CpuTarget,
     halves: bool = True,
     x_margin: int | None = None,
     y_margin: int | None = None,
     always: bool = False,
 ) -> Positions:
-    """The cheapest vectors that cover all output positions; halves: of half the width too, where that pays.
+    """Return the cheapest vectors that cover all output positions; halves: of half the width too, where that pays.
 
-    x_margin, y_margin: of the frames that x and y lie in; None for none. always: as `columns_lie` takes it.
+    x_margin, y_margin: of the frames that x and y lie in; None for none. always: as `locate_columns` takes it.
     """
     widths = (target.lanes, target.lanes // 2) if target.halves and halves else (target.lanes,)
     choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target, x_margin, y_margin, always)]
 
-    def cost(at: Positions) -> float:
-        collected = 1.0 if at.flat is None else COLLECTING
-        return at.x_starts.size * at.lanes * collected * (HALF_WIDTH if at.lanes < target.lanes else 1.0)
+    def cost(grid: Positions) -> float:
+        collected = 1.0 if grid.flat is None else COLLECTING
+        return grid.x_starts.size * grid.lanes * collected * (HALF_WIDTH if grid.lanes < target.lanes else 1.0)
 
     return min(choices, key=cost)
 
 
 def _coverings(
-    shape: Conv2dShape, lanes: int, target: Target, x_margin: int | None, y_margin: int | None, always: bool
+    shape: Conv2dShape, lanes: int, target: CpuTarget, x_margin: int | None, y_margin: int | None, always: bool
 ) -> list[Positions]:
-    """The ways to cover the output with vectors of `lanes`."""
+    """Return the ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]
-    x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
-    y = Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
-    if not always and in_place(shape, target, x, y):
+    x = ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
+    y = ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
+    if not always and stays_in_place(shape, target, x, y):
         size = shape.out_h * shape.out_w
-        run = _run(size, lanes)
+        run = _start_vectors(size, lanes)
         return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
     if not always and reads_frames(shape, x_margin):
         x_first, x_image, pitch = x.first, x.image, x.row
     else:
-        where = laid_out(shape, target, y)
-        x_first, x_image, pitch = 0, where.image, where.pitch
+        phase_layout = build_phase_layout(shape, target, y)
+        x_first, x_image, pitch = 0, phase_layout.image, phase_layout.pitch
     length = (shape.out_h - 1) * pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
     x_starts = _flat(x_first + b * x_image + vectors)
@@ -572,15 +598,15 @@ def _coverings(
         flat = Positions(lanes, x_starts, 1, _flat(b * image + vectors), shape.batch * image, flat=(image, pitch))
     if shape.out_w < lanes:
         return [flat]
-    b, i, run = b[:, :, None], np.arange(shape.out_h)[:, None], _run(shape.out_w, lanes)
+    b, i, run = b[:, :, None], np.arange(shape.out_h)[:, None], _start_vectors(shape.out_w, lanes)
     x_starts = _flat(x_first + b * x_image + i * pitch + run)
     y_starts = _flat(y.first + b * y.image + i * y.row + run)
     keep_all = None if y_margin is None else np.full(x_starts.size, -1)
     return [flat, Positions(lanes, x_starts, 1, y_starts, y.channel, keep_all)]
 
 
-def _run(length: int, lanes: int) -> NDArray[np.int64]:
-    """Starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
+def _start_vectors(length: int, lanes: int) -> NDArray[np.int64]:
+    """Return starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
     return np.minimum(np.arange(-(-length // lanes), dtype=np.int64) * lanes, length - lanes)
 
 

@@ -1,9 +1,9 @@
-"""Compiling kernels, and keeping them on disk for all processes.
+"""Compile kernels, and keep them on disk for all processes.
 
-Numba's own files for this have numbers, and an index says which is which. Processes that compile two tiles of one
-kernel at the same time may take the same number, and from then on one tile is loaded for the other: wrong results,
-and no error. Here a file's name says what it holds, so that processes that race write the same file, each in one
-step; and it is loaded only if it is whole.
+Numba's own cache numbers its files, and an index says which number is which kernel. Two processes that compile two
+tiles of one kernel at the same time may take the same number. From then on one tile is loaded for the other: wrong
+results, and no error. Here a file's name says what it holds, so processes that race write the same file, each in one
+step. A file is loaded only if it is whole.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
-from numba.core.caching import FunctionCache
-from numba.core.serialize import dumps
 
-# Of all sources of kernels: where one changes, kernels on disk are out of date.
+from sparse_kernels.cpu.runtime.numba_internals import FunctionCache, attach_cache, serialize
+
+# Sources of all kernels: where one changes, kernels on disk are out of date.
 SOURCES = Path(__file__).parents[1]
 VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.py"))))
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DIGEST = hashlib.sha256().digest_size
 
@@ -35,46 +35,53 @@ _DIGEST = hashlib.sha256().digest_size
 FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-def compiled(function: Callable[..., T], parallel: bool = False) -> Callable[..., T]:
-    """The function, to be compiled at its first call, or loaded where a process has done that before.
+def inline(function: F) -> F:
+    """Return a function that kernels inline before they are typed, so that literals stay literals in it."""
+    return cast(F, numba.njit(inline="always")(function))
 
-    Its free variables are constants in it. Where nothing can be kept, it says so once, and compiles every time.
+
+def compile_cached(function: F, parallel: bool = False) -> F:
+    """Return the function, compiled at its first call, or loaded from disk if a process has compiled it before.
+
+    Its free variables are constants. Where the disk takes nothing, it warns once and compiles in every process.
     """
-    return kept(numba.njit(parallel=parallel, **FLAGS)(function), function)
+    return cast(F, cache_on_disk(numba.njit(parallel=parallel, **FLAGS)(function), function))
 
 
-def kept(dispatcher: Any, function: Callable[..., Any], also: str = "") -> Any:
-    """The dispatcher, told to keep what it compiles: where and as what this function says, and `also`."""
+def cache_on_disk(dispatcher: Any, function: Callable[..., Any], suffix: str = "") -> Any:
+    """Return the dispatcher, which now keeps what it compiles under the name of `function` and a suffix."""
     try:
-        dispatcher._cache = _Cache(function, also)
+        attach_cache(dispatcher, _Cache(function, suffix))
     except RuntimeError as error:  # no folder that could be written to
         _warn(error)
     return dispatcher
 
 
 class _Cache(FunctionCache):
-    """As Numba's `cache=True`, but for the files and for disks that take nothing."""
+    """Numba's `cache=True` with files of our own, for disks that may refuse to write."""
 
-    def __init__(self, function: Callable[..., Any], also: str) -> None:
-        super().__init__(function)
-        name = ".".join(filter(None, [self._impl.filename_base, also]))
-        self._cache_file = _Files(Path(self._cache_path), name)  # type: ignore[assignment]
+    def __init__(self, function: Callable[..., Any], suffix: str) -> None:
+        inherited: Any = super()  # Numba's class has no types
+        inherited.__init__(function)
+        name = ".".join(filter(None, [self._impl.filename_base, suffix]))
+        self._cache_file = _KernelFiles(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            inherited: Any = super()
+            inherited.save_overload(sig, data)
         except OSError as error:
             _warn(error)
 
 
-class _Files:
+class _KernelFiles:
     """A file for each kernel, signature and processor: a checksum, then what Numba rebuilds the kernel from."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def load(self, key: tuple[Any, ...]) -> Any:
-        """What was saved for the key; None where nothing was, or not all of it is there."""
+        """Return what was saved for the key; None if nothing was saved, or the file is damaged."""
         try:
             content = self._path(key).read_bytes()
         except OSError:
@@ -84,7 +91,7 @@ class _Files:
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         """Write the file, in one step. Raises OSError."""
-        content = dumps(data)
+        content = serialize(data)
         handle, name = tempfile.mkstemp(dir=self._folder)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -95,8 +102,8 @@ class _Files:
             raise
 
     def _path(self, key: tuple[Any, ...]) -> Path:
-        # The signature's words name its types; the rest of the key are the processor, and hashes of the function's
-        # code and of the constants in it.
+        # The text of the signature names its types. The rest of the key are the processor, and hashes of the
+        # function's code and of the constants in it.
         signature, *rest = key
         text = repr((VERSION, numba.__version__, str(signature), rest))
         return self._folder / f"{self._name}.{hashlib.sha256(text.encode()).hexdigest()[:32]}.nbc"
@@ -104,7 +111,7 @@ class _Files:
 
 def _warn(error: Exception) -> None:
     warnings.warn(
-        f"compiled kernels cannot be kept ({error}), so every process compiles them anew, for seconds each: "
-        "NUMBA_CACHE_DIR names a folder for them",
+        f"compiled kernels cannot be kept ({error}), so every process compiles them anew, which takes seconds each: "
+        "set NUMBA_CACHE_DIR to a folder for them",
         stacklevel=3,
     )

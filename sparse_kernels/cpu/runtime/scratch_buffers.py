@@ -1,8 +1,8 @@
 """Buffers that calls reuse; a call that finds none free makes its own, so plans may be shared by threads.
 
-Most of what a call needs means nothing when it is done: `borrow` gives all layers of a process the same room, which
-therefore stays in the caches from one layer to the next, and in the process, as large as it was ever needed, once for
-each caller that there was at a time (KEPT at most). Where what lies in a buffer is used again, a plan has a `Pool`.
+Most of what a call needs means nothing when it is done. So `borrow` gives all layers of a process the same memory,
+which stays in the caches from one layer to the next. The process keeps a buffer, as large as ever needed, for each
+caller that there was at a time (KEPT at most). Where what lies in a buffer is used again, a plan has a `Pool`.
 """
 
 from __future__ import annotations
@@ -14,63 +14,63 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.runtime.kernel_cache import compiled
+from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and written by halves
+LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx_tiles`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
-class Room:
-    """So many elements, float32, at an address; alive as long as this."""
+class ScratchBuffer:
+    """Memory of `size` elements, float32, at an address; it lives as long as this object."""
 
-    __slots__ = ("_array", "at", "size")
+    __slots__ = ("_array", "address", "size")
 
     def __init__(self, array: NDArray[np.float32]) -> None:
-        self._array, self.at, self.size = array, address(array), array.size
+        self._array, self.address, self.size = array, address(array), array.size
 
     def __reduce__(self) -> Any:
-        raise TypeError("an address means nothing to a copy")
+        raise TypeError("a scratch buffer cannot be copied or pickled: an address means nothing to a copy")
 
 
-_free: deque[Room] = deque(maxlen=KEPT)
+_free: deque[ScratchBuffer] = deque(maxlen=KEPT)
 
 
-def borrow(size: int) -> Room:
-    """Room for at least `size` elements, aligned, with anything in it."""
+def borrow(size: int) -> ScratchBuffer:
+    """Return memory for at least `size` elements, aligned, with anything in it."""
     try:
-        room = _free.pop()
+        buffer = _free.pop()
     except IndexError:
-        return Room(aligned(size))
-    return room if room.size >= size else Room(aligned(size))  # the smaller one is not missed
+        return ScratchBuffer(aligned(size))
+    return buffer if buffer.size >= size else ScratchBuffer(aligned(size))  # the smaller one is not missed
 
 
-def give_back(room: Room) -> None:
+def give_back(buffer: ScratchBuffer) -> None:
     """Let a later call have what `borrow` gave, all of it."""
-    _free.append(room)
+    _free.append(buffer)
 
 
 class Pool:
     """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads."""
 
     def __init__(self) -> None:
-        self._free: deque[tuple[int, Room]] = deque(maxlen=KEPT)
+        self._free: deque[tuple[int, ScratchBuffer]] = deque(maxlen=KEPT)
 
-    def take(self, size: int, key: int = 0) -> Room:
-        """Room for `size` elements, aligned: what was given back with this key and size, else zeros."""
+    def take(self, size: int, key: int = 0) -> ScratchBuffer:
+        """Return memory for `size` elements, aligned: what was given back with this key and size, else zeros."""
         for _ in range(KEPT):
             try:
-                kept, room = self._free.pop()
+                kept, buffer = self._free.pop()
             except IndexError:
                 break
-            if kept == key and room.size == size:
-                return room
-            self._free.appendleft((kept, room))
-        return Room(aligned(size))
+            if kept == key and buffer.size == size:
+                return buffer
+            self._free.appendleft((kept, buffer))
+        return ScratchBuffer(aligned(size))
 
-    def give_back(self, room: Room, key: int = 0) -> None:
+    def give_back(self, buffer: ScratchBuffer, key: int = 0) -> None:
         """Let a later call have it."""
-        self._free.append((key, room))
+        self._free.append((key, buffer))
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -78,7 +78,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 # Where an array begins, as kernels take it. NumPy itself takes four times as long to say it, almost a microsecond.
-address = compiled(_address)
+address = compile_cached(_address)
 
 
 def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[int, int, int]:
@@ -86,11 +86,11 @@ def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[in
 
 
 # Where three of them begin: half the time of three calls.
-addresses = compiled(_addresses)
+addresses = compile_cached(_addresses)
 
 
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
-    """A C-contiguous copy that starts at a cache line: else vectors lie in two each, and take two loads or stores.
+    """Return a C-contiguous copy that starts at a cache line, so that no vector needs two loads or stores.
 
     Frameworks place their tensors so; NumPy places large arrays 16 bytes behind one.
     """
@@ -102,10 +102,10 @@ def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
 def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
     """Copies that lie one behind the other, each from the start of a cache line on."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
-    room = aligned(int(starts[-1]), np.uint8)
+    buffer = aligned(int(starts[-1]), np.uint8)
     copies: list[NDArray[Any]] = []
     for start, array in zip(starts, arrays, strict=False):
-        copies.append(room[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        copies.append(buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         copies[-1][...] = array
     return copies
 

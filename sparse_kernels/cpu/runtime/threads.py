@@ -1,9 +1,9 @@
 """Numba's threads. Kernels use numba.get_num_threads() of them; a thread of the caller that has set fewer keeps that.
 
-With OpenMP, which Numba takes where libgomp is installed, torch and kernels share one pool in a process, if torch was
-there when the first kernel was made: calls of one after calls of the other cost nothing extra. Where it is missing,
-Numba falls back to a queue of its own that ends the process when two threads of the caller use it at once; only then
-kernels take turns.
+Numba takes OpenMP where libgomp is installed. Then torch and kernels share one pool in a process, if torch was
+imported before the first kernel was made: to alternate between them costs nothing extra. Where libgomp is missing,
+Numba uses a queue of its own, which ends the process when two threads of the caller use it at once. Only then kernels
+take turns.
 
 A process that has run a kernel must not fork and run one in the child with more than one thread, as libgomp cannot:
 that is refused. Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding
-from numba.np.ufunc import parallel
+
+from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter
 
 T = TypeVar("T")
 
@@ -33,14 +34,13 @@ _ask: Callable[[], int] | None = None
 
 
 def count() -> int:
-    """How many threads kernels use now.
+    """Return how many threads kernels use now.
 
     Numba's own function takes two locks at each call, half a microsecond, to see whether its threads have started.
     """
     global _ask
     if _ask is None:
-        numba.get_num_threads()  # they have now
-        _ask = getattr(parallel, "_get_num_threads", numba.get_num_threads)
+        _ask = find_thread_counter()
     return _ask()
 
 
@@ -61,11 +61,9 @@ def link_openmp() -> bool:
     numba.get_num_threads()
     if numba.threading_layer() != "omp":
         return False
-    from numba.np.ufunc import omppool  # type: ignore[attr-defined]
-
     # As the loader looks for them: torch shows its own OpenMP to all, and a second pool beside it would stand in its
     # way, each waiting for work on all cores. Else it is the one that Numba's own library was linked with.
-    for path in (None, omppool.__file__):
+    for path in (None, find_openmp_library()):
         library = ctypes.CDLL(path)
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
@@ -91,7 +89,7 @@ def _refuse_threads() -> None:
 
 
 def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:
-    """The kernel, which two callers never run at once where Numba's threads must not be used by two."""
+    """Return the kernel, which two callers never run at once where Numba's threads must not be used by two."""
     if numba.threading_layer() != "workqueue":
         return kernel
 

@@ -1,13 +1,15 @@
-"""Sharing work between threads: equal costs, known before anything runs, nothing to wait for."""
+"""Share work between threads: equal costs, known before anything runs, nothing to wait for."""
 
 from __future__ import annotations
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 
 @numba.njit(inline="never")
-def share(work, repeats, part, parts):  # type: ignore[no-untyped-def]
-    """Where part `part` of `parts` begins in `repeats` passes over items, as pass * items + item.
+def share(work: NDArray[np.int64], repeats: int, part: int, parts: int) -> int:
+    """Return where part `part` of `parts` begins in `repeats` passes over items, as pass * items + item.
 
     work: int64 (items + 1), the cost of all items before each one. Part `parts` begins at the end.
     """
@@ -27,4 +29,5 @@ def share(work, repeats, part, parts):  # type: ignore[no-untyped-def]
             high = middle
     if low > 0 and rest - work[low - 1] < work[low] - rest:
         low -= 1
-    return done * items + low
+    begin: int = done * items + low
+    return begin

@@ -11,16 +11,13 @@ import pytest
 
 from latbench.backends.cpu import cpu_reference
 from latbench.base.engine_registry import CPU_ENGINES
-from latbench.machines import devices
-from latbench.machines import gpu_discovery as discovery
-from latbench.machines.ceilings import Ceilings
+from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
 from latbench.machines.noise_sources import Host, list_advice, read_host
 from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
 from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
-from search.pipeline.speedup_loop import Kept
 
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
 
@@ -148,7 +145,7 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = dataclasses.replace(CPU_ENGINES["onnxruntime"], packages=(("no-such-package",),))
     monkeypatch.setitem(CPU_ENGINES, "onnxruntime", lacking)
-    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         "latbench.machines.noise_sources.read_host",
         lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1),
@@ -175,7 +172,7 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
     assert "others may have the name intel-xeon-family-6-model-167: keep their tables apart" in out
-    monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
+    monkeypatch.setattr("latbench.machines.devices.name_cpu", lambda: "amd-epyc-9b14")
     assert "the hypervisor hides" not in latbench("doctor").out
 
 
@@ -207,7 +204,7 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
-    Kept(name_cpu(), count_cores(), cpu_reference.WORK, lambda: cpu).get()
+    CachedCeilings(name_cpu(), count_cores(), cpu_reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
     build_cached_gpu_ceilings(describe_gpu_environment(find_first_gpu()), lambda: gpu).get()
     out = latbench("doctor").out

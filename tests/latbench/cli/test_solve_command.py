@@ -145,8 +145,8 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
     ("words", "said"),
     [
         (["--most-bytes", "9"], "they need a --target"),
-        (["--target", "2", "--most-bytes", "9", "--also", "t.txt"], "a profile can have one"),
-        (["--target", "2", "--also-with", "batch=2"], "more of --also, which is missing"),
+        (["--target", "2", "--most-bytes", "9", "--also", "t.txt"], "a profile can have only one"),
+        (["--target", "2", "--also-with", "batch=2"], "describes --also, which is missing"),
         (["--target", "2", "--also", "t.txt", "--also-with", "size=2"], "as in batch=16, not 'size=2'"),
         (["--target", "2", "--also", "t.txt", "--also-with", "batch=many"], "not 'batch=many'"),
         (["--device", "gpu"], "it does not take device"),

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from latbench.cli import main as cli
-from latbench.cli.options import parse_duration
+from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.sweep_report import print_summary
 from latbench.errors import UsageError
 from latbench.machines.devices import list_allowed_processors

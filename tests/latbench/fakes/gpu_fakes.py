@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import Unsupported
+from latbench.backends.installed_engines import Unsupported
 from latbench.machines.nvml import GpuState, summarise_gpu_states
 from latbench.runners.worker_process import Worker
 from latbench.timing.sampling import Burst

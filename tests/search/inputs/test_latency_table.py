@@ -222,7 +222,7 @@ def test_what_goes_with_a_network_narrows_it_and_what_does_not_is_refused(tmp_pa
     assert [it.sparsity for it in problem_from_table(tmp_path, patterns=["vector:8"]).layers[0].options] == [0.0]
     with pytest.raises(UsageError, match="a cost model predicts layers by their shapes"):
         problem_from_table(tmp_path, model=AnchoredLookup())
-    with pytest.raises(UsageError, match="shapes have theirs"):
+    with pytest.raises(UsageError, match="shapes contain their own"):
         problem_from_table(a_table(), {"a": A}, batch=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):
         problem_from_table(a_table(), {"a": A}, thread=1)  # type: ignore[call-arg]
@@ -300,7 +300,7 @@ def test_how_the_first_times_were_taken_is_not_said_of_the_second(
     code, out, err = run(str(phone))
     assert (code, err) == (0, "") and f"\n{phone}: " in out
     code, _, err = run(str(table))
-    assert code == 2 and "the table has device one and two: say which" in err
+    assert code == 2 and "the table has device one and two: choose one" in err
     assert err.endswith("; give it for --also by --also-with\n")
     code, out, err = run(str(table), "--also-with", "device=two")
     assert (code, err) == (0, "") and out.count("over deepsparse") == 2

@@ -11,7 +11,7 @@ import pytest
 
 from cost_models import AnchoredLookup, Boosted
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
@@ -147,7 +147,7 @@ def test_convolutions_are_told_apart_by_every_column() -> None:
 
 def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
     row = {
-        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
+        "purpose": "sweep", "device": name_cpu(), "backend": "deepsparse", "model": f"net:{name}",
         "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
         "threads": 2, "status": "ok", "samples_seconds": list(samples),
     }  # fmt: skip

@@ -367,8 +367,8 @@ def heavy(p: Problem, rng: np.random.Generator) -> dict[str, dict[Option, float]
 
 
 def test_a_problem_s_second_budget_is_kept_by_all_that_it_answers_with(rng: np.random.Generator) -> None:
-    for _ in range(10):
-        p = random_problem(rng)
+    fast_enough = (p for p in iter(lambda: random_problem(rng), None) if p.speedup(p.predict(p.fastest())).low >= 1.6)
+    for p in itertools.islice(fast_enough, 10):
         costs = heavy(p, rng)
         options = {c: expand_choice(p.layers, c) for c in all_profiles(p)}
         used = {c: sum(costs[name][it] for name, it in chosen.items()) for c, chosen in options.items()}

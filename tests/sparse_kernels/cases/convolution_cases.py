@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.patterns import NM, Dense, Pattern
 from sparse_kernels.shapes import Conv2dShape
@@ -35,15 +35,15 @@ def operands(
     return packed, x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()
 
 
-def view(array: np.ndarray, places: Places) -> np.ndarray:
+def view(array: np.ndarray, places: ImagePlaces) -> np.ndarray:
     """The images in a flat array, as an array (batch, channels, h, w) that shares its memory."""
     steps = places.image, places.channel, places.row, 1
     shape = places.batch, places.channels, places.h, places.w
     return np.lib.stride_tricks.as_strided(array[places.first :], shape, [4 * step for step in steps])
 
 
-def framed(images: np.ndarray | int, places: Places) -> Framed:
+def framed(images: np.ndarray | int, places: ImagePlaces) -> FramedImages:
     """Images in a frame."""
-    result = Framed(places)
+    result = FramedImages(places)
     view(result.array, places)[...] = images
     return result

@@ -36,7 +36,7 @@ from sparse_kernels import (
     prepare_conv2d,
     unpack,
 )
-from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
+from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
 from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS
 from sparse_kernels.reference import finish, patches
 
@@ -279,7 +279,7 @@ class Linear(Layer):
 
     def y_shape(self, n: int) -> tuple[int, ...]:
         if self.layout == "out_of_blocks" and not self.out:
-            n = -(-n // tokens_in_tile()) * tokens_in_tile()
+            n = -(-n // count_tile_tokens()) * count_tile_tokens()
         return self._of(self.m, n, self.layout in ("token_blocked", "into_blocks"))
 
     def columns(self, x: np.ndarray) -> np.ndarray:
@@ -290,7 +290,7 @@ class Linear(Layer):
 
     def _of(self, features: int, n: int, blocked: bool) -> tuple[int, ...]:
         if blocked:
-            return -(-n // tokens_in_tile()), features, tokens_in_tile()
+            return -(-n // count_tile_tokens()), features, count_tile_tokens()
         return (features, n) if self.layout == "feature_major" else (n, features)
 
     def _feature_major(self, array: np.ndarray, features: int) -> np.ndarray:

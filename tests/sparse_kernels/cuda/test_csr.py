@@ -33,7 +33,7 @@ def test_entries_hold_the_weight_in_rows_that_get_shorter(rng, shape, sparsity, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_rounded_to_elements(rng, dtype):
     values = rng.standard_normal(1000).astype(np.float32)
-    found = csr.rounded(values, dtype)
+    found = csr.round_values(values, dtype)
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     assert (np.abs(found - values) <= unit * np.abs(values) + 2.0**-25).all()
     np.testing.assert_array_equal(numbers(bits(found, dtype), dtype), found)

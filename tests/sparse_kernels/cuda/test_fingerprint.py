@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparse_kernels.cuda import build, fingerprint, sm90, variants, vector
+from sparse_kernels.cuda import build, sm90, variants, vector
+from sparse_kernels.cuda import family_fingerprint as fingerprint
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
 HOPPER = "sm_90a"
@@ -31,7 +32,7 @@ def launched_anew():
 
 def every(architecture: str = HOPPER, families: tuple[str, ...] = variants.FAMILIES) -> dict[str, str]:
     fingerprint._code.cache_clear()
-    found = {family: fingerprint.of_family(family, architecture) for family in families}
+    found = {family: fingerprint.fingerprint_family(family, architecture) for family in families}
     fingerprint._code.cache_clear()
     return found
 
@@ -98,13 +99,13 @@ def test_packed_weights_are_seen_in_what_is_launched(launched_anew, monkeypatch)
 
 
 def test_every_architecture_has_fingerprints_of_its_own():
-    found = [fingerprint.of_family("csr", name) for name in ARCHITECTURES]
+    found = [fingerprint.fingerprint_family("csr", name) for name in ARCHITECTURES]
     assert len(set(found)) == len(found)
 
 
 def test_candidates_are_asked_in_the_order_of_a_plan():
-    assert fingerprint.candidates("linear", "vector") == ("vector_sm90", "vector")
-    assert fingerprint.candidates("conv2d", "block") == ("vector",)
-    assert fingerprint.candidates("conv2d", "nm") == fingerprint.candidates("linear", "no such") == ()
+    assert fingerprint.list_families("linear", "vector") == ("vector_sm90", "vector")
+    assert fingerprint.list_families("conv2d", "block") == ("vector",)
+    assert fingerprint.list_families("conv2d", "nm") == fingerprint.list_families("linear", "no such") == ()
     # Samples show every format that a family may run.
     assert set(fingerprint.SAMPLES) == set(variants.LINEAR) >= set(variants.CONV2D)

@@ -12,8 +12,9 @@ from numba import types
 from numba.np.numpy_support import from_dtype
 
 from sparse_kernels.formats import pack
-from sparse_kernels.numba_cuda import plan, transpose
-from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, taps
+from sparse_kernels.numba_cuda import numba_cuda_plan as plan
+from sparse_kernels.numba_cuda import transpose
+from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, build_taps
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape
@@ -57,13 +58,15 @@ def packed_of(pattern):
 def compiled(pattern, layout, dtype, n, capability):
     """(PTX, threads of a block) of the kernel that a plan for such a weight would run."""
     packed, format = packed_of(pattern)
-    tile = format.tile(packed, n)
+    tile = format.choose_tile(packed, n)
     element = np.dtype(dtype)
     x = np.empty((1,) * (2 if layout is MATRIX else 4), element)
-    source = (x,) if layout is MATRIX else (x, taps(Conv2dShape(1, 512, 1, 1, 256, 1, 1)), 1, 1)
+    source = (x,) if layout is MATRIX else (x, build_taps(Conv2dShape(1, 512, 1, 1, 256, 1, 1)), 1, 1)
     bias = np.empty(1, np.float32)
-    arguments = (*format.arguments(packed, element), source, n, bias, 0, x)
-    ptx, _ = cuda.compile_ptx(format.kernel(layout, tile).py_func, tuple(map(type_of, arguments)), cc=capability)
+    arguments = (format.build_arguments(packed, element), source, n, bias, 0, x)
+    ptx, _ = cuda.compile_ptx(
+        format.build_kernel(layout, tile).py_func, tuple(map(type_of, arguments)), cc=capability
+    )
     return ptx, tile.lanes * tile.warps
 
 
@@ -117,7 +120,7 @@ def test_convolutions_compile_and_keep_their_sums_in_registers(pattern, tmp_path
 def test_kernels_of_every_tile_compile(pattern, tmp_path):
     """Each for one generation, which take turns."""
     packed, format = packed_of(pattern)
-    one_a_tile = {format.tile(packed, n): n for n in (1, 40, 1000)}.values()
+    one_a_tile = {format.choose_tile(packed, n): n for n in (1, 40, 1000)}.values()
     every = itertools.product((MATRIX, IMAGES), plan.DTYPES, one_a_tile)
     for (layout, dtype, n), capability in zip(every, itertools.cycle(COMPUTE_CAPABILITIES), strict=False):
         check_kernel(pattern, layout, dtype, n, capability, tmp_path)
@@ -127,7 +130,7 @@ def test_kernels_of_every_tile_compile(pattern, tmp_path):
 @pytest.mark.parametrize("dtype", plan.DTYPES)
 def test_the_transpose_compiles(dtype, capability):
     matrix = types.Array(from_dtype(np.dtype(dtype)), 2, "C")
-    ptx, _ = cuda.compile_ptx(transpose.kernel().py_func, (matrix, matrix), cc=capability)
+    ptx, _ = cuda.compile_ptx(transpose.build_kernel().py_func, (matrix, matrix), cc=capability)
     check_ptx(ptx, capability)
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from sparse_kernels import oracle
 from sparse_kernels.formats import pack, unpack
-from sparse_kernels.numba_cuda import layouts, plan
+from sparse_kernels.numba_cuda import layouts
+from sparse_kernels.numba_cuda import numba_cuda_plan as plan
 from sparse_kernels.numba_cuda.library import cuda
-from sparse_kernels.numba_cuda.tile import Tile
+from sparse_kernels.numba_cuda.tile import ThreadBlockTile
 from sparse_kernels.numba_cuda.transpose import transpose
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan_protocol import LAYOUTS
@@ -81,12 +82,12 @@ def tile_of(pattern):
     """A tile so small that matrices of a few rows and columns have several, and several stages."""
     match pattern:
         case Unstructured():
-            return Tile(2, 2, 1, 1, 0)
+            return ThreadBlockTile(2, 2, 1, 1, 0)
         case NM():
-            return Tile(2, 2, 1, 2, 2 * pattern.of)
+            return ThreadBlockTile(2, 2, 1, 2, 2 * pattern.of)
         case VectorWise(v=3):
-            return Tile(2, 3, 1, 3, 4)
-    return Tile(2, 2, 2, 2, 4)
+            return ThreadBlockTile(2, 3, 1, 3, 4)
+    return ThreadBlockTile(2, 2, 2, 2, 4)
 
 
 def packed_of(pattern, weight, sparsity=0.5):
@@ -128,7 +129,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout):
     for m, k, n in [(1, 1, 1), (9, 14, 5), (13, 11, 9)]:
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
-        prepared = plan.prepare(packed, layout, n, tile=tile_of(pattern))
+        prepared = plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
         np.testing.assert_array_equal(run(prepared, x), unpack(packed).astype(float) @ x)
 
 
@@ -138,7 +139,9 @@ def test_the_tiles_of_a_gpu_are_whole(rng, pattern):
     m, k, n = 5, 70, 37
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    np.testing.assert_array_equal(run(plan.prepare(packed, "feature_major", n), x), unpack(packed).astype(float) @ x)
+    np.testing.assert_array_equal(
+        run(plan.prepare_numba_cuda_linear(packed, "feature_major", n), x), unpack(packed).astype(float) @ x
+    )
 
 
 @pytest.mark.skipif(SIMULATED, reason="a GPU has the time")
@@ -151,7 +154,7 @@ def test_layers_of_real_size(rng, pattern, layout, dtype):
     x = rng.standard_normal((k, n)).astype(dtype).astype(np.float32)
     bias = rng.standard_normal(m).astype(np.float32)
     packed = packed_of(pattern, weight, 0.75)
-    y = run(plan.prepare(packed, layout, n, dtype), x, bias, "gelu")
+    y = run(plan.prepare_numba_cuda_linear(packed, layout, n, dtype), x, bias, "gelu")
     check(y, packed, x, bias, "gelu")
 
 
@@ -161,7 +164,7 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, activation):
     m, k, n = 9, 14, 5
     packed = packed_of(pattern, rng.standard_normal((m, k)).astype(np.float32))
     x, bias = rng.standard_normal((k, n)).astype(np.float32), rng.standard_normal(m).astype(np.float32)
-    prepared = plan.prepare(packed, "feature_major", n, tile=tile_of(pattern))
+    prepared = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     oracle.check(run(prepared, x, bias, activation), packed, x, bias=bias, activation=activation)
 
 
@@ -194,7 +197,7 @@ def test_float16_is_summed_in_float32_and_rounded_once(rng, pattern, layout):
     x = rng.standard_normal((k, n)).astype(np.float16).astype(np.float32)
     bias = rng.standard_normal(m).astype(np.float32)
     packed = packed_of(pattern, weight)
-    y = run(plan.prepare(packed, layout, n, "float16", tile_of(pattern)), x, bias, "gelu")
+    y = run(plan.prepare_numba_cuda_linear(packed, layout, n, "float16", tile_of(pattern)), x, bias, "gelu")
     assert y.dtype == np.float16
     check(y, packed, x, bias, "gelu")
 
@@ -243,7 +246,7 @@ def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
     bias = np.arange(m, dtype=np.float32)
     for kept in (mask, np.zeros_like(mask)):
         packed = pack(weight, kept, pattern)
-        y = run(plan.prepare(packed, "feature_major", n, tile=tile_of(pattern)), x, bias)
+        y = run(plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern)), x, bias)
         np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x + bias[:, None])
 
 
@@ -251,7 +254,7 @@ def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
 def test_without_out_there_is_a_new_array_even_of_no_columns(rng, layout):
     weight, x = oracle.exact_operands(rng, 9, 8, 3)
     packed = packed_of(VectorWise(8), weight)
-    prepared = plan.prepare(packed, layout, 3, tile=tile_of(VectorWise(8)))
+    prepared = plan.prepare_numba_cuda_linear(packed, layout, 3, tile=tile_of(VectorWise(8)))
     for columns in (x, x[:, :0]):
         y = prepared(cuda.to_device(np.ascontiguousarray(columns.T if layout == "token_major" else columns)))
         expected = unpack(packed).astype(float) @ columns
@@ -266,7 +269,7 @@ def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern,
     packed = packed_of(pattern, weight)
     x = np.abs(rng.standard_normal((10, 5))).astype(np.float32)
     x[4, 1], x[9, 3] = np.nan, np.inf
-    y = run(plan.prepare(packed, "feature_major", 5, tile=tile_of(pattern)), x, None, activation)
+    y = run(plan.prepare_numba_cuda_linear(packed, "feature_major", 5, tile=tile_of(pattern)), x, None, activation)
     kept = unpack(packed) != 0
     expected = np.zeros(y.shape, bool)
     expected[:, 1], expected[:, 3] = kept[:, 4], kept[:, 9]
@@ -281,7 +284,7 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
     m, k, n = 7, 6, 3
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    prepared = plan.prepare(packed, layout, n, tile=tile_of(pattern))
+    prepared = plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
     turn = layout == "token_major"
     guarded = cuda.to_device(np.full(3 * m * n, np.float32(-7)))
     out = guarded[m * n : 2 * m * n].reshape(*((n, m) if turn else (m, n)))
@@ -296,7 +299,7 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
 def test_a_copy_has_weights_of_its_own(rng):
     weight, x = oracle.exact_operands(rng, 9, 8, 3)
     packed = packed_of(ShflBW(4), weight)
-    prepared = plan.prepare(packed, "feature_major", 3, tile=tile_of(ShflBW(4)))
+    prepared = plan.prepare_numba_cuda_linear(packed, "feature_major", 3, tile=tile_of(ShflBW(4)))
     copy = prepared.copy()
     assert (copy.kernel, copy.layout, copy.nbytes) == (prepared.kernel, prepared.layout, prepared.nbytes)
     values = prepared.weight.arguments[2]
@@ -307,14 +310,14 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 def test_the_bytes_are_those_of_the_format_and_halve_with_float16(rng):
     packed = packed_of(VectorWise(8), oracle.exact_operands(rng, 24, 30, 1)[0])
-    single, half = (plan.prepare(packed, "feature_major", 3, dtype) for dtype in plan.DTYPES)
+    single, half = (plan.prepare_numba_cuda_linear(packed, "feature_major", 3, dtype) for dtype in plan.DTYPES)
     assert single.nbytes == packed.nbytes
     assert single.nbytes - half.nbytes == packed.values.nbytes // 2
 
 
 def test_wrong_calls_are_refused_in_a_sentence(rng):
     weight, x = oracle.exact_operands(rng, 8, 6, 6)
-    prepared = plan.prepare(packed_of(VectorWise(8), weight), "feature_major", 6)
+    prepared = plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6)
     on_gpu = cuda.to_device(x)
     with pytest.raises(TypeError, match=r"x must be an array on the GPU.*not ndarray"):
         prepared(x)
@@ -334,9 +337,11 @@ def test_wrong_calls_are_refused_in_a_sentence(rng):
     with pytest.raises(ValueError, match="out must not share memory with x"):
         prepared(both[: 6 * 6].reshape(6, 6), out=both[5 * 6 : 13 * 6].reshape(8, 6))
     with pytest.raises(ValueError, match="no bfloat16 kernels: known are float32, float16"):
-        plan.prepare(packed_of(VectorWise(8), weight), "feature_major", 6, "bfloat16")
+        plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6, "bfloat16")
     with pytest.raises(ValueError, match="float16 cannot hold a weight of 70000"):
-        plan.prepare(pack(np.full((1, 1), 7e4, np.float32), None, Dense()), "feature_major", 6, "float16")
+        plan.prepare_numba_cuda_linear(
+            pack(np.full((1, 1), 7e4, np.float32), None, Dense()), "feature_major", 6, "float16"
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 9), (9, 3)])
@@ -388,7 +393,7 @@ def test_known_wrong_kernels_are_caught(rng, mutant):
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0 if isinstance(pattern, BlockWise) else 0.4)
     bias = np.arange(1, m + 1, dtype=np.float32)
-    right = plan.prepare(packed, "feature_major", n, tile=tile_of(pattern))
+    right = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     oracle.check(run(right, x, bias), packed, x, bias=bias)
     format = mutated(plan.FORMATS[type(packed)], old, new)
     wrong = dataclasses.replace(right, weight=dataclasses.replace(right.weight, format=format))
@@ -401,7 +406,7 @@ def test_a_missing_tile_of_rows_is_caught(rng, pattern):
     m, k, n = 13, 6, 3
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0.2)
-    right = plan.prepare(packed, "feature_major", n, tile=tile_of(pattern))
+    right = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     wrong = dataclasses.replace(right, weight=dataclasses.replace(right.weight, row_tiles=right.weight.row_tiles - 1))
     with pytest.raises(oracle.WrongResult):
         oracle.check(run(wrong, x), packed, x)

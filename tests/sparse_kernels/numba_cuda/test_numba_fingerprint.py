@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.numba_cuda import fingerprint
+from sparse_kernels.numba_cuda import source_fingerprint as fingerprint
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def every() -> dict[str, str]:
-    fingerprint.of_module.cache_clear()
-    found = {module: fingerprint.of_module(module) for module in fingerprint.MODULES.values()}
-    fingerprint.of_module.cache_clear()
+    fingerprint.fingerprint_module.cache_clear()
+    found = {module: fingerprint.fingerprint_module(module) for module in fingerprint.MODULES.values()}
+    fingerprint.fingerprint_module.cache_clear()
     return found
 
 
@@ -32,7 +32,7 @@ def test_comments_docstrings_and_imports_change_nothing(folder):
     assert every() == before
 
 
-@pytest.mark.parametrize(("file", "changed"), [("vector", {"vector"}), ("tile", None), ("plan", None)])
+@pytest.mark.parametrize(("file", "changed"), [("vector", {"vector"}), ("tile", None), ("numba_cuda_plan", None)])
 def test_code_changes_the_formats_that_run_it(folder, file, changed):
     before = every()
     path = folder / f"{file}.py"
@@ -42,7 +42,7 @@ def test_code_changes_the_formats_that_run_it(folder, file, changed):
 
 
 def test_every_format_has_a_file():
-    from sparse_kernels.numba_cuda import plan
+    from sparse_kernels.numba_cuda import numba_cuda_plan as plan
 
     assert set(fingerprint.MODULES.values()) == {
         module.__name__.rpartition(".")[2] for module in plan.FORMATS.values()

@@ -401,8 +401,8 @@ def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_show
     monkeypatch: pytest.MonkeyPatch, granted: int | None, copies: int
 ) -> None:
     monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: 720 * 2**20)
-    monkeypatch.setattr(prepare_point.devices, "memory_bytes", lambda: 2**32)
-    monkeypatch.setattr(prepare_point.cgroups, "available_bytes", lambda: granted)
+    monkeypatch.setattr(prepare_point, "read_memory_bytes", lambda: 2**32)
+    monkeypatch.setattr(prepare_point, "read_available_bytes", lambda: granted)
     assert prepare_point.count_copies(4 * 2**20) == copies
 
 

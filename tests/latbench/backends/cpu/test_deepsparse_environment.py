@@ -13,7 +13,6 @@ from latbench.backends.cpu import deepsparse
 from latbench.backends.cpu import deepsparse_environment as environment
 from latbench.cli import main as cli
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.machines import devices
 
 Run = Callable[[Sequence[str], str], str]
 
@@ -231,7 +230,7 @@ def test_doctor_tells_whether_it_is_there(
 ) -> None:
     if ready:
         environment.install_environment(lambda _: None)
-    monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.read_cpu_flags", lambda: flags)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("time.sleep", lambda _: None)  # doctor watches the machine for a second
     (line,) = [line for line in latbench("doctor")[1].splitlines() if line.startswith("backend deepsparse")]

@@ -9,7 +9,7 @@ from sparse_kernels.cpu.codegen.register_tiles import PACE_BITS
 from sparse_kernels.cpu.kernels import token_blocks as blocks
 from sparse_kernels.cpu.layouts import vector_grid as vectors
 
-walk, step, standing = (function.py_func for function in (ahead.walk, ahead.step, ahead.standing))
+walk, step, standing = (function.py_func for function in (ahead.start_walk, ahead.advance, ahead.start_standing))
 
 
 def lines_of(fetched, columns: int) -> list[int]:
@@ -70,13 +70,13 @@ def asked(going) -> set[int]:
 @pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 95), (7, 8)])
 def test_the_rows_of_the_next_block_are_those_that_it_reads(begin: int, end: int) -> None:
     k = 48  # whole lines
-    assert asked(blocks.token_major_ahead.py_func(0, k, begin, end, 3)) == set(range(begin * k // 16, end * k // 16))
+    assert asked(blocks.walk_token_rows.py_func(0, k, begin, end, 3)) == set(range(begin * k // 16, end * k // 16))
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 95), (7, 8)])
 def test_the_lines_of_y_are_those_that_the_block_fills(begin: int, end: int) -> None:
     m = 48
-    assert asked(blocks.strips_ahead.py_func(0, m, begin, end, 3)) == set(range(begin * m // 16, end * m // 16))
+    assert asked(blocks.walk_output_strips.py_func(0, m, begin, end, 3)) == set(range(begin * m // 16, end * m // 16))
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -87,6 +87,6 @@ def test_the_tiles_of_the_next_block_are_those_that_it_copies(lanes: int, begin:
     """As far as `reached`: of a part of a tile only that much is foreseen."""
     k = 20
     starts = vectors.whole_tiles(6, lanes, k, k).x_starts
-    going = blocks.tiles_ahead.py_func(lanes, int(starts[begin]) * 4, k, begin, end, 3)
+    going = blocks.walk_token_tiles.py_func(lanes, int(starts[begin]) * 4, k, begin, end, 3)
     elements = (starts[v] + c * vectors.TILE * lanes for v in range(begin, reached) for c in range(k))
     assert asked(going) == {int(element) * 4 // ahead.LINE_BYTES for element in elements}

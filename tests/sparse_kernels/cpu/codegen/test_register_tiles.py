@@ -10,6 +10,7 @@ from numba import njit
 
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.codegen.tile_operands import Matrix
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.runtime.work_split import share
 from sparse_kernels.formats import pack
@@ -51,14 +52,14 @@ def test_tokens_go_to_lanes_and_back(lanes, features):
     @njit
     def to_lanes(source, tokens, target):
         features = source.shape[1]
-        tokens_to_lanes(
-            lanes, FLOATS, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1]
-        )
+        target_rows = Matrix(target.ctypes.data, target.shape[1])
+        tokens_to_lanes((lanes, FLOATS), Matrix(source.ctypes.data, features), target_rows, tokens, features)
 
     @njit
     def to_tokens(source, tokens, target):
         features = target.shape[1]
-        lanes_to_tokens(lanes, source.ctypes.data, source.shape[1], tokens, features, target.ctypes.data, features)
+        source_rows = Matrix(source.ctypes.data, source.shape[1])
+        lanes_to_tokens((lanes, FLOATS), source_rows, Matrix(target.ctypes.data, features), tokens, features)
 
     for tokens in (1, 3, lanes):
         source = np.arange(tokens * features, dtype=np.float32).reshape(tokens, features)

@@ -5,8 +5,9 @@ import pytest
 from numba import njit
 
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.codegen.scatter_rows import put_rows
-from sparse_kernels.cpu.layouts.panels import Panels, groups, panels
+from sparse_kernels.cpu.codegen.scatter_rows import scatter_rows
+from sparse_kernels.cpu.codegen.tile_operands import Epilogue, TokenRows, WaitingSums
+from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW
 from sparse_kernels.plan_protocol import ACTIVATIONS
@@ -16,16 +17,15 @@ LANES = sorted({4, 8, 16, host().lanes})
 
 @cache
 def placing(lanes):
-    """put_rows of one token and of four, by how many, compiled for vectors of so many lanes."""
+    """scatter_rows of one token and of four, by how many, compiled for vectors of so many lanes."""
     fused = int(host().fused)
 
     def of(together):
         @njit
         def put(sums, places, tokens, y, bias, activation):
-            put_rows(
-                together, lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, tokens, y.ctypes.data,
-                y.shape[1], bias.ctypes.data, activation,
-            )  # fmt: skip
+            waiting = WaitingSums(sums.ctypes.data, places.ctypes.data, bias.size)
+            rows = TokenRows(y.ctypes.data, y.shape[1], tokens)
+            scatter_rows((together, lanes, fused), waiting, rows, Epilogue(bias.ctypes.data, activation))
 
         return put
 
@@ -59,9 +59,9 @@ def test_sums_go_to_the_rows_of_their_tokens(rng, lanes, together, count):
 def test_rows_of_a_vector_wait_in_the_order_of_transposed_fours(rng, lanes):
     """Every fourth row, from the first, the second, the third and the fourth on."""
     pattern, weight = ShflBW(32), rng.standard_normal((83, 40)).astype(np.float32)
-    cut: Panels = panels(groups(pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)), 32)
+    cut: Panels = build_panels(build_groups(pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)), 32)
     vectors = cut.row_ids.reshape(-1, lanes)
     waiting = np.concatenate([vector[j::4] for vector in vectors for j in range(4)])
-    places = cut.places_in_fours(lanes)
+    places = cut.positions_in_fours(lanes)
     np.testing.assert_array_equal(waiting[places], np.arange(83))
     assert places.dtype == np.uint32

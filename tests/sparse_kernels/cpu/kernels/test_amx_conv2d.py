@@ -53,7 +53,7 @@ def all_threads():
 def room(monkeypatch):
     """What calls borrow holds NaN, which would pass for what is not finite and be computed again by vectors."""
     borrowed = [np.full(2**20, np.nan, np.float32) for _ in range(2)]  # for split x, and for results to be collected
-    monkeypatch.setattr(scratch, "_free", deque(map(scratch.Room, borrowed)))
+    monkeypatch.setattr(scratch, "_free", deque(map(scratch.ScratchBuffer, borrowed)))
     yield
     assert all(np.isnan(each[-1024:]).all() for each in borrowed)  # nothing needs so much, or writes behind its own
 
@@ -71,7 +71,7 @@ def by_the_unit_alone(packed, shape, emulated=HERE):
     def refused():
         raise AssertionError("everything has thirds here")
 
-    return replace(conv2d.by_matrix(packed, shape, "nchw", emulated), by_vectors=refused)
+    return replace(conv2d.build_matrix_plan(packed, shape, "nchw", emulated), by_vectors=refused)
 
 
 def each_number_of_threads():
@@ -85,7 +85,7 @@ def each_number_of_threads():
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_convolution_is_that_of_torch(rng, blocks, shape, pattern, emulated):
     packed, x = operands(rng, shape, pattern)
-    if not conv2d.takes(packed):
+    if not conv2d.accepts_weight(packed):
         pytest.skip("this many rows do not fill tiles")
     expected = by_torch(packed, shape, x)
     plan = by_the_unit_alone(packed, shape, emulated)
@@ -108,11 +108,11 @@ def test_from_frames_to_frames(rng, blocks, shape, margins, emulated):
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
     x, y = framed(images, x_places), framed(0, y_places)
     for _ in each_number_of_threads():
-        plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+        plan.run_framed(x.array, x_places, bias, "relu", y.array, y_places)
         np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
-        if plan.adds(x_places, y_places):
+        if plan.can_add(x_places, y_places):
             added = framed(rng.integers(-9, 9, expected.shape), y_places)
-            plan.framed(x.array, x_places, bias, None, y.array, y_places, added.array)
+            plan.run_framed(x.array, x_places, bias, None, y.array, y_places, added.array)
             np.testing.assert_array_equal(view(y.array, y_places), expected + view(added.array, y_places))
     view(y.array, y_places)[...] = 0
     if y_places.margin is not None:
@@ -159,16 +159,16 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, shape, activa
 def test_no_vector_reads_or_writes_outside_of_its_array(blocks, shape):
     """Kernels go by address, so nothing else would tell."""
     packed = pack(np.ones((shape.m, shape.k), np.float32), np.ones((shape.m, shape.k), bool), VectorWise(16))
-    plan = conv2d.by_matrix(packed, shape, "nchw", HERE)
+    plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     for x_margin in (None, 0, 1, 4):
         for y_margin in (None, 0, 1, 4):
             x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
-            placed = plan._place(shape, x, y)
-            at, cut = placed.at, placed.blocks
+            placed = plan._build_placement(shape, x, y)
+            at, cut = placed.grid, placed.blocks
             # Of each block's x: nothing before the array, and each run of 32 begins inside of it.
             assert (at.x_starts + cut.before).min() >= 0
             last = at.x_starts.max() + cut.before + (cut.planes - 1) * cut.plane_size
-            assert last < (x.size if placed.where is None else placed.where.size)
+            assert last < (x.size if placed.phase_layout is None else placed.phase_layout.size)
             # Of split x: what a tile reads lies in its plane.
             starts = at.x_starts[: cut.per_image]
             longest = max(int(starts[i : i + cut.size].max()) - int(starts[i]) for i in range(starts.size))
@@ -190,12 +190,12 @@ def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
     """A known-wrong kernel: it keeps all lanes of its vectors."""
     shape = Conv2dShape(2, 3, 6, 57, 48, 3, 3, padding=(1, 1))
     packed, images = operands(rng, shape, VectorWise(16))
-    plan = conv2d.by_matrix(packed, shape, "nchw", HERE)
+    plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     x_places, y_places = plan.x_places(2, 2), plan.y_places(2, 2)
     x, y = framed(images, x_places), framed(0, y_places)
-    right = plan._known(x_places, y_places)
-    plan._placed[2, 2, 2] = replace(right, at=replace(right.at, keep=np.full_like(right.at.keep, -1)))
-    plan.framed(x.array, x_places, np.ones(48, np.float32), None, y.array, y_places)
+    right = plan._find_placement(x_places, y_places)
+    plan._placements[2, 2, 2] = replace(right, grid=replace(right.grid, keep=np.full_like(right.grid.keep, -1)))
+    plan.run_framed(x.array, x_places, np.ones(48, np.float32), None, y.array, y_places)
     view(y.array, y_places)[...] = 0
     assert y.array.any()
     y.array[:] = 0  # others will get it
@@ -204,7 +204,7 @@ def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
 def test_a_tap_at_the_wrong_place_is_caught(rng):
     shape = SHAPES[0]
     packed, x = operands(rng, shape, VectorWise(16))
-    plan = conv2d.by_matrix(packed, shape, "nchw", HERE)
+    plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     plan.panels.columns[2:4] += 1  # in a narrow step both copies of one column
     with pytest.raises(oracle.WrongResult):
         oracle.check_conv2d(plan(x), packed, shape, x)
@@ -213,12 +213,12 @@ def test_a_tap_at_the_wrong_place_is_caught(rng):
 def test_a_position_that_takes_its_neighbours_x_is_caught(rng):
     shape = SHAPES[3]
     packed, x = operands(rng, shape, VectorWise(16))
-    plan = conv2d.by_matrix(packed, shape, "nchw", HERE)
+    plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     x_places, y_places = plan.x_places(3), plan.y_places(3)
-    right = plan._known(x_places, y_places)
-    starts = right.at.x_starts.copy()
+    right = plan._find_placement(x_places, y_places)
+    starts = right.grid.x_starts.copy()
     starts[1] = starts[0]
-    plan._placed[3, None, None] = replace(right, at=replace(right.at, x_starts=starts))
+    plan._placements[3, None, None] = replace(right, grid=replace(right.grid, x_starts=starts))
     with pytest.raises(oracle.WrongResult):
         oracle.check_conv2d(plan(x), packed, shape, x)
 
@@ -235,11 +235,14 @@ def test_what_has_no_thirds_passes_as_by_vectors(rng, monkeypatch, value, margin
     packed, images = operands(rng, shape, ShflBW(32), sparsity=0.0)
     images[2, 1, 7, 13] = value
     found = []
-    for plan in (conv2d.by_matrix(packed, shape, "nchw", HERE), conv2d.by_vectors(packed, shape, "nchw")):
+    for plan in (
+        conv2d.build_matrix_plan(packed, shape, "nchw", HERE),
+        conv2d.build_vector_plan(packed, shape, "nchw"),
+    ):
         x_places, y_places = plan.x_places(4, margins[0]), plan.y_places(4, margins[1])
         x, y = framed(images, x_places), framed(0, y_places)
-        added = framed(np.ones(y_places.shape), y_places) if plan.adds(x_places, y_places) else None
-        plan.framed(x.array, x_places, None, "relu", y.array, y_places, added and added.array)
+        added = framed(np.ones(y_places.shape), y_places) if plan.can_add(x_places, y_places) else None
+        plan.run_framed(x.array, x_places, None, "relu", y.array, y_places, added and added.array)
         found.append(view(y.array, y_places).copy())
     np.testing.assert_array_equal(*found)
     assert not np.isfinite(found[0][2]).all()
@@ -251,8 +254,8 @@ def test_finite_sums_that_overflow_are_as_by_vectors(rng):
     packed, images = operands(rng, shape, ShflBW(32), sparsity=0.0)
     images[:] = 3e38
     with np.errstate(over="ignore", invalid="ignore"):
-        found = conv2d.by_matrix(packed, shape, "nchw", HERE)(images)
-    np.testing.assert_array_equal(found, conv2d.by_vectors(packed, shape, "nchw")(images))
+        found = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)(images)
+    np.testing.assert_array_equal(found, conv2d.build_vector_plan(packed, shape, "nchw")(images))
 
 
 def test_groups_without_columns_give_the_bias(rng):
@@ -284,12 +287,15 @@ def test_what_adds_can_be_added_by_vectors_too(rng):
     adding = 0
     for shape in (*SHAPES, odd):
         packed, _ = operands(rng, shape, VectorWise(16))
-        matrix_plan, vector_plan = conv2d.by_matrix(packed, shape, "nchw", HERE), conv2d.by_vectors(packed, shape, "")
+        matrix_plan, vector_plan = (
+            conv2d.build_matrix_plan(packed, shape, "nchw", HERE),
+            conv2d.build_vector_plan(packed, shape, ""),
+        )
         for x_margin in (None, 0, 1, 4):
             for y_margin in (None, 0, 1, 4):
                 x, y = matrix_plan.x_places(shape.batch, x_margin), matrix_plan.y_places(shape.batch, y_margin)
-                adding += matrix_plan.adds(x, y)
-                assert vector_plan.adds(x, y) or not matrix_plan.adds(x, y)
+                adding += matrix_plan.can_add(x, y)
+                assert vector_plan.can_add(x, y) or not matrix_plan.can_add(x, y)
     assert adding
 
 
@@ -352,7 +358,7 @@ def test_a_layer_asks_again_for_many_more_images():
 
 def test_a_copy_has_weights_of_its_own(rng):
     packed, x = operands(rng, SHAPES[0], ShflBW(32))
-    plan = conv2d.by_matrix(packed, SHAPES[0], "nchw", HERE)
+    plan = conv2d.build_matrix_plan(packed, SHAPES[0], "nchw", HERE)
     expected = plan(x)
     copy = plan.copy()
     plan.panels.values[:] = 0
@@ -362,6 +368,6 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 def test_nbytes_are_those_of_three_thirds(rng):
     packed, _ = operands(rng, Conv2dShape(1, 64, 8, 8, 64, 3, 3), ShflBW(32), 0.0)
-    values = conv2d.by_matrix(packed, Conv2dShape(1, 64, 8, 8, 64, 3, 3), "nchw", HERE).panels.values
+    values = conv2d.build_matrix_plan(packed, Conv2dShape(1, 64, 8, 8, 64, 3, 3), "nchw", HERE).panels.values
     assert values.nbytes == 3 * 2 * unpack(packed).size
-    assert matrix.row_tiles(packed) == 2
+    assert matrix.count_row_tiles(packed) == 2

@@ -41,7 +41,7 @@ def plan_of(packed, layout, emulated=False):
     def refused():
         raise AssertionError("everything has thirds here")
 
-    panels = matrix.linear_panels(packed)
+    panels = matrix.build_linear_panels(packed)
     return matrix.MatrixPlan(packed.shape, layout, panels, packed.pattern.format, refused, emulated)
 
 
@@ -54,10 +54,10 @@ def run(plan, x, bias=None, activation=None):
     if plan.layout == "token_major":
         return plan(rows, bias, activation).T
     if plan.layout == "into_blocks":
-        return transpose.unblocked(plan(rows, bias, activation), n).T
+        return transpose.unpack_tiles(plan(rows, bias, activation), n).T
     if plan.layout == "token_blocked":
-        return transpose.unblocked(plan(transpose.blocked(rows), bias, activation), n).T
-    return plan(transpose.blocked(rows), bias, activation, np.empty((n, plan.shape[0]), np.float32)).T
+        return transpose.unpack_tiles(plan(transpose.pack_tiles(rows), bias, activation), n).T
+    return plan(transpose.pack_tiles(rows), bias, activation, np.empty((n, plan.shape[0]), np.float32)).T
 
 
 def bits(value):
@@ -94,12 +94,15 @@ def test_what_has_no_thirds_is_told(value):
 @pytest.mark.parametrize("layout", (*LAYOUTS, *BLOCKED_LAYOUTS))
 @pytest.mark.parametrize("pattern", [ShflBW(32), VectorWise(16), VectorWise(64), BlockWise(16, 4), Dense()], ids=str)
 def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout, emulated):
-    if emulated and (layout, matrix.row_tiles(packed_of(pattern, np.ones((64, 64), np.float32)))) not in EMULATED:
+    if (
+        emulated
+        and (layout, matrix.count_row_tiles(packed_of(pattern, np.ones((64, 64), np.float32)))) not in EMULATED
+    ):
         pytest.skip("the emulated unit runs less: each kernel takes seconds to compile")
     for m, k, n in ((64, 48, 150), (48, 131, 70), (61, 17, 33)):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
-        if not matrix.takes(packed):
+        if not matrix.accepts_weight(packed):
             continue
         plan = plan_of(packed, layout, emulated)
         expected = unpack(packed).astype(float) @ x
@@ -115,7 +118,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout, emulated):
 @pytest.mark.parametrize("pattern", [ShflBW(32), VectorWise(16)], ids=str)
 def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, layout, emulated):
     packed = packed_of(pattern, rng.standard_normal((96, 130)).astype(np.float32))
-    if emulated and (layout, matrix.row_tiles(packed)) not in EMULATED:
+    if emulated and (layout, matrix.count_row_tiles(packed)) not in EMULATED:
         pytest.skip("the emulated unit runs less: each kernel takes seconds to compile")
     x = rng.standard_normal((130, 77)).astype(np.float32)
     bias = rng.standard_normal(96).astype(np.float32)
@@ -171,7 +174,7 @@ def test_rows_in_wrong_places_are_caught(rng):
     packed = packed_of(ShflBW(32), rng.standard_normal((64, 48)).astype(np.float32))
     x = rng.standard_normal((48, 40)).astype(np.float32)
     plan = plan_of(packed, "token_major", emulated=not host().matrix)
-    plan = replace(plan, panels=replace(plan.panels, places=np.roll(plan.panels.places, 1)))
+    plan = replace(plan, panels=replace(plan.panels, positions=np.roll(plan.panels.positions, 1)))
     with pytest.raises(oracle.WrongResult):
         oracle.check(run(plan, x), packed, x)
 
@@ -188,7 +191,7 @@ def test_blocks_of_tokens_give_the_same_bits_as_one(rng, monkeypatch):
 @pytest.mark.parametrize("n, threads, tiles", [(33, 1, 2), (65, 2, 2), (80, 2, 2), (64, 2, 1), (1, 1, 1)])
 def test_a_thread_has_room_for_all_of_its_tokens(n, threads, tiles):
     packed = packed_of(VectorWise(32), np.ones((32, 32), np.float32))
-    assert matrix.room(matrix.linear_panels(packed), 32, n, threads).tiles == tiles
+    assert matrix.plan_scratch(matrix.build_linear_panels(packed), 32, n, threads).tiles == tiles
 
 
 def test_only_the_result_is_written(rng):
@@ -211,7 +214,10 @@ def test_what_has_no_thirds_passes_as_by_vectors(rng, value, layout):
     packed = packed_of(ShflBW(32), rng.standard_normal((96, 70)).astype(np.float32))
     x = rng.standard_normal((70, 130)).astype(np.float32)
     plan = prepare(packed, "numba", layout, 130)
-    vectors = linear.build(packed, layout, 130, linear.by_vectors(packed, layout, 130))
+    vectors = linear.build_plan(
+        linear.describe_layer(packed, layout, 130),
+        linear.choose_vector_kernel(linear.describe_layer(packed, layout, 130)),
+    )
     assert ".amx" in plan.kernel
     for row, token in ((0, 0), (69, 129), (33, 64)):
         given = x.copy()
@@ -234,8 +240,14 @@ def test_products_that_overflow_pass_as_by_vectors(weight, value, other):
     kept[:, :2], x[0], x[1] = weight, value, other
     packed = pack(kept, kept != 0, VectorWise(32))
     numba.set_num_threads(1)
-    plan = linear.build(packed, "token_major", 40, linear.by_matrix(packed))
-    vectors = linear.build(packed, "token_major", 40, linear.by_vectors(packed, "token_major", 40))
+    plan = linear.build_plan(
+        linear.describe_layer(packed, "token_major", 40),
+        linear.choose_matrix_kernel(linear.describe_layer(packed, "token_major", 40)),
+    )
+    vectors = linear.build_plan(
+        linear.describe_layer(packed, "token_major", 40),
+        linear.choose_vector_kernel(linear.describe_layer(packed, "token_major", 40)),
+    )
     for activation in (None, "relu"):
         np.testing.assert_array_equal(run(plan, x, None, activation), run(vectors, x, None, activation))
 
@@ -289,7 +301,7 @@ def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
     ids=str,
 )
 def test_weights_that_are_small_or_would_fill_tiles_with_zeros_are_not_taken(pattern, m, k, taken):
-    assert matrix.takes(packed_of(pattern, np.ones((m, k), np.float32))) is taken
+    assert matrix.accepts_weight(packed_of(pattern, np.ones((m, k), np.float32))) is taken
 
 
 @by_the_unit

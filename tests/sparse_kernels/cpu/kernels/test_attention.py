@@ -67,7 +67,7 @@ def test_nan_and_infinity_spread_as_in_dense_code(rng, special):
 def test_what_an_earlier_call_left_in_the_shared_room_is_not_read(rng, monkeypatch, size):
     q, k, v, out = drawn(rng, size)
     wanted = attention(q, k, v, np.empty_like(out))
-    monkeypatch.setattr(scratch, "_free", deque([scratch.Room(np.full(2**20, np.nan, np.float32))]))
+    monkeypatch.setattr(scratch, "_free", deque([scratch.ScratchBuffer(np.full(2**20, np.nan, np.float32))]))
     np.testing.assert_array_equal(attention(q, k, v, out), wanted)
 
 

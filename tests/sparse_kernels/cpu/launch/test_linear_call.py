@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparse_kernels.cpu.launch.linear_call import LinearPlan
+from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
@@ -123,7 +123,7 @@ def test_what_is_odd_but_right_is_computed(plans: tuple[Plan, Plan], given: Give
 def test_only_what_is_plain_passes_the_quick_look(plans: tuple[Plan, Plan], given: Given) -> None:
     # Else the tests above might show what Python says, and nothing of the compiled function before it.
     plan = plans[0]
-    assert isinstance(plan, LinearPlan)
+    assert isinstance(plan, CpuLinearPlan)
     *_, quick = plan._found(N, threads.count())
 
     def passes(given: Given) -> bool:

@@ -229,7 +229,7 @@ def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
         ("value other", {"x": x, "pair": (), "parts": 2}),
         ("value parts", {"x": x, "pair": ()}),
     ):
-        with pytest.raises(TypeError, match="a kernel of x, pair, value, parts"):
+        with pytest.raises(TypeError, match="a kernel of x, pair, value, parts cannot be bound"):
             kernel.bound(varying, **constant)
 
 

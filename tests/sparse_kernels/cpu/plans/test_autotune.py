@@ -53,7 +53,7 @@ def run(plan: linear.TokenPlan | linear.RowPlan, x: np.ndarray) -> np.ndarray:
     if plan.layout == "feature_major":
         return plan(x)
     if plan.layout == "token_blocked":
-        return transpose.unblocked(plan(transpose.blocked(x.T)), x.shape[1]).T
+        return transpose.unpack_tiles(plan(transpose.pack_tiles(x.T)), x.shape[1]).T
     return plan(np.ascontiguousarray(x.T)).T
 
 
@@ -76,8 +76,8 @@ def test_every_choice_is_right_for_any_number_of_tokens(
     expected = unpack(packed).astype(float) @ x
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        for choice in tuner.candidates(packed, layout, n):
-            plan = linear.build(packed, layout, n, choice)
+        for choice in tuner.list_candidates(linear.describe_layer(packed, layout, n)):
+            plan = linear.build_plan(linear.describe_layer(packed, layout, n), choice)
             for tokens in TOKENS:
                 np.testing.assert_array_equal(run(plan, x[:, :tokens].copy()), expected[:, :tokens])
 
@@ -87,10 +87,10 @@ def test_every_choice_is_right_for_any_number_of_tokens(
 def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(pattern: Pattern, layout: str) -> None:
     packed = packed_of(pattern, np.ones((96, 40), np.float32))
     for n in TOKENS:
-        choices = tuner.candidates(packed, layout, n)
-        names = [linear.build(packed, layout, n, choice).kernel for choice in choices]
-        assert choices[0] == linear.default(packed, layout, n)
-        assert names[0] == linear.prepare(packed, layout, n).kernel
+        choices = tuner.list_candidates(linear.describe_layer(packed, layout, n))
+        names = [linear.build_plan(linear.describe_layer(packed, layout, n), choice).kernel for choice in choices]
+        assert choices[0] == linear.choose_kernel(linear.describe_layer(packed, layout, n))
+        assert names[0] == linear.prepare_linear(packed, layout, n).kernel
         assert len(set(names)) == len(names) <= 5
 
 
@@ -104,7 +104,10 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
         numba.set_num_threads(threads)
         packed = packed_of(pattern, np.ones((96, 40), np.float32))
-        plans = (linear.build(packed, layout, n, it) for it in tuner.candidates(packed, layout, n))
+        plans = (
+            linear.build_plan(linear.describe_layer(packed, layout, n), it)
+            for it in tuner.list_candidates(linear.describe_layer(packed, layout, n))
+        )
         return [plan.kernel.split(".", 2)[2].removesuffix(".avx512") for plan in plans]
 
     on(shared=False)
@@ -172,7 +175,7 @@ class Machine:
         return run
 
     def fastest(self, *calls: Callable[[], None]) -> int:
-        return tuner.fastest(calls, self.clock)
+        return tuner.find_fastest(calls, self.clock)
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 2e-5, 3e-3, 0.5])
@@ -252,7 +255,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(calls))
         return 1
 
-    monkeypatch.setattr(tuner, "fastest", fastest)
+    monkeypatch.setattr(tuner, "find_fastest", fastest)
     return counts
 
 
@@ -266,9 +269,9 @@ def vector_layer(m: int = 32, sparsity: float = 0.5) -> Packed:
 
 
 def test_what_was_found_is_not_measured_again(measured: list[int], cache: Path) -> None:
-    first = tuner.choose(vector_layer(), "token_major", 4)
-    assert first == tuner.candidates(vector_layer(), "token_major", 4)[1]
-    assert tuner.choose(vector_layer(), "token_major", 4) == first
+    first = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
+    assert first == tuner.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))[1]
+    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == first
     assert len(measured) == 1
     assert len(list(cache.iterdir())) == 1
 
@@ -284,7 +287,7 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
         """How often it had to be measured, of two times."""
         before = len(measured)
         for _ in range(2):
-            tuner.choose(packed or vector_layer(), layout, n, precision=precision)
+            tuner.choose_fastest(linear.describe_layer(packed or vector_layer(), layout, n, precision))
         return len(measured) - before
 
     assert choose() == 1
@@ -306,14 +309,14 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
         patch.setattr(tuner, "VERSION", tuner.VERSION + 1)
         assert choose() == 1
     with monkeypatch.context() as patch:
-        patch.setattr(tuner, "device", lambda: "avx512 znver9 Another Processor")
+        patch.setattr(tuner, "describe_device", lambda: "avx512 znver9 Another Processor")
         assert choose() == 1
     assert choose() == 0
 
 
 def test_the_device_is_the_vector_unit_and_the_processor() -> None:
-    assert tuner.device().split()[0] == target.host().name
-    assert len(tuner.device().split()) > 1
+    assert tuner.describe_device().split()[0] == target.host().name
+    assert len(tuner.describe_device().split()) > 1
 
 
 @pytest.mark.parametrize(
@@ -323,18 +326,18 @@ def test_the_device_is_the_vector_unit_and_the_processor() -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_ignored_and_replaced(measured: list[int], cache: Path, content: bytes) -> None:
-    choice = tuner.choose(vector_layer(), "token_major", 4)
+    choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
     (path,) = cache.iterdir()
     whole = path.read_bytes()
     path.write_bytes(content)
-    assert tuner.choose(vector_layer(), "token_major", 4) == choice
+    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
     assert path.read_bytes() == whole
     assert len(measured) == 2
 
 
 @pytest.mark.parametrize("field", ["kernel", "tile", "key"])
 def test_a_file_of_another_layer_or_program_is_ignored(measured: list[int], cache: Path, field: str) -> None:
-    choice = tuner.choose(vector_layer(), "token_major", 4)
+    choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
     (path,) = cache.iterdir()
     document = json.loads(path.read_text())
     if field == "key":
@@ -342,16 +345,16 @@ def test_a_file_of_another_layer_or_program_is_ignored(measured: list[int], cach
     else:
         document["choice"][field] = {"kernel": "single", "tile": [64, 64]}[field]
     path.write_text(json.dumps(document))
-    assert tuner.choose(vector_layer(), "token_major", 4) == choice
+    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
     assert len(measured) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(measured: list[int], tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.warns(UserWarning, match="what was tuned is not kept.*set LATBENCH_CACHE"):
-        choice = tuner.choose(vector_layer(), "token_major", 4, file)
-    assert choice in tuner.candidates(vector_layer(), "token_major", 4)
+    with pytest.warns(UserWarning, match="tuning results are not kept.*set LATBENCH_CACHE"):
+        choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4), file)
+    assert choice in tuner.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))
 
 
 RACE = """
@@ -362,8 +365,8 @@ from sparse_kernels.cpu.plans.linear import Choice
 
 path, key, choices = Path(sys.argv[1]), {"device": "one"}, [Choice("rows", (4, v, 16)) for v in (1, 2, 4)]
 for turn in range(300):
-    tuner._write(path, key, choices[turn % 3])
-    if tuner._read(path, key, choices) is None:
+    tuner._write_choice(path, key, choices[turn % 3])
+    if tuner._read_choice(path, key, choices) is None:
         sys.exit("half a file was read")
 """
 
@@ -388,7 +391,10 @@ def test_a_tuned_plan_computes_what_the_default_does(rng: np.random.Generator, l
     for n in (0, 4):
         plan = prepare(packed, "numba", layout, n, tune=True)
         again = prepare(packed, "numba", layout, n, tune=True)
-        names = [linear.build(packed, layout, n, it).kernel for it in tuner.candidates(packed, layout, n)]
+        names = [
+            linear.build_plan(linear.describe_layer(packed, layout, n), it).kernel
+            for it in tuner.list_candidates(linear.describe_layer(packed, layout, n))
+        ]
         assert plan.kernel == again.kernel and plan.kernel in names
         for tokens in (n, 1, 33):
             np.testing.assert_array_equal(

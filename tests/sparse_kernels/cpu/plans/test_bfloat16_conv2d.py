@@ -47,7 +47,7 @@ def test_it_is_torchs_of_the_nearest_bfloat16(
     x *= np.float32(257)  # more bits than bfloat16 keeps, and few enough for exact sums
     packed, expected = rounded(packed), by_torch(rounded(packed), shape, nearest(x))
     assert not np.array_equal(nearest(x), x)
-    plan = conv2d.by_pairs(packed, shape, "nchw")
+    plan = conv2d.build_pair_plan(packed, shape, "nchw")
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
         for _ in range(2):  # buffers are used again, and what the first call left in them must not show
@@ -65,10 +65,10 @@ def test_from_frames_to_frames(
     images *= np.float32(257)
     packed, bias = rounded(packed), 2**16 * np.arange(shape.c_out, dtype=np.float32)
     expected = by_torch(packed, shape, nearest(images), bias)
-    plan = conv2d.by_pairs(packed, shape, "nchw")
+    plan = conv2d.build_pair_plan(packed, shape, "nchw")
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
     x, y = framed(images, x_places), framed(np.zeros_like(expected), y_places)
-    plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+    plan.run_framed(x.array, x_places, bias, "relu", y.array, y_places)
     np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
     np.testing.assert_array_equal(view(x.array, x_places), images)  # what others read too is not rounded
     view(y.array, y_places)[...] = 0
@@ -78,7 +78,7 @@ def test_from_frames_to_frames(
 
 def test_where_a_lane_swaps_its_halves_that_is_caught(rng: np.random.Generator, by: str) -> None:
     packed, x = operands(rng, SHAPES[0], VectorWise(8))
-    plan = conv2d.by_pairs(rounded(packed), SHAPES[0], "nchw")
+    plan = conv2d.build_pair_plan(rounded(packed), SHAPES[0], "nchw")
     oracle.check_conv2d(plan(x), rounded(packed), SHAPES[0], nearest(x))
     values = plan.panels.values.view(np.uint16)
     values[:] = values.reshape(-1, 2)[:, ::-1].ravel()

@@ -48,8 +48,8 @@ def packed_of(pattern: Pattern, weight: np.ndarray, sparsity: float = 0.7) -> Pa
 
 
 def plan_of(packed: Packed, layout: str, n: int) -> RowPlan:
-    tile = (*rows.tile(panels.group_height(packed), target.host()), target.host().lanes)
-    plan = linear.build(packed, layout, n, Choice("pairs", tile, "blocks"), "bfloat16")
+    tile = (*rows.choose_tile(panels.count_group_rows(packed), target.host()), target.host().lanes)
+    plan = linear.build_plan(linear.describe_layer(packed, layout, n, "bfloat16"), Choice("pairs", tile, "blocks"))
     assert isinstance(plan, RowPlan) and ".pairs" in plan.kernel
     return plan
 
@@ -62,9 +62,9 @@ def run(packed: Packed, x: np.ndarray, layout: str = "token_major", **given: Any
     if layout == "token_major":
         return plan(np.ascontiguousarray(x.T), **given).T
     if layout == "out_of_blocks":
-        return plan(transpose.blocked(x.T), **given, out=np.empty((n, packed.shape[0]), np.float32)).T
-    laid_out = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.blocked(x.T)
-    return transpose.unblocked(plan(laid_out, **given), n).T
+        return plan(transpose.pack_tiles(x.T), **given, out=np.empty((n, packed.shape[0]), np.float32)).T
+    laid_out = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.pack_tiles(x.T)
+    return transpose.unpack_tiles(plan(laid_out, **given), n).T
 
 
 @pytest.mark.parametrize(("pattern", "layout"), PLACES, ids=str)
@@ -106,7 +106,7 @@ def test_what_is_not_finite_reaches_the_rows_that_keep_its_column_and_no_others(
 ) -> None:
     """Also where it stands alone at the end of an odd number of columns: beside it are zeros, and not itself."""
     packed = packed_of(VectorWise(4), np.abs(rng.standard_normal((48, 31))).astype(np.float32) + 0.1, sparsity)
-    counts = np.diff(panels.groups(packed).indptr)
+    counts = np.diff(panels.build_groups(packed).indptr)
     assert (counts % 2 == 1).any()
     for column in range(31):
         x = np.ones((31, 20), np.float32)
@@ -153,7 +153,7 @@ def test_known_wrong_pairs_are_caught(rng: np.random.Generator, by: str, mistake
     elif mistake == "last column lost":
         table[-1, 2] -= 1
     else:
-        exact = panels.panels(panels.groups(packed), plan.panels.width)
+        exact = panels.build_panels(panels.build_groups(packed), plan.panels.width)
         bits = exact.values.view(np.uint32) >> 16
         wrong = replace(exact, values=(bits << 16).astype(np.uint32).view(np.float32)).paired()
         values[:] = wrong.values
@@ -163,7 +163,7 @@ def test_known_wrong_pairs_are_caught(rng: np.random.Generator, by: str, mistake
 
 def test_pairs_lie_where_the_docstring_says(rng: np.random.Generator) -> None:
     packed = packed_of(VectorWise(4), rng.standard_normal((12, 21)).astype(np.float32), 0.6)
-    whole = panels.panels(panels.groups(packed), 2)
+    whole = panels.build_panels(panels.build_groups(packed), 2)
     paired = whole.paired()
     bits = bfloat16.bits(whole.values)
     for panel, (first, start, count) in enumerate(whole.table):
@@ -192,7 +192,10 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
         assert other == kernel(128, "bfloat16-weights", pairs=False)
     assert not kernel(128, "float32", pairs=True).startswith("pairs")
     monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False, pairs=True))
-    kinds = [choice.kernel for choice in tuner.candidates(packed, "token_major", 128, "bfloat16")]
+    kinds = [
+        choice.kernel
+        for choice in tuner.list_candidates(linear.describe_layer(packed, "token_major", 128, "bfloat16"))
+    ]
     assert kinds[0] == "pairs" and len(kinds) > 1
 
 

@@ -79,8 +79,8 @@ def test_what_is_added_comes_image_by_image(rng, monkeypatch, step):
     monkeypatch.setattr(conv2d, "IMAGES_CACHED", step)
     plan, images, y, added, expected = added_case(rng, Conv2dShape(1, 4, 32, 32, 8, 1, 1), 5, 1)
     x_places = plan.x_places(5)
-    assert plan.adds(x_places, y.places)
-    plan.framed(images.reshape(-1), x_places, None, None, y.array, y.places, added.array)
+    assert plan.can_add(x_places, y.places)
+    plan.run_framed(images.reshape(-1), x_places, None, None, y.array, y.places, added.array)
     np.testing.assert_array_equal(view(y.array, y.places), expected)
 
 
@@ -93,8 +93,8 @@ def test_no_vector_reads_or_writes_outside_of_its_array(lanes):
             packed = pack(np.ones((shape.m, shape.k), np.float32), np.ones((shape.m, shape.k), bool), VectorWise(8))
             plan = replace(prepare_conv2d(packed, shape, "numba"), target=target)
             x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
-            placed = plan._place(shape, x, y)
-            at, where = placed.at, placed.where
+            placed = plan._build_placement(shape, x, y)
+            at, where = placed.grid, placed.phase_layout
             first = at.x_starts[:, None] + placed.offsets
             assert first.min() >= 0
             assert first.max() + at.lanes <= (x.size if where is None else where.size)
@@ -116,11 +116,11 @@ def test_from_frames_to_frames(rng, pattern, shape, margins):
     x, y = framed(images, x_places), framed(np.zeros_like(expected), y_places)
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+        plan.run_framed(x.array, x_places, bias, "relu", y.array, y_places)
         np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
-        if plan.adds(x_places, y_places):
+        if plan.can_add(x_places, y_places):
             added = framed(rng.integers(-9, 9, expected.shape), y_places)
-            plan.framed(x.array, x_places, bias, None, y.array, y_places, added.array)
+            plan.run_framed(x.array, x_places, bias, None, y.array, y_places, added.array)
             np.testing.assert_array_equal(view(y.array, y_places), expected + view(added.array, y_places))
     view(y.array, y_places)[...] = 0
     if y_places.margin is not None:
@@ -134,11 +134,11 @@ def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
     plan = prepare_conv2d(packed, shape, "numba")
     x_places, y_places = plan.x_places(2, 1), plan.y_places(2, 1)
     x, y = framed(images, x_places), framed(0, y_places)
-    assert plan.adds(x_places, y_places)
-    right = plan._known(x_places, y_places)
-    wrong = replace(right.at, keep=np.full_like(right.at.keep, -1))
-    plan._placed[2, 1, 1] = replace(right, at=wrong)
-    plan.framed(x.array, x_places, np.ones(8, np.float32), None, y.array, y_places)
+    assert plan.can_add(x_places, y_places)
+    right = plan._find_placement(x_places, y_places)
+    wrong = replace(right.grid, keep=np.full_like(right.grid.keep, -1))
+    plan._placements[2, 1, 1] = replace(right, grid=wrong)
+    plan.run_framed(x.array, x_places, np.ones(8, np.float32), None, y.array, y_places)
     np.testing.assert_array_equal(view(y.array, y_places), by_torch(packed, shape, images, np.ones(8)))
     view(y.array, y_places)[...] = 0
     assert y.array.any()
@@ -229,15 +229,15 @@ def test_fetching_ahead_is_of_the_channels_that_are_read_and_changes_nothing(rng
     mask[:, [4, 1, 1 + 2 * 6, 4 + 8 * 6]] = True  # taps of channels 1 and 4: columns are by tap, then channel
     packed = pack(weight, mask, VectorWise(8))
     monkeypatch.setattr(rows, "CACHED", 6 * host().lanes * 8)  # several blocks for each thread
-    plan = conv2d.by_vectors(packed, shape, "nchw")
+    plan = conv2d.build_vector_plan(packed, shape, "nchw")
     usual = plan(x)
     monkeypatch.setattr(rows, "LARGE", 0)
     again = plan.copy()
     np.testing.assert_array_equal(again(x), usual)
     places = again.x_places(shape.batch), again.y_places(shape.batch)
-    placed = again._known(*places)
-    last_tap = 2 * placed.where.pitch + 2
-    assert placed.fetched.tolist() == [channel * placed.where.plane + last_tap for channel in (1, 4)]
+    placed = again._find_placement(*places)
+    last_tap = 2 * placed.phase_layout.pitch + 2
+    assert placed.prefetched.tolist() == [channel * placed.phase_layout.plane + last_tap for channel in (1, 4)]
 
 
 def test_many_images_go_a_few_at_a_time(rng, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_plan_that_was_called_goes_with_its_last_name_and_can_be_copied(rng, p
     for copied in (plan.copy(), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         np.testing.assert_array_equal(copied(x), expected)
         assert not np.shares_memory(copied.panels.arrays[0], plan.panels.arrays[0])
-        (mine,), (its,) = ({room.at for _, room in one._pool._free} for one in (copied, plan))
+        (mine,), (its,) = ({room.address for _, room in one._pool._free} for one in (copied, plan))
         assert mine != its
     gone = weakref.ref(plan)
     gc.disable()
@@ -310,9 +310,9 @@ def test_a_tap_at_the_wrong_place_is_caught(rng):
     ids=str,
 )
 def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
-    at, where = conv2d.positions(shape, host()), images.layout(shape, host().lanes)
+    at, where = conv2d.choose_positions(shape, host()), images.build_layout(shape, host().lanes)
     shares = at.x_starts.size * np.arange(parts + 1) // parts
-    begins, ends = images.rows_read(shape, where, at.x_starts, at.lanes, shares)
+    begins, ends = images.find_rows_read(shape, where, at.x_starts, at.lanes, shares)
     per_image = at.x_starts.size // shape.batch
     for part in range(parts):
         read = set()
@@ -328,8 +328,8 @@ def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
 
 def test_rows_share_their_zeros():
     shape = Conv2dShape(1, 1, 8, 8, 1, 3, 3, padding=(1, 1))
-    where = images.layout(shape, 0)
+    where = images.build_layout(shape, 0)
     assert (where.pitch, where.image) == (9, 81)
-    wide = images.layout(Conv2dShape(1, 1, 8, 8, 1, 1, 1, (2, 2)), 0)
+    wide = images.build_layout(Conv2dShape(1, 1, 8, 8, 1, 1, 1, (2, 2)), 0)
     assert where.offsets.size == 9
     assert (wide.phases >= 0).sum() == 1  # a 1x1 kernel reads one phase of four

@@ -90,9 +90,9 @@ def all_threads():
     numba.set_num_threads(before)
 
 
-def avx512(**how: bool) -> target.Target:
+def avx512(**how: bool) -> target.CpuTarget:
     """Intel's: shared; AMD's Zen 4: halves; AMD's Zen 5: neither."""
-    return target.Target("avx512", 16, 32, fused=True, **how)
+    return target.CpuTarget("avx512", 16, 32, fused=True, **how)
 
 
 INTEL, ZEN_4, ZEN_5 = avx512(shared=True), avx512(halves=True), avx512()
@@ -111,9 +111,9 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, prec
     if layout in BLOCKED_LAYOUTS:
         n = x.shape[1]
         if layout == "out_of_blocks":
-            return plan(transpose.blocked(x.T), bias, activation, np.empty((n, packed.shape[0]), np.float32)).T
-        given = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.blocked(x.T)
-        return transpose.unblocked(plan(given, bias, activation, out), n).T
+            return plan(transpose.pack_tiles(x.T), bias, activation, np.empty((n, packed.shape[0]), np.float32)).T
+        given = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.pack_tiles(x.T)
+        return transpose.unpack_tiles(plan(given, bias, activation, out), n).T
     return plan(np.ascontiguousarray(x.T), bias, activation, out).T
 
 
@@ -213,15 +213,15 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
 def test_tiles_of_tokens_are_the_tokens(rng, n):
     x = rng.standard_normal((n, 37)).astype(np.float32)
-    tiles, tokens = transpose.blocked(x), transpose.tokens_in_tile()
+    tiles, tokens = transpose.pack_tiles(x), transpose.count_tile_tokens()
     assert tiles.shape == (-(-n // tokens), 37, tokens)
     np.testing.assert_array_equal(tiles.swapaxes(1, 2).reshape(-1, 37)[:n], x)
     assert (tiles.swapaxes(1, 2).reshape(-1, 37)[n:] == 0).all()
-    np.testing.assert_array_equal(transpose.unblocked(tiles, n), x)
-    with pytest.raises(ValueError, match="are no tiles of"):
-        transpose.unblocked(tiles, len(tiles) * tokens + 1)
-    with pytest.raises(ValueError, match="are no tiles of"):
-        transpose.unblocked(tiles[:, :, 1:], n)
+    np.testing.assert_array_equal(transpose.unpack_tiles(tiles, n), x)
+    with pytest.raises(ValueError, match="cannot hold"):
+        transpose.unpack_tiles(tiles, len(tiles) * tokens + 1)
+    with pytest.raises(ValueError, match="cannot hold"):
+        transpose.unpack_tiles(tiles[:, :, 1:], n)
 
 
 @pytest.mark.parametrize("layout", BLOCKED_LAYOUTS)
@@ -232,7 +232,7 @@ def test_only_numba_takes_tiles_of_tokens(layout):
 
 
 def test_tiles_that_do_not_hold_the_tokens_wanted_are_refused():
-    packed, tokens = packed_of(VectorWise(32), np.ones((32, 4), np.float32)), transpose.tokens_in_tile()
+    packed, tokens = packed_of(VectorWise(32), np.ones((32, 4), np.float32)), transpose.count_tile_tokens()
     plan = prepare(packed, "numba", "out_of_blocks", tokens)
     assert plan(np.ones((2, 4, tokens), np.float32)).shape == (2 * tokens, 32)
     for n in (tokens, 2 * tokens + 1):
@@ -290,15 +290,24 @@ def test_the_kernel_says_what_runs(monkeypatch):
 
 def test_few_tokens_take_vectors_as_short_as_hold_them(rng):
     weight = rng.standard_normal((64, 90)).astype(np.float32)
-    lines, permuted = panels.panels(panels.groups(packed_of(VectorWise(4), weight)), 4), packed_of(ShflBW(4), weight)
-    vector, odd = (single.single_rows(panels.groups(packed_of(Unstructured(), weight)), 90, n) for n in (16, 48))
-    assert [few.lanes_for(n, ZEN_5) for n in (1, 4, 5, 8, 9, 16, 17)] == [4, 4, 8, 8, 16, 16, 16]
-    for weights in (lines, panels.panels(panels.groups(permuted), 4), vector):
-        assert few.takes(weights, "token_major", 16, ZEN_5) and not few.takes(weights, "token_major", 17, ZEN_5)
+    lines, permuted = (
+        panels.build_panels(panels.build_groups(packed_of(VectorWise(4), weight)), 4),
+        packed_of(ShflBW(4), weight),
+    )
+    vector, odd = (
+        single.build_single_rows(panels.build_groups(packed_of(Unstructured(), weight)), 90, n) for n in (16, 48)
+    )
+    assert [few.choose_lanes(n, ZEN_5) for n in (1, 4, 5, 8, 9, 16, 17)] == [4, 4, 8, 8, 16, 16, 16]
+    for weights in (lines, panels.build_panels(panels.build_groups(permuted), 4), vector):
+        assert few.accepts_batch(weights, "token_major", 16, ZEN_5) and not few.accepts_batch(
+            weights, "token_major", 17, ZEN_5
+        )
         # As x lies, a whole vector of them is at hand.
-        assert few.takes(weights, "feature_major", 15, ZEN_5) and not few.takes(weights, "feature_major", 16, ZEN_5)
-        assert not few.takes(weights, "token_blocked", 1, ZEN_5)
-    assert not few.takes(odd, "token_major", 1, ZEN_5)  # whose places halvings do not bring to one vector
+        assert few.accepts_batch(weights, "feature_major", 15, ZEN_5) and not few.accepts_batch(
+            weights, "feature_major", 16, ZEN_5
+        )
+        assert not few.accepts_batch(weights, "token_blocked", 1, ZEN_5)
+    assert not few.accepts_batch(odd, "token_major", 1, ZEN_5)  # whose places halvings do not bring to one vector
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -311,7 +320,7 @@ def test_a_plan_for_one_token_is_right_for_any_and_any_for_one(monkeypatch, rng,
     expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
     for threads, prepared_for in itertools.product((1, min(2, numba.config.NUMBA_NUM_THREADS)), (1, 16, 64)):
         numba.set_num_threads(threads)
-        plan = linear.prepare(packed, layout, prepared_for)
+        plan = linear.prepare_linear(packed, layout, prepared_for)
         for tokens_given in (1, 3, 6, 13, 16, 17, n):
             given = x[:, :tokens_given].T if layout == "token_major" else x[:, :tokens_given]
             y = plan(np.ascontiguousarray(given), bias, "relu")
@@ -320,38 +329,46 @@ def test_a_plan_for_one_token_is_right_for_any_and_any_for_one(monkeypatch, rng,
 
 def test_x_of_few_tokens_is_cut_into_fewer_stages(rng):
     packed = packed_of(Unstructured(), rng.standard_normal((32, 1800)).astype(np.float32), 0.9)
-    assert [len(linear.prepare(packed, "token_major", n).panels.table) for n in (1, 8, 16)] == [1, 2, 4]
+    assert [len(linear.prepare_linear(packed, "token_major", n).panels.table) for n in (1, 8, 16)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(("n", "k", "parts"), [(128, 2048, 2), (128, 3072, 3), (2048, 2048, 2), (40, 4096, 2)])
 def test_threads_share_tokens_evenly_where_one_chunk_is_not_enough(n, k, parts):
     width, tile = 32, 8
     packed = pack(np.ones((64, k), np.float32), np.ones((64, k), bool), VectorWise(width))
-    chunk, _ = tokens.order(tile, k, n, panels.panels(panels.groups(packed), width), parts, own=False, permuted=False)
+    chunk, _ = tokens.choose_chunks(
+        tile, k, n, panels.build_panels(panels.build_groups(packed), width), parts, own=False, permuted=False
+    )
     most = -(-n // chunk) / parts * chunk  # of chunks that count alike
     assert most <= 1.02 * tile * -(-n // tile // parts)
 
 
 def test_weights_come_to_the_first_level_where_vectors_would_wait_for_the_second():
-    assert [tokens.fetched(n, 8, INTEL).close for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
-    assert not tokens.fetched(128, 8, ZEN_4).close and tokens.fetched(8, 8, ZEN_5).close
+    assert [tokens.choose_prefetch(n, 8, INTEL).close for n in (1, 8, 63, 64, 128)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert not tokens.choose_prefetch(128, 8, ZEN_4).close and tokens.choose_prefetch(8, 8, ZEN_5).close
 
 
 def test_amd_reads_the_weights_of_one_or_two_tokens_without_being_told():
     for amd in (ZEN_4, ZEN_5):
-        assert [tokens.fetched(n, 8, amd).ahead for n in (1, 2, 3, 128)] == [0, 0, AHEAD, AHEAD]
-    assert [tokens.fetched(n, 8, INTEL).ahead for n in (1, 2, 3, 128)] == [AHEAD] * 4
+        assert [tokens.choose_prefetch(n, 8, amd).ahead for n in (1, 2, 3, 128)] == [0, 0, AHEAD, AHEAD]
+    assert [tokens.choose_prefetch(n, 8, INTEL).ahead for n in (1, 2, 3, 128)] == [AHEAD] * 4
 
 
 def test_tiles_fetch_the_next_block_where_the_first_one_of_it_would_wait_on_amd_alone():
     for amd in (ZEN_4, ZEN_5):
-        assert [tokens.fetched(n, 8, amd).coming for n in (8, 9, 256, 257)] == [False, True, True, False]
-    assert not tokens.fetched(128, 8, INTEL).coming
+        assert [tokens.choose_prefetch(n, 8, amd).coming for n in (8, 9, 256, 257)] == [False, True, True, False]
+    assert not tokens.choose_prefetch(128, 8, INTEL).coming
 
 
 def test_what_is_there_is_not_fetched_where_that_costs_time():
-    assert [tokens.fetched(n, 8, ZEN_5).once for n in (8, 9, 2048)] == [False, True, True]
-    assert not tokens.fetched(128, 8, ZEN_4).once and not tokens.fetched(128, 8, INTEL).once
+    assert [tokens.choose_prefetch(n, 8, ZEN_5).once for n in (8, 9, 2048)] == [False, True, True]
+    assert not tokens.choose_prefetch(128, 8, ZEN_4).once and not tokens.choose_prefetch(128, 8, INTEL).once
 
 
 def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
@@ -362,25 +379,29 @@ def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
     for n, ways in itertools.product((12, 150), itertools.product((False, True), repeat=2)):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(ShflBW(32), weight)
-        tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+        tile, expected = linear.choose_token_tile(packed, target.host()), unpack(packed).astype(float) @ x
         if tile is None:  # a vector is wider than a group here
             return
-        monkeypatch.setattr(tokens, "fetched", lambda *a, ways=ways: tokens.Fetching(AHEAD, False, *ways))
+        monkeypatch.setattr(
+            tokens, "choose_prefetch", lambda *a, ways=ways: tokens.WeightPrefetch(AHEAD, False, *ways)
+        )
         for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
             numba.set_num_threads(threads)
-            plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
-            chunk, block = tokens.order(tile[0], k, n, plan.panels, threads, own=True, permuted=True)
+            plan = linear.build_plan(linear.describe_layer(packed, "token_major", n), linear.Choice("tokens", tile))
+            chunk, block = tokens.choose_chunks(tile[0], k, n, plan.panels, threads, own=True, permuted=True)
             assert block < len(plan.panels.table) and (chunk == tile[0]) == (n == 12 and threads == 2)
             np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T)).T, expected)
 
 
 def test_few_weights_are_one_block_where_their_sums_stay_near(rng):
     weights = (rng.standard_normal((m, 512), np.float32) for m in (768, 1024))
-    few, many = (panels.panels(panels.groups(packed_of(VectorWise(32), weight)), 32) for weight in weights)
+    few, many = (
+        panels.build_panels(panels.build_groups(packed_of(VectorWise(32), weight)), 32) for weight in weights
+    )
     assert few.values.size <= tokens.ONE_BLOCK < many.values.size
 
     def at_once(weights, n, own, permuted):
-        return tokens.order(8, 512, n, weights, 2, own, permuted)[1] >= len(weights.table)
+        return tokens.choose_chunks(8, 512, n, weights, 2, own, permuted)[1] >= len(weights.table)
 
     assert at_once(few, 128, own=True, permuted=True) and at_once(few, 2048, own=True, permuted=False)
     assert not at_once(few, 128, own=True, permuted=False) and not at_once(few, 128, own=False, permuted=True)
@@ -398,37 +419,38 @@ def test_what_comes_next_is_all_that_a_part_multiplies_after_its_first_block(sta
         item += stop - first
         for stage in range(stages):
             multiplied.append((first + stage * panels_, stop + stage * panels_))
-            told.append(tokens.upcoming.py_func(first, stop, stage, stages, panels_, item, end, block))
+            here = tokens.PanelBlock(first, stop, item, end, block)
+            told.append(tokens.find_next_panels.py_func(here, stage, stages, panels_))
     assert told[:-1] == multiplied[1:]
     assert told[-1][0] == told[-1][1]
 
 
 def test_threads_have_chunks_of_their_own_where_tokens_make_up_for_reading_all_weights():
-    assert [tokens.own_chunks(n, 2, False, ZEN_4) for n in (8, 63, 64)] == [False, False, True]
-    assert not tokens.own_chunks(128, 2, False, INTEL)
-    assert tokens.own_chunks(8, 2, True, INTEL) and tokens.own_chunks(8, 2, True, ZEN_4)
+    assert [tokens.gives_own_chunks(n, 2, False, ZEN_4) for n in (8, 63, 64)] == [False, False, True]
+    assert not tokens.gives_own_chunks(128, 2, False, INTEL)
+    assert tokens.gives_own_chunks(8, 2, True, INTEL) and tokens.gives_own_chunks(8, 2, True, ZEN_4)
 
 
 def test_calls_share_room_one_after_the_other_and_never_at_once():
     first = scratch.borrow(100)
     other = scratch.borrow(50)
-    assert abs(first.at - other.at) >= 50 * 4
+    assert abs(first.address - other.address) >= 50 * 4
     scratch.give_back(first)
     again = scratch.borrow(80)
-    assert again.at == first.at
+    assert again.address == first.address
     scratch.give_back(again)
     assert scratch.borrow(10**6).size >= 10**6
-    assert first.at % scratch.ALIGNMENT == 0
+    assert first.address % scratch.ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("way", ["", "pass"])
 def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way):
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
-    choice = linear.Choice("rows", linear.row_tile(packed, "feature_major", 1), way)
-    plan = linear.build(packed, "feature_major", 1, choice)
+    choice = linear.Choice("rows", linear.choose_row_tile(linear.describe_layer(packed, "feature_major", 1)), way)
+    plan = linear.build_plan(linear.describe_layer(packed, "feature_major", 1), choice)
     lanes, vectors = (target.host().lanes, plan.tile[1]) if way else (target.NARROWEST, 1)
     room = np.full(10**5, np.nan, np.float32)
-    monkeypatch.setattr(scratch, "_free", deque([scratch.Room(room)]))
+    monkeypatch.setattr(scratch, "_free", deque([scratch.ScratchBuffer(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
     oracle.check(plan(x), packed, x)
     multiplied = room[: 40 * vectors * lanes].reshape(40, -1)[:, :lanes]
@@ -463,7 +485,7 @@ def test_known_wrong_panels_are_caught(rng, mistake, n):
     m, k = 32, 64
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(VectorWise(8), weight)
-    plan = linear.prepare(packed, "feature_major", n)
+    plan = linear.prepare_linear(packed, "feature_major", n)
     table, columns = plan.panels.table, plan.panels.columns
     if mistake == "last column":
         table[-1, 2] -= 1
@@ -524,7 +546,7 @@ def test_known_wrong_halves_are_caught(rng, mistake):
     values = plan.panels.values
     oracle.check(plan(rows_of_x).T, rounded(packed), x)
     if mistake == "truncated":
-        whole = linear.prepare(packed, "token_major", 5).panels.values
+        whole = linear.prepare_linear(packed, "token_major", 5).panels.values
         values[:] = whole.view(np.uint32) >> 16
     elif mistake == "swapped":
         values[:] = values.reshape(-1, 2)[:, ::-1].ravel()
@@ -588,7 +610,7 @@ def rows_of(singles, k):
 def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape):
     weight = rng.standard_normal(shape).astype(np.float32)
     packed = packed_of(Unstructured(), weight, 0.6)
-    singles = single.single_rows(panels.groups(packed), shape[1], 64)
+    singles = single.build_single_rows(panels.build_groups(packed), shape[1], 64)
     assert len(singles.table) == (1 if shape[1] < 100 else -(-shape[1] * 64 // single.CLOSE))
     found, lengths = np.zeros(shape, np.float32), []
     for stage, row, columns in rows_of(singles, shape[1]):
@@ -603,7 +625,7 @@ def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape)
 def test_rows_with_few_columns_far_apart_have_places_that_16_bits_can_tell(rng):
     weight = np.zeros((3, 5000), np.float32)
     weight[:, [600, 900, 950, 999, 1000, 4999]] = rng.standard_normal((3, 6))
-    singles = single.single_rows(panels.groups(packed_of(Unstructured(), weight, 1 - 6 / 5000)), 5000, 64)
+    singles = single.build_single_rows(panels.build_groups(packed_of(Unstructured(), weight, 1 - 6 / 5000)), 5000, 64)
     assert np.diff(singles.bounds).max() * 64 <= single.FARTHEST
     found = np.zeros_like(weight)
     for _, row, columns in rows_of(singles, 5000):
@@ -613,7 +635,7 @@ def test_rows_with_few_columns_far_apart_have_places_that_16_bits_can_tell(rng):
     weight = np.rint(4 * weight)
     packed, x = packed_of(Unstructured(), weight, 1 - 6 / 5000), rng.integers(-4, 4, (64, 5000)).astype(np.float32)
     for n in (1, 64):
-        y = linear.prepare(packed, "token_major", n)(x[:n])
+        y = linear.prepare_linear(packed, "token_major", n)(x[:n])
         np.testing.assert_array_equal(y, x[:n] @ unpack(packed).T)
 
 
@@ -624,7 +646,7 @@ def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
     m, k = 40, 64
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    plan = linear.prepare(packed, "feature_major", n)
+    plan = linear.prepare_linear(packed, "feature_major", n)
     stream = plan.panels.stream
     if mistake == "column":
         stream[2] = 0
@@ -640,22 +662,41 @@ def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
 
 
 def test_a_tile_wastes_as_few_rows_as_possible():
-    assert rows.tile(32, ZEN_5) == (8, 2)
-    assert rows.tile(4, ZEN_5) == (4, 4)
-    assert rows.tile(3, ZEN_5)[0] == 4
-    assert rows.tile(9, ZEN_5)[0] in (2, 4)
-    assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
+    assert rows.choose_tile(32, ZEN_5) == (8, 2)
+    assert rows.choose_tile(4, ZEN_5) == (4, 4)
+    assert rows.choose_tile(3, ZEN_5)[0] == 4
+    assert rows.choose_tile(9, ZEN_5)[0] in (2, 4)
+    assert np.prod(rows.choose_tile(32, target.CpuTarget("avx2", 8, 16, fused=True))) == 8
 
 
 def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
-    assert [rows.even((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
-    assert [rows.even((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
-    assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
+    assert [rows.choose_width((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [
+        2,
+        2,
+        2,
+        3,
+        2,
+        2,
+        2,
+        3,
+    ]
+    assert [rows.choose_width((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
+    assert (
+        rows.choose_width((8, 1), 4, target.CpuTarget("avx2", 8, 16, fused=True)) == 1
+    )  # others would not fit the registers
 
 
 def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():
-    assert [rows.even((8, 2), together, INTEL) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
-    assert [rows.even((4, 4), together, INTEL) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+    assert [rows.choose_width((8, 2), together, INTEL) for together in (1, 2, 3, 4, 6, 8, 64)] == [
+        2,
+        2,
+        3,
+        2,
+        3,
+        2,
+        3,
+    ]
+    assert [rows.choose_width((4, 4), together, INTEL) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -666,7 +707,7 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
     weight, x = oracle.exact_operands(rng, m, k, n)
     # Rows with equal columns lie apart, so that Shfl-BW has to permute them.
     packed = packed_of(pattern, weight * (np.arange(k) % 3 == np.arange(m)[:, None] % 3))
-    assert panels.panels(panels.groups(packed), 4).in_order == kept
+    assert panels.build_panels(panels.build_groups(packed), 4).in_order == kept
     expected = unpack(packed).astype(float) @ x
     for layout in ("token_major", "out_of_blocks"):
         for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
@@ -686,17 +727,20 @@ def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, l
 
 
 def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_second_level():
-    assert [tokens.stages(8, k, 0.25, 8, INTEL) for k in (1536, 1537, 3072)] == [1, 3, 4]
-    assert [tokens.stages(8, k, 0.1, 128, ZEN_5) for k in (1536, 1537, 2048, 3072)] == [1, 2, 2, 3]
-    assert tokens.stages(8, 3072, 0.25, 128, ZEN_5) == tokens.stages(8, 3072, 0.1, 63, ZEN_5) == 1
-    assert tokens.stages(8, 3072, 0.1, 128, ZEN_4) == 1
+    assert [tokens.count_stages(8, k, 0.25, 8, INTEL) for k in (1536, 1537, 3072)] == [1, 3, 4]
+    assert [tokens.count_stages(8, k, 0.1, 128, ZEN_5) for k in (1536, 1537, 2048, 3072)] == [1, 2, 2, 3]
+    assert tokens.count_stages(8, 3072, 0.25, 128, ZEN_5) == tokens.count_stages(8, 3072, 0.1, 63, ZEN_5) == 1
+    assert tokens.count_stages(8, 3072, 0.1, 128, ZEN_4) == 1
 
 
 def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_has_several(monkeypatch, rng):
     monkeypatch.setattr(linear, "host", lambda: ZEN_5)
     monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
     packed = packed_of(ShflBW(32), rng.standard_normal((768, 768), np.float32))
-    kernels = [linear.by_vectors(packed, "token_major", n).kernel for n in (8, 32, 96, 100, 128, 2048)]
+    kernels = [
+        linear.choose_vector_kernel(linear.describe_layer(packed, "token_major", n)).kernel
+        for n in (8, 32, 96, 100, 128, 2048)
+    ]
     assert kernels == ["tokens", "rows", "rows", "tokens", "tokens", "tokens"]
 
 
@@ -722,14 +766,14 @@ def test_stages_add_up(monkeypatch, rng, pattern, precision):
 
 @pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32)], ids=str)
 def test_stages_add_up_where_threads_have_several_tiles_of_tokens(monkeypatch, rng, pattern):
-    monkeypatch.setattr(tokens, "stages", lambda *a: 5)
+    monkeypatch.setattr(tokens, "count_stages", lambda *a: 5)
     m, k, n = 160, 101, 77
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+    tile, expected = linear.choose_token_tile(packed, target.host()), unpack(packed).astype(float) @ x
     if tile is None:  # a vector is wider than a group here
         return
-    plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
+    plan = linear.build_plan(linear.describe_layer(packed, "token_major", n), linear.Choice("tokens", tile))
     assert plan.panels.stages == 5
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
@@ -746,10 +790,13 @@ def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
     expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        tile = linear.token_tile(packed, target.host())
+        tile = linear.choose_token_tile(packed, target.host())
         if tile is not None:  # a vector is as wide as it can be here
             for tokens_at_once in (tile[0], 6):
-                plan = linear.build(packed, "token_major", n, linear.Choice("tokens", (tokens_at_once, *tile[1:])))
+                plan = linear.build_plan(
+                    linear.describe_layer(packed, "token_major", n),
+                    linear.Choice("tokens", (tokens_at_once, *tile[1:])),
+                )
                 np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
 
 
@@ -759,16 +806,18 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
     monkeypatch.setattr(tokens, "LONG_ROW", 50)
     laid = []
     monkeypatch.setattr(
-        tokens, "side_by_side", lambda *a, known=tokens.side_by_side: laid.append(known(*a)) or laid[-1]
+        tokens, "packs_tokens", lambda *a, known=tokens.packs_tokens: laid.append(known(*a)) or laid[-1]
     )
     m, k = 83, 301
     for n in (5, 7, 8, 9):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight, sparsity=0.9)
-        tile = linear.token_tile(packed, target.host())
+        tile = linear.choose_token_tile(packed, target.host())
         if tile is None:  # a vector is wider than a group here
             return
-        plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile), precision)
+        plan = linear.build_plan(
+            linear.describe_layer(packed, "token_major", n, precision), linear.Choice("tokens", tile)
+        )
         bias = rng.integers(-4, 4, m).astype(np.float32)
         product = unpack(rounded(packed) if precision != "float32" else packed).astype(float) @ x
         expected = np.maximum(product + bias[:, None], 0)
@@ -780,7 +829,7 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
 
 def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
     def laid(n, k, density, tokens_at_once=8, host=ZEN_4):
-        return tokens.side_by_side(n, tokens_at_once, k, density, host)
+        return tokens.packs_tokens(n, tokens_at_once, k, density, host)
 
     assert [laid(n, 3072, 0.1) for n in (1, 4, 5, 8, 9, 128)] == [False, False, True, True, False, False]
     assert not laid(8, 768, 0.1) and not laid(8, 3072, 0.25) and not laid(2, 3072, 0.1, tokens_at_once=2)
@@ -789,7 +838,7 @@ def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
 
 def test_panels_in_stages_hold_every_weight_once(rng):
     weight = rng.standard_normal((64, 90)).astype(np.float32)
-    whole = panels.panels(panels.groups(packed_of(VectorWise(16), weight)), 16)
+    whole = panels.build_panels(panels.build_groups(packed_of(VectorWise(16), weight)), 16)
     cut = whole.in_stages(4, 90)
     assert cut.table.shape == (16, 3) and cut.table[:, 2].sum() == whole.table[:, 2].sum()
     for row, (first, start, count) in enumerate(cut.table):
@@ -807,7 +856,7 @@ def test_panels_in_stages_hold_every_weight_once(rng):
 @pytest.mark.parametrize("m", [32, 3200])
 def test_weights_start_at_a_cache_line_also_in_copies(rng, m):
     packed = packed_of(VectorWise(32), rng.standard_normal((m, 40)).astype(np.float32))
-    cut = panels.panels(panels.groups(packed), 32)
+    cut = panels.build_panels(panels.build_groups(packed), 32)
     for some in (cut, cut.copy(), cut.narrowed(), cut.narrowed().copy()):
         assert some.values.ctypes.data % 64 == 0
     np.testing.assert_array_equal(cut.copy().values, cut.values)
@@ -819,19 +868,19 @@ def test_blocks_are_even_and_no_larger_than_the_cache():
             for cached in (1, 5, 16):
                 for threads in (1, 2, 3):
                     for own in (False, True):
-                        count, tiles = rows.blocks(total, tile, cached, threads, own), -(-total // tile)
+                        count, tiles = rows.count_blocks(total, tile, cached, threads, own), -(-total // tile)
                         assert 1 <= -(-tiles // count) <= max(1, cached // tile)
-    assert rows.blocks(8, 2, 100, 2, True) == 2  # two threads, a block each
-    assert rows.blocks(26, 2, 5, 2, True) == 8  # where blocks are many, each thread has as many
-    assert rows.shares(13, 2, 2).tolist() == [0, 6, 13]
+    assert rows.count_blocks(8, 2, 100, 2, True) == 2  # two threads, a block each
+    assert rows.count_blocks(26, 2, 5, 2, True) == 8  # where blocks are many, each thread has as many
+    assert rows.split_vectors(13, 2, 2).tolist() == [0, 6, 13]
 
 
 def test_threads_have_blocks_of_their_own_where_these_come_out_even_or_x_is_long(rng):
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
-    cut = panels.panels(panels.groups(packed), 8)
+    cut = panels.build_panels(panels.build_groups(packed), 8)
 
     def own(tiles, columns):
-        return rows.own_blocks(cut, 2, 2 * tiles, columns, 2)
+        return rows.gives_own_blocks(cut, 2, 2 * tiles, columns, 2)
 
     assert own(4, 64) and own(9, 64)
     assert not own(3, 64) and not own(7, 127)  # threads share panels
@@ -843,7 +892,10 @@ def test_a_plan_that_was_called_can_be_copied(rng, spec):
     pattern = parse(spec)
     weight = rng.standard_normal((64, 48), np.float32)
     packed = pack(weight, pattern.mask(weight**2, 0.5), pattern)
-    plan = linear.build(packed, "token_major", 5, linear.by_vectors(packed, "token_major", 5))
+    plan = linear.build_plan(
+        linear.describe_layer(packed, "token_major", 5),
+        linear.choose_vector_kernel(linear.describe_layer(packed, "token_major", 5)),
+    )
     x = rng.standard_normal((5, 48), np.float32)
     expected = plan(x)
     copies = plan.copy(), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.cpu.runtime.kernel_cache import _Files
+from sparse_kernels.cpu.runtime.kernel_cache import _KernelFiles
 
 # Prints what kernels of these constants give, how many came from disk, and what was warned of.
 PROGRAM = """
@@ -49,16 +49,16 @@ def test_what_is_saved_at_the_same_time_stays_apart(tmp_path: Path) -> None:
     keys = [("signature", ("triple", "cpu", ""), ("code", f"constants {i}")) for i in range(40)]
 
     def save(i: int) -> None:
-        _Files(tmp_path, "kernel").save(keys[i], f"kernel {i}")
+        _KernelFiles(tmp_path, "kernel").save(keys[i], f"kernel {i}")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(save, [*range(40), *range(40)]))
-    assert [_Files(tmp_path, "kernel").load(key) for key in keys] == [f"kernel {i}" for i in range(40)]
+    assert [_KernelFiles(tmp_path, "kernel").load(key) for key in keys] == [f"kernel {i}" for i in range(40)]
     assert len(list(tmp_path.iterdir())) == 40  # nothing half written is left
 
 
 def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
-    files = _Files(tmp_path, "kernel")
+    files = _KernelFiles(tmp_path, "kernel")
     key = ("signature", ("triple", "cpu", ""), ("code", "constants"))
     files.save(key, 1)
     others = [
@@ -66,7 +66,7 @@ def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
         (*key[:2], ("code", "other")),
     ]  # fmt: skip
     assert [files.load(other) for other in others] == [None] * 4
-    assert _Files(tmp_path, "other").load(key) is None
+    assert _KernelFiles(tmp_path, "other").load(key) is None
     assert files.load(key) == 1
 
 
@@ -74,7 +74,7 @@ def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"?" + data[41:]]
 )
 def test_damaged_files_are_not_there_and_are_written_anew(tmp_path: Path, damage) -> None:
-    files, key = _Files(tmp_path, "kernel"), ("signature", (), ("code", "constants"))
+    files, key = _KernelFiles(tmp_path, "kernel"), ("signature", (), ("code", "constants"))
     files.save(key, list(range(100)))
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
@@ -107,4 +107,4 @@ def test_where_nothing_can_be_kept_kernels_run_all_the_same_and_it_is_said(tmp_p
     assert run(tmp_path, 5).splitlines()[0] == "5 5 5 0"
     text = run(tmp_path, 5, NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator", NUMBA_CACHE_DIR="")
     assert text.startswith("5 5 5 0\nwarned: compiled kernels cannot be kept (cannot cache function")
-    assert "NUMBA_CACHE_DIR names a folder for them" in text
+    assert "set NUMBA_CACHE_DIR to a folder for them" in text

@@ -1,4 +1,4 @@
-// The primitives of sparse_kernels/cuda/primitives.cuh on a CPU, and what is around them in CUDA.
+// The primitives of sparse_kernels/cuda/device_code/primitives.cuh on a CPU, and what is around them in CUDA.
 //
 // A kernel is compiled by the host's compiler as it is. Each thread of a block is a fiber; what threads do together
 // (a barrier, a shuffle, a tensor-core product) is a meeting: all wait for the last, which computes for all. Between

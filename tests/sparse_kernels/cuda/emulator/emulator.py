@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cuda.program import Launch, Operand, Variant
 
 HERE = Path(__file__).parent
-KERNELS = Path(__file__).parents[4] / "sparse_kernels" / "cuda"
+KERNELS = Path(__file__).parents[4] / "sparse_kernels" / "cuda" / "device_code"
 CACHE = Path(__file__).parents[4] / "build" / "emulator"
 
 COMPILER = os.environ.get("CXX", "g++")

@@ -1,4 +1,4 @@
-// The primitives of Hopper (the section at the end of sparse_kernels/cuda/primitives.cuh) on a CPU.
+// The primitives of Hopper (the section at the end of sparse_kernels/cuda/device_code/primitives.cuh) on a CPU.
 //
 // What runs asynchronously on the machine does so here: a bulk copy lands in pieces at random moments, and a wgmma
 // runs at some random moment between its commit and the end of its wait, and reads shared memory then, through its

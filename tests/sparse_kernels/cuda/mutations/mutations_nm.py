@@ -50,7 +50,7 @@ def case_of(
     pattern: NM = NM(2, 4),  # noqa: B008 - a frozen value
     dtype: str = "float16",
     *,
-    tile: nm.Tile | None = None,
+    tile: nm.NMTile | None = None,
     columns: int | None = None,
     also_drop: float = 0.0,
 ) -> Case:

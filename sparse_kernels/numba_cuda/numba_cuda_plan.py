@@ -1,8 +1,8 @@
-"""The plans of backend numba_cuda: a packed weight on the GPU and its launches, float32 or float16.
+"""Plans of backend numba_cuda: a packed weight on the GPU and its launches, float32 or float16.
 
 x, out: arrays on the GPU of any library (`operands`), of the plan's dtype. bias: float32. Sums are float32 always. A
-call returns when its kernels are queued on the default stream, not when they are done; what is returned without `out`
-is an array of numba.cuda.
+call returns when its kernels are queued on the default stream, not when they are done. Without `out` it returns an
+array of numba.cuda.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight
 from sparse_kernels.numba_cuda import block, csr, dense, nm, vector
-from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, Layout, taps
+from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, ActivationLayout, build_taps
 from sparse_kernels.numba_cuda.library import cuda, require_device
-from sparse_kernels.numba_cuda.operands import check_apart, on_gpu
-from sparse_kernels.numba_cuda.tile import Tile
+from sparse_kernels.numba_cuda.operands import check_apart, view_on_gpu
+from sparse_kernels.numba_cuda.tile import ThreadBlockTile
 from sparse_kernels.numba_cuda.transpose import transpose
 from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
@@ -30,17 +30,17 @@ FLOAT32 = np.dtype(np.float32)
 class Format(Protocol):
     """What the file of each format offers."""
 
-    def tile(self, packed: Any, n: int) -> Tile:
-        """What a block of threads computes, where x has about n columns."""
+    def choose_tile(self, packed: Any, n: int) -> ThreadBlockTile:
+        """Return what a block of threads computes, where x has about n columns."""
 
-    def row_tiles(self, packed: Any, tile: Tile) -> int:
-        """How many tiles lie on top of each other in y."""
+    def count_row_tiles(self, packed: Any, tile: ThreadBlockTile) -> int:
+        """Return how many tiles lie on top of each other in y."""
 
-    def arguments(self, packed: Any, dtype: np.dtype) -> tuple[np.ndarray | int, ...]:
-        """What the kernel takes before (source, n, bias, activation, y)."""
+    def build_arguments(self, packed: Any, dtype: np.dtype) -> tuple[np.ndarray | int, ...]:
+        """Return the tuple of weights that the kernel takes before (source, n, bias, activation, y)."""
 
-    def kernel(self, layout: Layout, tile: Tile) -> Any:
-        """The kernel, compiled when it is first run with arguments of new types."""
+    def build_kernel(self, layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+        """Return the kernel, compiled when it is first run with arguments of new types."""
 
 
 FORMATS: dict[type, Format] = {
@@ -57,7 +57,7 @@ class Weight:
     """A packed weight on the GPU, and how it is multiplied."""
 
     format: Format
-    tile: Tile
+    tile: ThreadBlockTile
     row_tiles: int
     arguments: tuple[Any, ...]
 
@@ -66,19 +66,21 @@ class Weight:
         """Bytes of the arrays."""
         return sum(it.size * it.dtype.itemsize for it in self.arguments if not isinstance(it, int))
 
-    def multiply(self, layout: Layout, source: tuple[Any, ...], n: int, bias: Any, activation: int, y: Any) -> None:
+    def multiply(
+        self, layout: ActivationLayout, source: tuple[Any, ...], n: int, bias: Any, activation: int, y: Any
+    ) -> None:
         """Queue y = activation(w @ x + bias) for n columns: a block a tile, tiles numbered row of tiles by row."""
         blocks = -(-n // self.tile.width) * self.row_tiles
-        launch = self.format.kernel(layout, self.tile)[blocks, self.tile.block]
-        launch(*self.arguments, source, n, bias, activation, y)
+        launch = self.format.build_kernel(layout, self.tile)[blocks, self.tile.block]
+        launch(self.arguments, source, n, bias, activation, y)
 
     def copy(self) -> Weight:
-        """The same weight at other addresses."""
+        """Return the same weight at other addresses."""
         return replace(self, arguments=tuple(it if isinstance(it, int) else _copied(it) for it in self.arguments))
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan:
+class NumbaCudaLinearPlan:
     """A linear layer's plan. Token-major x and y are turned around on the way in and out, in the plan's time."""
 
     shape: tuple[int, int]
@@ -99,7 +101,7 @@ class LinearPlan:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says, on the GPU."""
         m, k = self.shape
         tokens_first = self.layout == "token_major"
-        x = on_gpu("x", x, self.dtype, (None, k) if tokens_first else (k, None))
+        x = view_on_gpu("x", x, self.dtype, (None, k) if tokens_first else (k, None))
         n = x.shape[0] if tokens_first else x.shape[1]
         y = _result(x, out, self.dtype, (n, m) if tokens_first else (m, n))
         bias, code = _bias(bias, self.no_bias), _code(activation)
@@ -115,9 +117,9 @@ class LinearPlan:
                 transpose(y_turned, y)
         return y if out is None else out
 
-    def copy(self) -> LinearPlan:
-        """The same plan with weights of its own."""
-        return LinearPlan(self.shape, self.weight.copy(), self.no_bias, self.kernel, self.layout, self.dtype)
+    def copy(self) -> NumbaCudaLinearPlan:
+        """Return the same plan with weights of its own."""
+        return NumbaCudaLinearPlan(self.shape, self.weight.copy(), self.no_bias, self.kernel, self.layout, self.dtype)
 
     def _buffers(self, n: int) -> tuple[Any, Any]:
         """x (k, n) and y (m, n), kept for the next call with as many tokens."""
@@ -129,7 +131,7 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Conv2dPlan:
+class NumbaCudaConv2dPlan:
     """A convolution's plan, NCHW: implicit GEMM, nothing but y is written."""
 
     shape: Conv2dShape
@@ -148,7 +150,7 @@ class Conv2dPlan:
     def __call__(self, x: Any, bias: Any = None, activation: str | None = None, out: Any = None) -> Any:
         """activation(convolution of x + bias), as `Plan` says, on the GPU."""
         s = self.shape
-        x = on_gpu("x", x, self.dtype, (None, s.c_in, s.h, s.w))
+        x = view_on_gpu("x", x, self.dtype, (None, s.c_in, s.h, s.w))
         batch = x.shape[0]
         y = _result(x, out, self.dtype, (batch, s.c_out, s.out_h, s.out_w))
         bias, code = _bias(bias, self.no_bias), _code(activation)
@@ -156,44 +158,50 @@ class Conv2dPlan:
             self.weight.multiply(IMAGES, (x, self.taps, *s.stride), batch * s.out_h * s.out_w, bias, code, y)
         return y if out is None else out
 
-    def copy(self) -> Conv2dPlan:
-        """The same plan with weights of its own."""
+    def copy(self) -> NumbaCudaConv2dPlan:
+        """Return the same plan with weights of its own."""
         return replace(self, weight=self.weight.copy())
 
 
-def prepare(packed: Packed, layout: str, n: int, dtype: str = "float32", tile: Tile | None = None) -> LinearPlan:
-    """The plan of a linear layer for about n columns. `tile` replaces the one that fits the format.
+def prepare_numba_cuda_linear(
+    packed: Packed, layout: str, n: int, dtype: str = "float32", tile: ThreadBlockTile | None = None
+) -> NumbaCudaLinearPlan:
+    """Return the plan of a linear layer for about n columns. `tile` replaces the one that fits the format.
 
     Raises NoDevice without a GPU, ValueError for another dtype or weights that float16 cannot hold.
     """
     element = _dtype(dtype)
     require_device()
     weight = _weight(packed, n, element, tile)
-    return LinearPlan(packed.shape, weight, _zeros(packed), _name(packed, "", weight.tile), layout, element)
+    return NumbaCudaLinearPlan(packed.shape, weight, _zeros(packed), _name(packed, "", weight.tile), layout, element)
 
 
 def prepare_conv2d(
-    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float32", tile: Tile | None = None
-) -> Conv2dPlan:
-    """The plan of a convolution; otherwise as `prepare`."""
+    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float32", tile: ThreadBlockTile | None = None
+) -> NumbaCudaConv2dPlan:
+    """Return the plan of a convolution; otherwise as `prepare_numba_cuda_linear`."""
     element = _dtype(dtype)
     require_device()
     weight = _weight(packed, shape.n, element, tile)
     name = _name(packed, ".conv2d", weight.tile)
-    return Conv2dPlan(shape, weight, cuda.to_device(taps(shape)), _zeros(packed), name, layout, element)
+    return NumbaCudaConv2dPlan(
+        shape, weight, cuda.to_device(build_taps(shape)), _zeros(packed), name, layout, element
+    )
 
 
-def _weight(packed: Packed, n: int, dtype: np.dtype, tile: Tile | None) -> Weight:
+def _weight(packed: Packed, n: int, dtype: np.dtype, tile: ThreadBlockTile | None) -> Weight:
     largest = np.abs(packed.values).max(initial=0)
     if largest > np.finfo(dtype).max:
-        raise ValueError(f"{dtype} cannot hold a weight of {largest:g}: the largest is {np.finfo(dtype).max:g}")
+        raise ValueError(
+            f"{dtype} cannot hold a weight of {largest:g}: its largest number is {np.finfo(dtype).max:g}"
+        )
     format = FORMATS[type(packed)]
-    tile = format.tile(packed, n) if tile is None else tile
-    arguments = (it if isinstance(it, int) else cuda.to_device(it) for it in format.arguments(packed, dtype))
-    return Weight(format, tile, format.row_tiles(packed, tile), tuple(arguments))
+    tile = format.choose_tile(packed, n) if tile is None else tile
+    arguments = (it if isinstance(it, int) else cuda.to_device(it) for it in format.build_arguments(packed, dtype))
+    return Weight(format, tile, format.count_row_tiles(packed, tile), tuple(arguments))
 
 
-def _name(packed: Packed, op: str, tile: Tile) -> str:
+def _name(packed: Packed, op: str, tile: ThreadBlockTile) -> str:
     return f"numba_cuda.{packed.pattern.format}{op}.{tile.height}x{tile.width}"
 
 
@@ -204,7 +212,7 @@ def _dtype(dtype: str) -> np.dtype:
 
 
 def _zeros(packed: Packed) -> Any:
-    """The bias (m,) of a call without one."""
+    """Return the bias (m,) of a call without one."""
     return cuda.to_device(np.zeros(packed.shape[0], np.float32))
 
 
@@ -215,16 +223,16 @@ def _copied(array: Any) -> Any:
 
 
 def _result(x: Any, out: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    """Where y goes: `out` as numba.cuda sees it, or a new array."""
+    """Return where y goes: `out` as numba.cuda sees it, or a new array."""
     if out is None:
         return cuda.device_array(shape, dtype)
-    y = on_gpu("out", out, dtype, shape)
+    y = view_on_gpu("out", out, dtype, shape)
     check_apart(x, y)
     return y
 
 
 def _bias(bias: Any, no_bias: Any) -> Any:
-    return no_bias if bias is None else on_gpu("bias", bias, FLOAT32, no_bias.shape)
+    return no_bias if bias is None else view_on_gpu("bias", bias, FLOAT32, no_bias.shape)
 
 
 def _code(activation: str | None) -> int:

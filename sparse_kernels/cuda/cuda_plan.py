@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda import variants
-from sparse_kernels.cuda.machine import Array, CupyMachine, Kernel, Machine
+from sparse_kernels.cuda.machine import Array, CudaMachine, CupyMachine, LoadedKernel
 from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan_protocol import ACTIVATIONS
@@ -29,10 +30,10 @@ NULL = np.uint64(0)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LoadedLaunch:
     """A launch whose kernel is loaded and whose constant arrays are uploaded: addresses stand for them."""
 
-    kernel: Kernel
+    kernel: LoadedKernel
     grid: Dim3
     block: Dim3
     arguments: tuple[np.generic | Operand, ...]  # operands are filled in at each call
@@ -47,7 +48,7 @@ class Prepared:
 class Calls:
     """What runs for one number of columns and activation."""
 
-    launches: tuple[Prepared, ...]
+    launches: tuple[LoadedLaunch, ...]
     scratch_bytes: int
 
 
@@ -56,12 +57,12 @@ class CudaPlan:
     """A program on a machine, for x of x_shape and out of y_shape; None stands for the free length n, in both.
     `families` are the kernel families that were asked, of which the last one runs it.
 
-    What the first call for a number of columns compiles, uploads and allocates stays, so a call may be captured into
+    What the first call for a number of columns compiles, uploads and allocates stays. So a call may be captured into
     a CUDA graph after one like it has run on that stream.
     """
 
     program: Program
-    machine: Machine
+    machine: CudaMachine
     x_shape: tuple[int | None, ...]
     y_shape: tuple[int | None, ...]
     dtype: str
@@ -96,7 +97,7 @@ class CudaPlan:
         return out
 
     def calls(self, n: int, activation: str | None) -> Calls:
-        """What runs for n columns; kernels are compiled and weights uploaded when it is first asked for."""
+        """Return what runs for n columns; kernels are compiled and weights uploaded when it is first asked for."""
         key = n, activation
         if key not in self._calls:
             launches = self.program.launches(n, activation)
@@ -105,11 +106,11 @@ class CudaPlan:
         return self._calls[key]
 
     def copy(self) -> CudaPlan:
-        """The same plan with weights of its own at another address."""
+        """Return the same plan with weights of its own at another address."""
         return replace(self, _uploads={}, _calls={})
 
     def _check(self, x: Array, bias: Array | None, activation: str | None, out: Array | None) -> int:
-        """The free length. Refuses what cannot be run, in a sentence.
+        """Return the free length. Refuse what cannot be run, in a sentence.
 
         TypeError for what is no array of the GPU, or of another dtype; ValueError for shapes, strides and addresses.
         """
@@ -150,12 +151,12 @@ class CudaPlan:
                 )
         return n
 
-    def _prepare(self, launch: Launch) -> Prepared:
+    def _prepare(self, launch: Launch) -> LoadedLaunch:
         kernel = self.machine.kernel(launch.variant, launch.shared_bytes)
-        return Prepared(kernel, launch.grid, launch.block, tuple(map(self._on_machine, launch.arguments)))
+        return LoadedLaunch(kernel, launch.grid, launch.block, tuple(map(self._on_machine, launch.arguments)))
 
     def _on_machine(self, argument: Argument) -> np.generic | Operand:
-        """The address of a constant array, uploaded once; all else as it is."""
+        """Return the address of a constant array, uploaded once; all else as it is."""
         if not isinstance(argument, np.ndarray):
             return argument
         # The array is kept beside its copy: its id stays its own.
@@ -169,8 +170,12 @@ class CudaPlan:
         return np.uint64(view.address)
 
 
-def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine: Machine | None = None) -> CudaPlan:
-    """The plan of a linear layer for about n columns, for CuPy arrays on the current GPU unless a machine is given.
+def prepare_cuda_linear(
+    packed: Packed, layout: str, n: int, dtype: str = "float16", machine: CudaMachine | None = None
+) -> CudaPlan:
+    """Return the plan of a linear layer for about n columns.
+
+    machine: CuPy's current GPU by default.
 
     Raises NotSupported for what no kernel runs, MissingLibrary and NoDevice for what is not there.
     """
@@ -183,13 +188,13 @@ def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine
     attempts = {family: partial(variants.linear(family), packed, dtype, *where) for family in families}
     program, asked = _first(packed, machine.architecture, attempts)
     m, k = packed.shape
-    return _planned(program, machine, (k, None), (m, None), dtype, layout, n, asked)
+    return _build_plan(program, machine, _Shapes((k, None), (m, None), layout, n), dtype, asked)
 
 
 def prepare_conv2d(
-    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float16", machine: Machine | None = None
+    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float16", machine: CudaMachine | None = None
 ) -> CudaPlan:
-    """The plan of a convolution for about shape.batch images; as `prepare`."""
+    """Return the plan of a convolution for about shape.batch images; as `prepare_cuda_linear`."""
     if layout != CONV2D_LAYOUT:
         raise NotSupported(f"the CUDA kernels of a convolution take layout {CONV2D_LAYOUT}, not {layout!r}")
     _check_dtype(dtype)
@@ -200,11 +205,11 @@ def prepare_conv2d(
     program, asked = _first(packed, machine.architecture, attempts)
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)
-    return _planned(program, machine, x_shape, y_shape, dtype, layout, shape.batch, asked)
+    return _build_plan(program, machine, _Shapes(x_shape, y_shape, layout, shape.batch), dtype, asked)
 
 
 def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: str) -> tuple[str, ...]:
-    """Who may run a format."""
+    """Return the families that may run a format."""
     if packed.pattern.format not in candidates:
         known = ", ".join(candidates)
         raise NotSupported(f"no CUDA kernel runs {layer} of format {packed.pattern.format}: known are {known}")
@@ -214,7 +219,10 @@ def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: 
 def _first(
     packed: Packed, architecture: str, attempts: Mapping[str, Callable[[], Program]]
 ) -> tuple[Program, tuple[str, ...]]:
-    """The program of the first family that does not refuse, and all that were asked; all reasons where all refuse."""
+    """Return the program of the first family that does not refuse, and the families that were asked.
+
+    Raises NotSupported with all reasons if all refuse.
+    """
     reasons: dict[str, str] = {}
     for family, attempt in attempts.items():
         try:
@@ -224,27 +232,29 @@ def _first(
     raise NotSupported(f"no CUDA kernel runs {packed.pattern} on {architecture}: {'; '.join(reasons.values())}")
 
 
-def _planned(
-    program: Program,
-    machine: Machine,
-    x_shape: tuple[int | None, ...],
-    y_shape: tuple[int | None, ...],
-    dtype: str,
-    layout: str,
-    n: int,
-    families: tuple[str, ...],
+class _Shapes(NamedTuple):
+    """Shapes of x and y with None for the free length, their layout, and about how many columns a call has."""
+
+    x: tuple[int | None, ...]
+    y: tuple[int | None, ...]
+    layout: str
+    n: int
+
+
+def _build_plan(
+    program: Program, machine: CudaMachine, shapes: _Shapes, dtype: str, families: tuple[str, ...]
 ) -> CudaPlan:
-    """The plan, with its kernels for n columns compiled and its weights uploaded."""
-    launches = program.launches(max(n, 1), None)
-    functions = "+".join(dict.fromkeys(launch.variant.function for launch in launches)) or "nothing"
+    """Return the plan, with its kernels for n columns compiled and its weights uploaded."""
+    n = max(shapes.n, 1)
+    functions = "+".join(dict.fromkeys(launch.variant.function for launch in program.launches(n, None))) or "nothing"
     kernel = f"cuda.{functions}.{machine.architecture}"
-    plan = CudaPlan(program, machine, x_shape, y_shape, dtype, kernel, layout, families)
-    plan.calls(max(n, 1), None)
+    plan = CudaPlan(program, machine, shapes.x, shapes.y, dtype, kernel, shapes.layout, families)
+    plan.calls(n, None)
     return plan
 
 
 def _with(shape: tuple[int | None, ...], n: int) -> tuple[int, ...]:
-    """A shape with n in place of None."""
+    """Return a shape with n in place of None."""
     return tuple(n if length is None else length for length in shape)
 
 

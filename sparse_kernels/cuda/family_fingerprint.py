@@ -1,7 +1,7 @@
 """Eight digits that stand for what a family of kernels is: they change with what is compiled or launched.
 
 A measured time is of one version of a kernel. A comment, a new name or another layout of the Python code does not
-change that version; an instruction, a compile option, a tile, a packed array or a launch does. So the fingerprint is
+change that version. An instruction, a compile option, a tile, a packed array or a launch does. So the fingerprint is
 made of what comes out, not of how it is written:
 
 - compiled: the CUDA source of every variant for the architecture, with its headers and without comments, its macros
@@ -56,7 +56,7 @@ _COMMENT = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")""", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
-def of_family(family: str, architecture: str) -> str:
+def fingerprint_family(family: str, architecture: str) -> str:
     """Return the fingerprint of a family (`variants.FAMILIES`) on an architecture.
 
     Parameters
@@ -77,13 +77,13 @@ def of_family(family: str, architecture: str) -> str:
     return _digest(digests)[:DIGITS]
 
 
-def candidates(op: str, format: str) -> tuple[str, ...]:
+def list_families(op: str, format: str) -> tuple[str, ...]:
     """Return the families that may run a layer, in the order in which they are tried; none for an unknown format."""
     return (variants.CONV2D if op == "conv2d" else variants.LINEAR).get(format, ())
 
 
 def code(source: str) -> str:
-    """Return a CUDA source of this folder and what it includes from here, without comments and spare white space."""
+    """Return a CUDA source of `device_code` with the headers that it includes, without comments and spare space."""
     text = (build.KERNELS / source).read_text()
     bare = _COMMENT.sub(lambda found: found[1] or " ", text)
     headers = [code(name) for name in _INCLUDE.findall(bare) if (build.KERNELS / name).is_file()]
@@ -92,7 +92,7 @@ def code(source: str) -> str:
 
 
 def _constants(family: str) -> Iterator[str]:
-    """The numbers, and tuples of numbers, that a family's modules name in capitals."""
+    """Yield the numbers, and tuples of numbers, that a family's modules name in capitals."""
     for name in (family, *_CHOOSERS.get(family, ())):
         module = importlib.import_module(f"{__package__}.{name}")
         for key, value in sorted(vars(module).items()):
@@ -134,11 +134,11 @@ def _compiled_variant(variant: Variant, architecture: str) -> str:
 def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
     for format, patterns in SAMPLES.items():
         for pattern, (m, k) in itertools.product(patterns, SIZES):
-            if family in candidates("linear", format):
+            if family in list_families("linear", format):
                 packed = _packed(pattern, m, k)
                 prepare = functools.partial(variants.linear(family), packed, "float16", architecture, max(COLUMNS))
                 yield from _of_program(f"{pattern} {m} {k}", prepare, COLUMNS)
-        if family in candidates("conv2d", format):
+        if family in list_families("conv2d", format):
             packed = _packed(patterns[-1], CONVOLUTION.m, CONVOLUTION.k)
             prepare = functools.partial(variants.conv2d(family), packed, CONVOLUTION, "float16", architecture)
             yield from _of_program(f"{patterns[-1]} {CONVOLUTION}", prepare, BATCHES)
@@ -179,7 +179,7 @@ def _of_argument(argument: Argument) -> Iterator[str | bytes]:
 
 
 def _packed(pattern: Pattern, m: int, k: int) -> Packed:
-    """A weight of the pattern, a quarter of it kept; the same every time."""
+    """Return a weight of the pattern, a quarter of it kept; the same every time."""
     rng = np.random.default_rng([m, k])
     weight = rng.standard_normal((m, k), np.float32)
     return pack(weight, None if isinstance(pattern, Dense) else _mask(rng, pattern, m, k), pattern)

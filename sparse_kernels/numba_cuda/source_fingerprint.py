@@ -21,11 +21,12 @@ MODULES = {
 }  # fmt: skip
 """The file of each format's kernels."""
 
-_ALWAYS = ("plan", "transpose")  # what every call runs through: launches, and the turning of token-major activations
+# Every call runs through these: launches, and the transposition of token-major activations.
+_ALWAYS = ("numba_cuda_plan", "transpose")
 
 
 @functools.cache
-def of_module(module: str) -> str:
+def fingerprint_module(module: str) -> str:
     """Return the fingerprint of the kernels in a file of this folder (``vector``, without ``.py``).
 
     Returns
@@ -56,7 +57,7 @@ def _is_no_code(node: ast.stmt) -> bool:
 
 
 def _imported(module: str) -> Iterator[str]:
-    """The files of this folder that a file imports, and those that they import."""
+    """Yield the files of this folder that a file imports, and those that they import."""
     for node in ast.walk(ast.parse((FOLDER / f"{module}.py").read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(__package__ or ""):
             inside = (node.module or "").removeprefix(__package__ or "").removeprefix(".")

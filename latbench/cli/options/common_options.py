@@ -1,0 +1,73 @@
+"""Arguments and options of several commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TaskArgument = Annotated[
+    str, typer.Argument(help="Task: a bundled name such as digits, a Python file, or package.module:task.")
+]
+TableArgument = Annotated[str, typer.Argument(help="Table: a folder of parts, a Parquet file, or a URI.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of each engine. Default: all cores.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option(help="Sparsity patterns, such as dense,vector:32,nm:2:4. Default: all that a kernel runs."),
+]
+Sparsities = Annotated[
+    list[str] | None, typer.Option(help="Sparsities, shares of one, such as 0.5,0.75,0.9. Default: a standard set.")
+]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload", help="Workload, repeatable: a bundled name or a YAML file. Default: all bundled ones."
+    ),
+]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backends",
+        help="Engines, such as numba,openvino,scipy, or all. Default: those that run dense layers; on a GPU all.",
+    ),
+]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        help="Adaptive choice of points: six sparsities of each curve, then those that are least certain or near "
+        "break-even.",
+    ),
+]
+Tune = Annotated[
+    bool, typer.Option("--tune", help="Extra points: latbench's CPU kernels with parameters tuned by measurement.")
+]
+Bf16 = Annotated[
+    bool,
+    typer.Option(
+        "--bf16",
+        help="Extra CPU points in bfloat16: latbench's kernels with rounded weights, or with rounded weights and "
+        "activations. Dense engines in bfloat16 are the baseline.",
+    ),
+]
+Sessions = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Processes per point. More average out memory placement and take proportionally longer."
+    ),
+]
+LimitsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--limits",
+        help="YAML file of layers that are tied, fixed or excluded; see search/problem/limits.py. Default: none.",
+    ),
+]
+COLUMN_VALUE = "COLUMN=VALUE"
+
+GPU_NAME = (
+    "NAME or NAME:INDEX, such as h200, rtx-4090 or a100:2. INDEX counts from 0 as nvidia-smi does, or within "
+    "CUDA_VISIBLE_DEVICES. `latbench doctor` prints the name of each GPU. Default: none."
+)

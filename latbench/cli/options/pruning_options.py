@@ -1,0 +1,51 @@
+"""Arguments and options of `latbench prune` and `verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from latbench import MOST_SEED
+
+ProfileInput = Annotated[Path, typer.Option("--profile", help="Profile from latbench search.")]
+DatabaseInput = Annotated[Path, typer.Option("--database", help="Layer database that latbench search filled.")]
+PrunedOutput = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")]
+JointTuning = Annotated[
+    bool,
+    typer.Option(
+        "--global/--no-global",
+        help="Joint tuning of all pruned layers on calibration data. Memory: the dense model and three numbers per "
+        "kept weight.",
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="Training recipe: a YAML file, or a method such as gmp or mask_decay. The better of the trained and the "
+        "untrained model is kept. Default: no training.",
+    ),
+]
+TuningSeed = Annotated[
+    int,
+    typer.Option("--seed", min=0, max=MOST_SEED, help="Random seed of the tuning. A recipe has a seed of its own."),
+]
+PackedFile = Annotated[
+    bool, typer.Option("--packed", help="Extra file packed.safetensors: mask bits and kept weights.")
+]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option("--onnx", help="ONNX file of the pruned model, for onnxruntime and DeepSparse. Default: none."),
+]
+PrunedArgument = Annotated[Path, typer.Argument(help="Folder from latbench prune.")]
+VerifyOutput = Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the measured rows.")]
+VerifyBackend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Engine of the pruned model: numba, numba-bf16 or deepsparse. Default: the engine of the search.",
+    ),
+]
+RemeasureAll = Annotated[bool, typer.Option("--remeasure", help="New measurement instead of a stored one.")]

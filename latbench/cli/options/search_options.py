@@ -1,0 +1,143 @@
+"""Arguments and options of `latbench search`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from latbench import MOST_SEED
+
+SearchTarget = Annotated[
+    float, typer.Option("--target", min=1.0, help="Speedup to promise over the fastest dense engine, such as 1.5.")
+]
+SearchTable = Annotated[
+    str,
+    typer.Option("--table", help="Table of this machine, from latbench sweep. For deepsparse: from latbench layers."),
+]
+SearchDatabase = Annotated[
+    Path, typer.Option("--database", help="Folder of pruned layers. Layers that it holds are used again.")
+]
+ProfileOutput = Annotated[Path, typer.Option("--output", "-o", help="Profile to write (JSON).")]
+SearchModel = Annotated[
+    Path | None,
+    typer.Option("--model", help="Cost model from latbench fit, for numba and numba-bf16. Default: none."),
+]
+SearchBackend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        help="Engine of the pruned model: numba (latbench's kernels), numba-bf16 (in bfloat16) or deepsparse.",
+    ),
+]
+SearchPatterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--patterns",
+        help="Patterns to choose from besides dense, such as vector:32,nm:2:4. Default: all in the table.",
+    ),
+]
+SearchSparsities = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sparsities",
+        help="Sparsities to choose from, such as 0.6,0.7, or `fine`: all that the cost model covers. Default: those "
+        "in the table.",
+    ),
+]
+ModelBytes = Annotated[
+    float | None,
+    typer.Option(
+        "--most-bytes",
+        min=0.0,
+        help="Upper bound in bytes on all weights of the pruned model, packed for numba's kernels. Layers that are "
+        "not pruned count at full size. Default: none.",
+    ),
+]
+LayerErrors = Annotated[
+    str,
+    typer.Option(
+        "--errors",
+        help="Layer errors: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error.",
+    ),
+]
+SearchSeed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        min=0,
+        max=MOST_SEED,
+        help="Random seed of the search. The same seed tries the same profiles, unless --remeasure or --time-budget "
+        "changes the course.",
+    ),
+]
+Evaluations = Annotated[
+    int,
+    typer.Option(
+        "--evaluations",
+        min=1,
+        help="Passes over the calibration data in each of up to 4 rounds, or over --batches of it. A part of "
+        "the data counts as that part of a pass.",
+    ),
+]
+CalibrationBatches = Annotated[
+    int | None,
+    typer.Option(
+        "--batches",
+        min=1,
+        help="Calibration batches for the profiles that a search tries. The best profiles see all. Default: all.",
+    ),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help="Search strategy. staged learns each layer's part in the loss. For comparison: spdy, the published "
+        "search; once, by layer errors alone; uniform, one pattern and sparsity for all layers.",
+    ),
+]
+SearchBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--time-budget",
+        help="Time limit for trying profiles, in seconds or such as 90s, 10m, 1.5h. Pruning layers and timing models "
+        "before it do not count. The profiles found are still evaluated and timed, in up to 10 rounds of minutes. "
+        "Default: none.",
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        min=1,
+        help="Worker processes. Results differ only by rounding. Default: one per thread, at most 8.",
+    ),
+]
+Evaluators = Annotated[
+    str,
+    typer.Option(
+        "--judges",
+        help="Evaluators of profiles. cpu: the worker processes of this machine. gpu: one process per GPU of this "
+        "machine. ray: each CPU of the Ray cluster (RAY_ADDRESS), whose nodes share the files.",
+    ),
+]
+PruningMethod = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="Pruning method of a layer: obs, the most accurate; adaprune, sparsegpt or magnitude, which are faster; "
+        "auto, obs if it takes seconds and else adaprune.",
+    ),
+]
+Risk = Annotated[
+    float,
+    typer.Option("--risk", min=0.6, max=0.999, help="Probability that the verification meets the promised speedup."),
+]
+Refine = Annotated[
+    Path | None,
+    typer.Option(
+        "--refine", help="Folder of a latbench verify that missed the target, to continue from. Default: none."
+    ),
+]
+RemeasureModels = Annotated[bool, typer.Option("--remeasure", help="New timing of whole models, and a new search.")]

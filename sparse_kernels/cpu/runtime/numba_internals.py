@@ -1,0 +1,91 @@
+"""Everything that the CPU kernels use of Numba beyond its public interface, in one place.
+
+Numba may change any of it in any release. All of it is known to hold from Numba 0.62 to 0.68.1, and
+`tests/sparse_kernels/cpu/runtime/test_numba_internals.py` says in a sentence what broke when it no longer does. To
+take a new Numba, run that test, then raise the upper bounds of `numba` and `llvmlite` in pyproject.toml.
+
+- `cgutils`: stack slots, fields of structures, loops, declarations of LLVM code (`numba.core.cgutils`)
+- `read_compile_target`: processor and features that Numba generates code for (`numba.core.registry.cpu_target`)
+- `FunctionCache`, `attach_cache`: our own files of compiled kernels (`numba.core.caching`, `dispatcher._cache`)
+- `serialize`: the content of these files (`numba.core.serialize.dumps`)
+- `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
+- `find_openmp_library`: the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
+
+Intrinsics (`numba.extending.intrinsic`, public) also rely on this, which has no import to gather here:
+
+- A tuple of integers that a kernel encloses has literal types, also behind `inline="always"` (`vector_code`).
+- A NamedTuple is an LLVM structure of its fields, in their order, and one of integers is a run of words
+  (`parallel_kernel`).
+- `dispatcher.overloads`, `library`, `fndesc` and `context.call_conv` call one compiled function from another
+  (`parallel_kernel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+from numba.core import caching
+from numba.core import cgutils as numba_cgutils
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
+
+__all__ = [
+    "CompileTarget",
+    "FunctionCache",
+    "attach_cache",
+    "cgutils",
+    "find_openmp_library",
+    "find_thread_counter",
+    "read_compile_target",
+    "serialize",
+]
+
+
+cgutils = numba_cgutils
+FunctionCache = caching.FunctionCache
+
+
+class CompileTarget(NamedTuple):
+    """What Numba generates code for.
+
+    triple: LLVM's target triple. cpu: LLVM's name of the processor. features: instruction sets that it has.
+    """
+
+    triple: str
+    cpu: str
+    features: frozenset[str]
+
+
+def read_compile_target() -> CompileTarget:
+    """Return what Numba generates code for in this process; NUMBA_CPU_NAME may lower it."""
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    return CompileTarget(triple, cpu, frozenset(each[1:] for each in features.split(",") if each.startswith("+")))
+
+
+def attach_cache(dispatcher: Any, cache: FunctionCache) -> None:
+    """Let a compiled function load from and save to this cache."""
+    dispatcher._cache = cache
+
+
+def serialize(value: Any) -> bytes:
+    """Return the bytes from which `pickle.loads` rebuilds what Numba compiled."""
+    content: bytes = dumps(value)
+    return content
+
+
+def find_thread_counter() -> Callable[[], int]:
+    """Return the function that counts Numba's threads without taking its locks; the public one where it is gone."""
+    from numba.np.ufunc import parallel
+
+    numba.get_num_threads()  # starts the threads, which the quick function takes for granted
+    return getattr(parallel, "_get_num_threads", numba.get_num_threads)
+
+
+def find_openmp_library() -> str:
+    """Return the path of Numba's own library for OpenMP, through which the loader finds the OpenMP beside it."""
+    from numba.np.ufunc import omppool  # type: ignore[attr-defined]
+
+    path: str = omppool.__file__
+    return path
