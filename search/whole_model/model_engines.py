@@ -133,14 +133,12 @@ def build_dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
 
 
 def _build_openvino(reference: str, threads: int, shared: str, precision: str, tolerance: float) -> Run:
-    from latbench.backends.cpu.openvino import compile_on_cpu
+    from latbench.backends.cpu.openvino import compile_on_cpu, read_model
 
     task = load_task(reference)
-    import openvino  # after latbench's module, which keeps it from reporting to a web service
-
     model, inputs = task.model(), task.example()
     path = export_once(model, inputs, Path(shared))
-    compiled = compile_on_cpu(openvino.Core().read_model(path), threads, precision)
+    compiled = compile_on_cpu(read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:
