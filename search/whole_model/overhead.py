@@ -1,10 +1,10 @@
 """Seconds of a pruned model beyond its searched layers, found by timing the whole model at a few profiles.
 
-The first layer, norms, activations that could not be folded, and calls between layers are not in the table of layers,
-but they are in the user's time. Layers inside a network also differ from layers alone: they find their activations as
-they need them, and share caches and threads. So the pruned model is timed at probe profiles of very different speed,
-from all dense to very sparse. It is timed once more with its layers free: they return what they computed once, and
-pruning cannot reduce what remains. With these times,
+The table of layers has neither the first layer, norms, activations that could not be folded, nor calls between
+layers. All of them are in the user's time. Layers inside a network also differ from layers alone: they find their
+activations as they need them, and share caches and threads. So the pruned model is timed at probe profiles of very
+different speed, from all dense to very sparse. It is timed once more with its layers free: they return what they
+computed once, and pruning cannot reduce what remains. With these times,
 
     seconds of the model = fixed + sum over its layers of (scale * predicted seconds - saved)
 
