@@ -1,6 +1,6 @@
-"""A task: the model to prune, the data that judges it, and the inputs that are timed.
+"""A task: the model to prune, its data, its loss and score, and the inputs that are timed.
 
-A user writes an object or a module with these members (batches are whatever `loss` and `train_batches` agree on):
+A user writes an object or a module with these members (a batch is whatever `loss` accepts):
 
     model() -> torch.nn.Module             a fresh float32 model in eval mode, with its trained weights
     example() -> tuple[torch.Tensor, ...]  the inputs that are timed; they fix the batch
@@ -9,10 +9,10 @@ A user writes an object or a module with these members (batches are whatever `lo
     score(model) -> float                  on held-out data, higher is better
     train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
     limits: dict                           optional: tied, fixed, excluded layers: `search.problem.limits`
-    excluded: tuple[str, ...]              optional: the limits' `excluded`, where there is no more to say
-    name, score_name: str                  optional: how reports call them
+    excluded: tuple[str, ...]              optional: the limits' `excluded` alone
+    name, score_name: str                  optional: names for reports
 
-`load` finds it and answers with a `Task`, which checks what the user's code returns and says what it raises.
+`load_task` finds it and returns a `Task`, which checks what the user's code returns and reports what it raises.
 """
 
 from __future__ import annotations
@@ -43,9 +43,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Task:
-    """A user's task behind checks. `reference` loads it again in another process.
+    """A user's task. Every method checks what the user's code returns.
 
-    `source` is a hash of the file that it is written in, empty where there is none.
+    Attributes
+    ----------
+    reference
+        The name by which another process loads the task.
+    name, score_name
+        Names for reports.
+    implementation
+        The user's object or module.
+    limits
+        Limits of the layers.
+    source
+        Hash of the file that defines the task; empty if there is none.
     """
 
     reference: str
@@ -56,7 +67,7 @@ class Task:
     source: str = ""
 
     def model(self) -> torch.nn.Module:
-        """A fresh model in eval mode. Raises BadData when a weight is not finite or not float32."""
+        """Return a fresh model in eval mode. Raises BadData if a weight is not finite or not float32."""
         import torch
 
         model = self._call("model", self.implementation.model)
@@ -70,7 +81,7 @@ class Task:
         return model.eval()
 
     def example(self) -> tuple[torch.Tensor, ...]:
-        """The inputs that are timed."""
+        """Return the inputs that are timed."""
         import torch
 
         inputs = self._call("example", self.implementation.example)
@@ -79,14 +90,14 @@ class Task:
         return inputs
 
     def calibration(self) -> list[Any]:
-        """The calibration batches, at least one."""
+        """Return the calibration batches, at least one."""
         batches = list(self._call("calibration", self.implementation.calibration))
         if not batches:
             raise UsageError(f"task {self.name}: calibration() returned no batch")
         return batches
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """The loss of one batch, a scalar tensor."""
+        """Return the loss of one batch, a scalar tensor."""
         import torch
 
         loss = self._call("loss", lambda: self.implementation.loss(model, batch))
@@ -95,7 +106,7 @@ class Task:
         return loss
 
     def score(self, model: torch.nn.Module) -> float:
-        """The held-out score, higher is better."""
+        """Return the score on held-out data; higher is better."""
         import torch
 
         with torch.no_grad():
@@ -106,11 +117,11 @@ class Task:
 
     @property
     def can_train(self) -> bool:
-        """Whether the task offers training batches."""
+        """Whether the task has training batches."""
         return callable(getattr(self.implementation, "train_batches", None))
 
     def train_batches(self, rng: np.random.Generator) -> Iterator[Any]:
-        """Training batches drawn with `rng`. Raises UsageError when the task offers none."""
+        """Return training batches drawn with `rng`. Raises UsageError if the task has none."""
         if not self.can_train:
             raise UsageError(f"task {self.name} has no train_batches(rng): fine-tuning needs training data")
         return iter(self._call("train_batches", lambda: self.implementation.train_batches(rng)))
@@ -123,51 +134,59 @@ class Task:
             raise UsageError(f"task {self.name}: {member}() raised {type(error).__name__}: {error}{where}") from error
 
 
-def load(reference: str) -> Task:
-    """The task called `reference`: a bundled name, a Python file, `package.module` or `package.module:attribute`.
+def load_task(reference: str) -> Task:
+    """Return the task of this name.
 
-    Raises UsageError when there is none, when importing it fails, or when it lacks a member.
+    Parameters
+    ----------
+    reference
+        A bundled task, a Python file, `package.module` or `package.module:attribute`.
+
+    Raises
+    ------
+    UsageError
+        There is no such task, its import fails, or it lacks a member.
     """
-    place, _, attribute = reference.partition(":")
-    if place in bundled():
-        module = importlib.import_module(f"search.tasks.{place}")
-    elif place.endswith(".py"):
-        place = str(Path(place).resolve())
-        module = _import(place, lambda: _module_of_file(Path(place)))
+    source, _, attribute = reference.partition(":")
+    if source in list_bundled_tasks():
+        module = importlib.import_module(f"search.tasks.{source}")
+    elif source.endswith(".py"):
+        source = str(Path(source).resolve())
+        module = _report_import(source, lambda: _import_file(Path(source)))
     else:
-        module = _import(place, lambda: _module_of_name(place))
+        module = _report_import(source, lambda: _import_module(source))
     implementation = getattr(module, attribute, None) if attribute else module
     if implementation is None:
-        raise UsageError(f"{place} has no {attribute!r} to be a task")
+        raise UsageError(f"{source} has no {attribute!r} to be a task")
     missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
     if missing:
         raise UsageError(f"task {reference} lacks {', '.join(f'{name}()' for name in missing)}")
     return Task(
-        reference=f"{place}:{attribute}" if attribute else place,
-        name=str(getattr(implementation, "name", attribute or Path(place).stem.rpartition(".")[2])),
+        reference=f"{source}:{attribute}" if attribute else source,
+        name=str(getattr(implementation, "name", attribute or Path(source).stem.rpartition(".")[2])),
         score_name=str(getattr(implementation, "score_name", "score")),
         implementation=implementation,
-        limits=_limits(implementation, reference),
+        limits=_read_limits(implementation, reference),
         source=hash_file(Path(module.__file__)) if module.__file__ else "",
     )
 
 
-def _limits(implementation: Any, reference: str) -> Limits:
-    """What the task says of its layers, `excluded` with the rest."""
+def _read_limits(implementation: Any, reference: str) -> Limits:
+    """Return the limits of the task's layers, `excluded` among them."""
     excluded = {"excluded": getattr(implementation, "excluded", ())}
     own = parse_limits(getattr(implementation, "limits", {}), f"task {reference}: limits")
     return parse_limits(excluded, f"task {reference}") + own
 
 
-def bundled() -> list[str]:
-    """The names of the tasks that come with latbench."""
+def list_bundled_tasks() -> list[str]:
+    """Return the names of the tasks that come with latbench."""
     package = importlib.import_module("search.tasks")
     return [module.name for module in pkgutil.iter_modules(package.__path__)]
 
 
-def _module_of_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"no task file {path}")
+        raise UsageError(f"there is no task file {path}")
     _make_importable(path.parent)
     name = f"latbench_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -178,37 +197,38 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def _module_of_name(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
-                f"no task {name!r}: bundled: {', '.join(bundled())}; your own: a file (my_task.py), "
-                "a module (package.module) or something in it (package.module:attribute)"
+                f"there is no task {name!r}; bundled tasks: {', '.join(list_bundled_tasks())}; your own task: a file "
+                "(my_task.py), a module (package.module) or an attribute of it (package.module:attribute)"
             ) from error
         raise
 
 
 def _make_importable(folder: Path) -> None:
-    """What Python does for a script: a task may import the files beside it."""
+    """Let a task import the files beside it, as Python lets a script."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def _import(place: str, function: Callable[[], ModuleType]) -> ModuleType:
+def _report_import(source: str, function: Callable[[], ModuleType]) -> ModuleType:
+    """Return the imported module; turn what it raises into a UsageError that names the task."""
     try:
         return function()
     except UsageError:
         raise
     except Exception as error:
-        message = f"importing the task {place} raised {type(error).__name__}: {error}{_last_line(error)}"
+        message = f"the import of task {source} raised {type(error).__name__}: {error}{_last_line(error)}"
         raise UsageError(message) from error
 
 
 def _last_line(error: BaseException) -> str:
-    """Where it was raised, as ` (file:line)`."""
+    """Return where the error was raised, as ` (file:line)`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -94,7 +94,9 @@ def read_training_rows(table: str | Place, where: Where | None = None) -> tuple[
             mask = pc.and_(mask, pc.equal(pc.cast(piece[name], pa.string()), text).fill_null(False))
         return mask
 
-    rows = read_latest(table, COLUMNS, per=["point_id"], useful=is_training_row, looked_at=["op", "purpose", *where])
+    rows = read_latest(
+        table, COLUMNS, group_columns=["point_id"], accept=is_training_row, filter_columns=["op", "purpose", *where]
+    )
     return _check_rows(rows, where), rows["median_seconds"].to_numpy(np.float64)
 
 

@@ -16,7 +16,7 @@ from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def build_profile_layers(chosen: Profile) -> pd.DataFrame:
     return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
 
 
-def build_promise_times(verdict: Verdict) -> pd.DataFrame:
+def build_promise_times(verdict: SpeedupVerdict) -> pd.DataFrame:
     """Build a frame of whole-model times: dense engines (slowest first), prediction and measurement.
 
     Columns: name, kind, seconds, low, high.

@@ -20,12 +20,11 @@ from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
 from latbench.workloads.workload import find_workload_file
-from search.artifacts import profile as profiles
-from search.artifacts.profile import Profile
+from search.artifacts.profile import Profile, read_profile
 
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 # The columns that a report shows.
 COLUMNS = [
@@ -118,7 +117,7 @@ class ReportInputs:
     profile: Profile | None = None
     manifest: Mapping[str, Any] | None = None
     manifest_hash: str | None = None
-    verdict: Verdict | None = None
+    verdict: SpeedupVerdict | None = None
     trade_offs: pd.DataFrame | None = None
     results: pd.DataFrame | None = None
     sources: tuple[SourceFile, ...] = field(default=())
@@ -155,7 +154,7 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
     if given.workload and not given.database:
         raise UsageError("--workload names the layers of a --database: give both")
     table_hash = hash_table(table)  # first, while no frame is in memory beside it
-    frame = read_latest(table, COLUMNS, per=["point_id", "status"], useful=accept_every_row)
+    frame = read_latest(table, COLUMNS, group_columns=["point_id", "status"], accept=accept_every_row)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = ReportInputs(
@@ -163,7 +162,7 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
         table_hash=table_hash,
         environments=read_environments(table).to_dict("records"),
         model=_read_model(given.model) if given.model else None,
-        profile=profiles.load(given.profile) if given.profile else None,
+        profile=read_profile(given.profile) if given.profile else None,
         verdict=_read_verdict(given.verify / "verify.json") if given.verify else None,
         results=accuracy.read_results(given.accuracy) if given.accuracy else None,
         sources=(SourceFile("table", table, table_hash),),
@@ -185,7 +184,7 @@ def _read_model(path: Path) -> ModelFile:
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:
-    from search.pipeline.verify import manifest_hash
+    from search.pipeline.verify import hash_manifest
     from search.pruning.storage.model_folder import read_manifest
 
     manifest = read_manifest(folder)
@@ -196,7 +195,7 @@ def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:
         raise BadData(
             f"{name} is not a manifest that latbench prune wrote ({type(error).__name__}: {error})"
         ) from error
-    return manifest, manifest_hash(folder)
+    return manifest, hash_manifest(folder)
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> None:
@@ -217,12 +216,12 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 _FLOP = ("total", "dense_total")
 
 
-def _read_verdict(path: Path) -> Verdict:
+def _read_verdict(path: Path) -> SpeedupVerdict:
     from search.pipeline import verify as verification
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: run latbench verify first")
-    verdict = verification.load(path)
+    verdict = verification.read_verdict(path)
     if verdict is None:
         raise BadData(f"{path} is not what latbench verify writes: verify again")
     return verdict

@@ -113,8 +113,8 @@ def _sign(handle: int) -> None:
 
 def _holder(handle: int, device: str) -> str:
     """Return who holds the lock, as far as the file says so."""
-    said = " ".join(os.pread(handle, 500, 0).decode(errors="replace").split())
-    return f"another latbench process measures on {device}" + (f" ({said})" if said else "")
+    note = " ".join(os.pread(handle, 500, 0).decode(errors="replace").split())
+    return f"another latbench process measures on {device}" + (f" ({note})" if note else "")
 
 
 def _user() -> str:

@@ -99,11 +99,11 @@ class _Job:
         log = ""
         with contextlib.suppress(OSError):
             log = self.handle.paths.stderr.read_text(errors="replace")
-        said = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
+        errors = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
             log.split("\n") if not self.host else []
         )
         ended = "its process has ended" if self.host else "it ended before it was heard of"
-        last = next((line.strip() for line in reversed(said) if line.strip()), ended)
+        last = next((line.strip() for line in reversed(errors) if line.strip()), ended)
         return f"{self} was lost: {last}"
 
 
@@ -199,9 +199,9 @@ class SlurmNodes(WholeNodes):
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints its exceptions there too
                 handle = self._executor.submit(run_node_job, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
-            said = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
+            reason = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
             raise EnvironmentUnusable(
-                f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
+                f"Slurm takes no job with {self._given}: {reason}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
                 "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
             ) from None
         self._jobs[node.id] = _Job(handle, node)
@@ -217,18 +217,18 @@ class SlurmNodes(WholeNodes):
 
         Raises the function's LatbenchError, and EnvironmentUnusable where it cannot be called.
         """
-        said = "no node is left"
+        reason = "no node is left"
         self._tell(
             f"waiting for Slurm to start one of {len(self._jobs)} jobs: {', '.join(map(str, self._jobs.values()))}"
         )
-        told = ""
+        told_why = ""
         while self._jobs and not any(job.connection for job in self._jobs.values()):
             for job in self._wait(list(self._jobs.values())):
-                said = job.why_lost()
+                reason = job.why_lost()
                 self._leave(job)
-            if (why := self._why_waiting()) not in (told, ""):
+            if (why := self._why_waiting()) not in (told_why, ""):
                 self._tell(f"Slurm says why they wait: {why}")
-                told = why
+                told_why = why
         asked = {job for job in self._jobs.values() if job.connection is not None}
         for job in asked:
             job.ask("ask", function, args)
@@ -239,14 +239,14 @@ class SlurmNodes(WholeNodes):
                 asked.remove(job)
                 answer = self._answer(job)
                 if isinstance(answer, LostNodes):
-                    said = answer.reasons[0]
+                    reason = answer.reasons[0]
                     self._leave(job)
                 else:
                     answers[replace(job.node, name=str(job))] = answer
             if asked and time.monotonic() > end:
                 raise EnvironmentUnusable(f"{asked.pop()} gives no answer for {ASK_SECONDS:g} s")
         if not answers:
-            raise EnvironmentUnusable(said)
+            raise EnvironmentUnusable(reason)
         return answers
 
     def _leave(self, job: _Job) -> None:

@@ -20,7 +20,7 @@ from latbench.base.environments import hash_environment
 from latbench.base.files import delay_interrupts
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.engine_workers import EngineWorkers
-from latbench.sweeping.settings import NO_ROOFLINE, Keep, Row, SweepSettings, TimeLeft, TimeUsedUp
+from latbench.sweeping.settings import NO_ROOFLINE, Row, RowWriter, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep_machine import SweepMachine, estimate_cpu_bytes
 from latbench.tables.plausibility import MOST_UTILISATION, explain_impossible
 from latbench.timing.sampling import NOISY_ERROR, Burst, Sampler, Timing, sample_interleaved
@@ -62,14 +62,14 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.engines.close()
 
-    def fitting(self, points: list[Point]) -> Iterator[list[Point]]:
+    def split_to_fit(self, points: list[Point]) -> Iterator[list[Point]]:
         """Yield `points` in parts that fit into the available memory."""
         return split_to_fit(points, self.machine.available_bytes(), self.machine.needed_bytes)
 
     def measure_block(
         self,
         points: list[Point],
-        keep: Keep,
+        keep: RowWriter,
         *,
         chance: int = 0,
         tell: Callable[[str, int], None] = lambda activity, finished: None,
@@ -99,7 +99,7 @@ class Bench:
         started, watched = datetime.now(UTC), self.machine.watch()
         try:
             for point, outcome in self._outcomes(points):
-                rows.append(self._row(point, outcome, len(rows), started))
+                rows.append(self._build_row(point, outcome, len(rows), started))
         finally:
             if rows:
                 with delay_interrupts():
@@ -124,12 +124,12 @@ class Bench:
         def sampler(name: str) -> Sampler:
             def sample(seconds: float) -> Burst:
                 self._check_time()
-                failure = failures.get(name) or self._given_up(ready[name])
+                failure = failures.get(name) or self._refuse_deadly(ready[name])
                 if failure is None:
                     try:
                         return self.engines.burst(ready[name], seconds)
                     except (TaskFailed, WorkerDied) as error:
-                        failure = self._failed(ready[name], error)
+                        failure = self._note_failure(ready[name], error)
                 failures[name] = failure
                 others = {other: point for other, point in ready.items() if other not in failures}
                 failures.update(self._restore(others))
@@ -158,7 +158,7 @@ class Bench:
         for count, (name, timing) in enumerate(finished, start=done + 1):
             self._tell(activity, count)
             done, point = count, ready.pop(name)
-            yield point, failures.get(name) or self._timed(point, timing)
+            yield point, failures.get(name) or self._build_outcome(point, timing)
 
     def _keep_pace(self) -> None:
         """Time the reference kernels before a burst, if it is their turn."""
@@ -213,7 +213,7 @@ class Bench:
     def _prepare(self, point: Point) -> _Outcome | None:
         """Prepare a point; return its failure if that is impossible."""
         self._check_time()
-        if (skipped := self._given_up(point)) is not None:
+        if (skipped := self._refuse_deadly(point)) is not None:
             return skipped
         try:
             self.engines.prepare_on_host(point)
@@ -221,7 +221,7 @@ class Bench:
                 self._check_time()
                 self.engines.prepare(point)
         except (TaskFailed, WorkerDied) as error:
-            return self._failed(point, error)
+            return self._note_failure(point, error)
         return None
 
     def _check_time(self) -> None:
@@ -240,14 +240,14 @@ class Bench:
                     failures[name] = failure
         return failures
 
-    def _failed(self, point: Point, failure: TaskFailed | WorkerDied) -> _Outcome:
+    def _note_failure(self, point: Point, failure: TaskFailed | WorkerDied) -> _Outcome:
         if isinstance(failure, WorkerDied) and failure.reason == "late":
             raise TimeUsedUp
         if isinstance(failure, WorkerDied) and failure.reason in ("crash", "timeout"):
             self.deaths.setdefault(_kernel(point), []).append(str(failure))
-        return _failed(failure)
+        return classify_failure(failure)
 
-    def _given_up(self, point: Point) -> _Outcome | None:
+    def _refuse_deadly(self, point: Point) -> _Outcome | None:
         """Return the outcome of a point that is not tried, because its kernel killed too many workers."""
         deaths = self.deaths.get(_kernel(point), [])
         if len(deaths) < MOST_DEATHS:
@@ -255,15 +255,15 @@ class Bench:
         reason = f"not tried in this run: {len(deaths)} workers died of {_kernel(point)} points"
         return {"status": "error", "error": f"{reason}, the last because {deaths[-1]}"}
 
-    def _timed(self, point: Point, timing: Timing) -> _Outcome:
+    def _build_outcome(self, point: Point, timing: Timing) -> _Outcome:
         prepared = self.engines.prepared(point)
         known = timing.relative_error <= NOISY_ERROR
-        beside, slow_spell = self._beside(point, timing, prepared.facts)
+        beside, slow_spell = self._compare_with_reference(point, timing, prepared.facts)
         why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
         faster_than_usual = meanwhile * MOST_UTILISATION < usual
         if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
-            beside, slow_spell = self._beside(point, timing, prepared.facts)
+            beside, slow_spell = self._compare_with_reference(point, timing, prepared.facts)
             why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         facts = dict(prepared.facts)
         families = facts.pop("kernel_families", None)
@@ -295,7 +295,9 @@ class Bench:
             outcome["error"] = f"slowed down by {by} on try {self.chance + 1} of {1 + self.settings.noisy_chances}"
         return outcome
 
-    def _beside(self, point: Point, timing: Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _compare_with_reference(
+        self, point: Point, timing: Timing, facts: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], bool]:
         """Return the columns that compare a time with the roofline and the reference, and whether it is a slow spell.
 
         In a slow spell the machine is slower than in the rest of this sweep.
@@ -328,7 +330,7 @@ class Bench:
             return self.machine.disturbed_status
         return "ok" if known and (self.chance == self.settings.noisy_chances or not disturbed) else "noisy"
 
-    def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
+    def _build_row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
         return {
             **point.key(),
             "env_id": self.environment["env_id"],
@@ -348,7 +350,8 @@ def _kernel(point: Point) -> str:
     return f"{point.backend}{asked} {point.pattern.format}"
 
 
-def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
+def classify_failure(failure: TaskFailed | WorkerDied) -> _Outcome:
+    """Return the status and the error of a point that failed."""
     if isinstance(failure, WorkerDied):
         status = failure.reason if failure.reason in ("timeout", "oom") else "error"
         return {"status": status, "error": str(failure)}

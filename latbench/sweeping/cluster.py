@@ -107,10 +107,12 @@ def inspect_node(gpu: str | None) -> NodeInventory:
     """Return the inventory of this node for its CPU, or for the GPU of that name; raises as `find_gpu`."""
     if gpu is not None:
         machine = GpuMachine(find_gpu(gpu))
-        backends_here = frozenset(find_installed())
-        return NodeInventory(machine.device, count_cores(), backends_here, hash_sources(), (machine.versions,))
-    there = frozenset(name for name, version in installed_engines.list_cpu_versions().items() if version is not None)
-    return NodeInventory(name_cpu(), count_cores(), there, hash_sources())
+        installed_backends = frozenset(find_installed())
+        return NodeInventory(machine.device, count_cores(), installed_backends, hash_sources(), (machine.versions,))
+    installed_backends = frozenset(
+        name for name, version in installed_engines.list_cpu_versions().items() if version is not None
+    )
+    return NodeInventory(name_cpu(), count_cores(), installed_backends, hash_sources())
 
 
 def hash_sources() -> str:
@@ -129,22 +131,24 @@ def survey_nodes(nodes: NodePool, gpu: str | None, tell: Callable[[str], None]) 
     A table belongs to one device: the one that most nodes have. `tell` gets a sentence on each dropped node. Raises
     EnvironmentUnusable where a node has other sources of latbench than this machine.
     """
-    seen: dict[Node, NodeInventory] = nodes.ask("latbench.sweeping.cluster:inspect_node", gpu)
-    for node, its in seen.items():
-        if its.sources != hash_sources():
+    inventories: dict[Node, NodeInventory] = nodes.ask("latbench.sweeping.cluster:inspect_node", gpu)
+    for node, inventory in inventories.items():
+        if inventory.sources != hash_sources():
             raise EnvironmentUnusable(f"node {node.name} has another latbench than this one: install the same on all")
-    counts = Counter(its.device for its in seen.values())
+    counts = Counter(inventory.device for inventory in inventories.values())
     device = min(counts, key=lambda name: (-counts[name], name))
-    for node, its in seen.items():
-        if its.device != device:
-            tell(f"node {node.name} is left out: it has {its.device}, and a table is of one device, here {device}")
-    alike = {node: its for node, its in seen.items() if its.device == device}
-    nodes.keep(alike)
-    common = frozenset.intersection(*(its.backends for its in alike.values()))
+    for node, inventory in inventories.items():
+        if inventory.device != device:
+            tell(f"node {node.name} is left out: it has {inventory.device}, and this table is of {device} only")
+    matching = {node: inventory for node, inventory in inventories.items() if inventory.device == device}
+    nodes.keep(matching)
+    common = frozenset.intersection(*(inventory.backends for inventory in matching.values()))
     versions: list[Versions] = []
-    for its in alike.values():
-        versions += (each for each in its.versions if each not in versions)
-    return NodeInventory(device, min(its.cores for its in alike.values()), common, hash_sources(), tuple(versions))
+    for inventory in matching.values():
+        versions += (each for each in inventory.versions if each not in versions)
+    return NodeInventory(
+        device, min(inventory.cores for inventory in matching.values()), common, hash_sources(), tuple(versions)
+    )
 
 
 def open_gpu_machine(name: str) -> GpuMachine:
@@ -157,10 +161,13 @@ def open_matching_machine(common: NodeInventory, gpu: str | None, machine: Funct
 
     A node that arrives after the survey may differ; then EnvironmentUnusable is raised.
     """
-    its = inspect_node(gpu)
-    if (its.device, its.sources) != (common.device, common.sources) or not its.backends >= common.backends:
-        missing = ", ".join(sorted(common.backends - its.backends)) or "another latbench than the other nodes"
-        what = its.device if its.device != common.device else missing
+    inventory = inspect_node(gpu)
+    if (inventory.device, inventory.sources) != (
+        common.device,
+        common.sources,
+    ) or not inventory.backends >= common.backends:
+        missing = ", ".join(sorted(common.backends - inventory.backends)) or "another latbench than the other nodes"
+        what = inventory.device if inventory.device != common.device else missing
         raise EnvironmentUnusable(f"it has {what}")
     name, *args = machine
     found: SweepMachine = load_function(name)(*args)
@@ -188,7 +195,7 @@ class NodeBench:
             lock_device(self._bench.machine.device, unit, wait_seconds=self._wait_seconds),
             contextlib.suppress(TimeUsedUp),
         ):
-            for chunk in self._bench.fitting(points):
+            for chunk in self._bench.split_to_fit(points):
                 self._bench.measure_block(
                     chunk,
                     lambda *kept: measured.append(kept),
@@ -274,10 +281,10 @@ class ClusterSite:
                     suspects.append(block)
                     continue
                 error = f"{block[0].backend} may take nodes down, this point was alone on one: {answer.reasons[-1]}"
-                sweep.keep(None, [{**block[0].key(), "status": "error", "error": error}])
+                sweep.write_block(None, [{**block[0].key(), "status": "error", "error": error}])
             else:
                 for environment, rows in answer:
-                    sweep.keep(environment, rows)
+                    sweep.write_block(environment, rows)
                     left -= {hash_key(row) for row in rows}
             tell()
         if left:

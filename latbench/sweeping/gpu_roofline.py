@@ -9,7 +9,7 @@ from typing import Any
 from latbench.machines.ceilings import CachedCeilings
 from latbench.machines.devices import find_version
 from latbench.sweeping.roofline_pace import ReferencePace
-from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing import gpu_ceilings
 from latbench.timing.gpu_ceiling_kernels import SOURCE
 from latbench.timing.gpu_ceilings import ORDINARY, GpuCeilings
 from latbench.workloads.points import Point
@@ -63,5 +63,5 @@ def build_cached_gpu_ceilings(
 def describe_work() -> str:
     """Return a description of the work that measures the ceilings."""
     source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
-    sizes = f"{ceilings.PRODUCT_SIZE} {ceilings.PACE_SIZE}, reads {ceilings.PACE_BYTES}"
+    sizes = f"{gpu_ceilings.PRODUCT_SIZE} {gpu_ceilings.PACE_SIZE}, reads {gpu_ceilings.PACE_BYTES}"
     return f"products {sizes}, torch {find_version('torch')}, kernels {source}, {_METHOD}"

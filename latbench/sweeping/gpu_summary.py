@@ -113,13 +113,13 @@ def _shape(row: pd.Series) -> str:
 
 
 def _remarks(row: pd.Series) -> str:
-    said = [
+    remarks = [
         f"({row['launch_mode']})" if row["launch_mode"] != "graph" else "",
         row["status"] if row["status"] != "ok" else "",
         *(flag for flag in (row["flags"] or "").split("+") if flag != "preempted"),
         row["event_reasons"] or "",
     ]
-    return "".join(f" {remark}" for remark in said if remark)
+    return "".join(f" {remark}" for remark in remarks if remark)
 
 
 def _clock(row: pd.Series) -> str:

@@ -20,7 +20,7 @@ SecondsLeft = Callable[[], "float | None"]
 Row = dict[str, Any]
 """A measured row of the table, columns by name; run and block are filled in when it is written."""
 
-Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
+RowWriter = Callable[[Mapping[str, Any], Sequence[Row]], None]
 """Gets an environment and the rows measured in it."""
 
 

@@ -166,8 +166,8 @@ def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
         raise UsageError(f"{sweep.folder} is a file, but a sweep writes into a folder: give one with -o")
     measured: list[Point] = []
     try:
-        while (wanted := sweep.new(choose(sweep.table()))) is not None:
-            if todo := sweep.remaining(wanted):
+        while (wanted := sweep.select_new(choose(sweep.table()))) is not None:
+            if todo := sweep.select_remaining(wanted):
                 sweep.make_folder()
                 sweep.measure_all(todo)
                 measured += todo
@@ -182,8 +182,8 @@ def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
         stopped.summary = SweepSummary(sweep.statuses, len(sweep.skipped))
         stopped.interrupted = isinstance(end, KeyboardInterrupt)
         raise stopped from None
-    if sweep.growing.damage is not None:  # damage that came during the sweep
-        raise sweep.growing.damage
+    if sweep.growing_table.damage is not None:  # damage that came during the sweep
+        raise sweep.growing_table.damage
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
 
@@ -198,7 +198,7 @@ class MeasurementSite(Protocol):
         """Return for each row of a table whether it timed the present versions of the engines."""
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
-        """Measure `points` block by block and pass the rows of each block to `sweep.keep`.
+        """Measure `points` block by block and pass the rows of each block to `sweep.write_block`.
 
         Raises TimeUsedUp when `sweep.check_time` does.
         """
@@ -223,8 +223,8 @@ class Sweep:
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if options.time_budget is None else monotonic() + options.time_budget
-        self.growing = GrowingTable(folder, _CHOSEN_BY)
-        self.newest: dict[str, datetime] = {}  # start of each point's newest row, by point_id
+        self.growing_table = GrowingTable(folder, _CHOSEN_BY)
+        self.newest_starts: dict[str, datetime] = {}  # start of each point's newest row, by point_id
         self.total = 0
         self._named: set[str] = set()  # all points named so far, by point_id
         self.block = 0
@@ -242,7 +242,7 @@ class Sweep:
         return None if table is None else table[self.site.current(table)]
 
     def _every_row(self) -> pd.DataFrame | None:
-        table = self.growing.frame()
+        table = self.growing_table.frame()
         if table is None:
             return None
         others = set(table["device"]) - {self.site.device}
@@ -253,7 +253,7 @@ class Sweep:
             )
         return table
 
-    def new(self, points: Iterable[Point]) -> list[Point] | None:
+    def select_new(self, points: Iterable[Point]) -> list[Point] | None:
         """Return `points`, or None if the run knows all of them already."""
         wanted = list(points)
         ids = {point.id for point in wanted}
@@ -262,7 +262,7 @@ class Sweep:
         self._named |= ids
         return wanted
 
-    def remaining(self, points: Iterable[Point]) -> list[Point]:
+    def select_remaining(self, points: Iterable[Point]) -> list[Point]:
         """Return the points without a finished row that this run has not tried yet."""
         wanted = {point.id: point for point in points}
         table = self.table()
@@ -271,7 +271,7 @@ class Sweep:
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         every = self._every_row()
         if table is not None and every is not None and left:
-            self.newest |= find_newest_starts(every, left.keys())
+            self.newest_starts |= find_newest_starts(every, left.keys())
             self._recall(table, left.values())
         return list(left.values())
 
@@ -315,16 +315,16 @@ class Sweep:
         """Report the present activity; `finished` points have an outcome that is not kept yet."""
         self._report(Progress(min(self.done + finished, self.total), self.total, activity))
 
-    def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
+    def write_block(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
         """Write the rows of a block as a part of the table; `environment` is None if nothing was measured."""
-        rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
+        rows = date_after(self.newest_starts, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
         with delay_interrupts():
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
             self.statuses |= {hash_key(row): row["status"] for row in rows}
-            self.newest |= {hash_key(row): row["started_at"] for row in rows}
+            self.newest_starts |= {hash_key(row): row["started_at"] for row in rows}
             self.block += 1
             self._saved()
 
@@ -378,10 +378,10 @@ class LocalSite:
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See MeasurementSite."""
         for block in group_into_blocks(points, sweep.options.seed, sweep.settings.block_points):
-            for chunk in self.bench.fitting(block):
+            for chunk in self.bench.split_to_fit(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
-                    chunk, sweep.keep, chance=chance, tell=sweep.tell, time_left=sweep.time_left()
+                    chunk, sweep.write_block, chance=chance, tell=sweep.tell, time_left=sweep.time_left()
                 )
 
 

@@ -42,7 +42,7 @@ def read_compared_rows(path: str | Place) -> pd.DataFrame:
 
     Memory grows with the points, however often each was measured. Raises BadData as `read_table` does.
     """
-    found = read_latest_arrow(path, _COLUMNS, per=["point_id", "status"], useful=accept_every_row)
+    found = read_latest_arrow(path, _COLUMNS, group_columns=["point_id", "status"], accept=accept_every_row)
     return found.to_pandas(self_destruct=True)
 
 

@@ -39,9 +39,14 @@ _EXACT_FLOAT32 = 2**24  # float32 holds all integers up to this
 
 
 def read_latest(
-    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
+    path: str | Place,
+    columns: Sequence[str],
+    *,
+    group_columns: Sequence[str],
+    accept: RowFilter,
+    filter_columns: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Read the latest accepted row for each value of the columns `per`, in the table's order.
+    """Read the latest accepted row for each value of the columns `group_columns`, in the table's order.
 
     Among rows with a time, status ok outranks noisy, as in `select_timed`. Texts become categories in alphabetical
     order; point_id becomes an integer of 64 bits. Raises BadData as `read_table` does.
@@ -52,16 +57,16 @@ def read_latest(
         The table.
     columns
         Columns of the result; lists are not possible.
-    per
+    group_columns
         Columns that identify a point.
-    useful
-        Accepts rows; it gets pieces with `per`, status, started_at and `looked_at`.
-    looked_at
-        Further columns for `useful`.
+    accept
+        Accepts rows; it gets pieces with `group_columns`, status, started_at and `filter_columns`.
+    filter_columns
+        Further columns for `accept`.
     """
     import pandas as pd
 
-    files, chosen = _found(path, per, useful, looked_at)
+    files, chosen = _found(path, group_columns, accept, filter_columns)
     pa.default_memory_pool().release_unused()  # memory of the first pass, which the columns need now
     filled = [_column(SCHEMA.field(name), len(chosen)) for name in columns]
     done = 0
@@ -73,26 +78,31 @@ def read_latest(
 
 
 def read_latest_arrow(
-    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str] = ()
+    path: str | Place,
+    columns: Sequence[str],
+    *,
+    group_columns: Sequence[str],
+    accept: RowFilter,
+    filter_columns: Sequence[str] = (),
 ) -> pa.Table:
     """Read the rows of `read_latest` as an Arrow table: with lists, and with plain texts."""
-    files, chosen = _found(path, per, useful, looked_at)
+    files, chosen = _found(path, group_columns, accept, filter_columns)
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     return pa.concat_tables([schema.empty_table(), *_chosen(files, chosen, columns)])
 
 
 def _found(
-    path: str | Place, per: Sequence[str], useful: RowFilter, looked_at: Sequence[str]
+    path: str | Place, group_columns: Sequence[str], accept: RowFilter, filter_columns: Sequence[str]
 ) -> tuple[list[_File], NDArray[np.int64]]:
     """Return the files of a table, and the numbers of the selected rows."""
-    wanted = list(dict.fromkeys([*per, "status", "started_at", *looked_at]))
+    wanted = list(dict.fromkeys([*group_columns, "status", "started_at", *filter_columns]))
     files: list[_File] = []
     latest = _Latest()
     for part in list_parts(path):
         start = first = sum(file.rows for file in files)
         for piece in read_batches(part, wanted):
-            mask = pc.fill_null(useful(piece), False).to_numpy(zero_copy_only=False)
-            latest.add(piece.filter(pa.array(mask)), start + np.flatnonzero(mask), per)
+            mask = pc.fill_null(accept(piece), False).to_numpy(zero_copy_only=False)
+            latest.add(piece.filter(pa.array(mask)), start + np.flatnonzero(mask), group_columns)
             start += piece.num_rows
         files.append(_File(part, start - first))
     return files, latest.rows()
@@ -111,9 +121,9 @@ class _Latest:
         self._seen: list[tuple[NDArray[Any], ...]] = []
         self._kept = self._pending = 0
 
-    def add(self, piece: pa.Table, numbers: NDArray[np.int64], per: Sequence[str]) -> None:
+    def add(self, piece: pa.Table, numbers: NDArray[np.int64], group_columns: Sequence[str]) -> None:
         """Add the rows of `piece`, which have these numbers."""
-        key = hash_rows(piece.select(list(per)))[:, 0]
+        key = hash_rows(piece.select(list(group_columns)))[:, 0]
         settled = pc.equal(piece["status"], "ok").fill_null(False).to_numpy().astype(np.uint8)
         moment = piece["started_at"].cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
         self._seen.append((key, settled, moment, numbers))

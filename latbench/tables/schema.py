@@ -32,7 +32,7 @@ EVERY_ROW = "every row"
 OWN_TIMES = "times that latbench measured"
 OWN_LAYERS = "layer times that latbench measured"
 OWN_CONVOLUTIONS = "convolution times that latbench measured"
-PROVENANCE = "times that latbench measured, else noted"
+PROVENANCE = "times that latbench measured; a missing value gives a note"
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,17 @@ def read_batches(path: str | Place, columns: Sequence[str] | None = None) -> Ite
 
 
 def select_rows(
-    path: str | Place, columns: Sequence[str], wanted: Callable[[pa.Table], pa.Array], looked_at: Sequence[str] = ()
+    path: str | Place,
+    columns: Sequence[str],
+    wanted: Callable[[pa.Table], pa.Array],
+    filter_columns: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Read `columns` of the rows for which `wanted` is true.
 
-    `wanted` gets pieces of the table with `columns` and those `looked_at`, and returns booleans (rows,). Memory grows
+    `wanted` gets pieces of the table with `columns` and `filter_columns`, and returns booleans (rows,). Memory grows
     with the selected rows.
     """
-    read = list(dict.fromkeys([*columns, *looked_at]))
+    read = list(dict.fromkeys([*columns, *filter_columns]))
     empty = pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
     found = (piece.filter(pc.fill_null(wanted(piece), False)).select(columns) for piece in read_batches(path, read))
     return pa.concat_tables([empty, *found]).to_pandas(self_destruct=True)

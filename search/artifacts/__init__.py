@@ -1,1 +1,1 @@
-"""What a search leaves on disk: the database of pruned layers, the profile, the ONNX model."""
+"""Files that a search leaves: the database of pruned layers, the profile, the ONNX model."""

@@ -1,13 +1,13 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
-    <folder>/database.json                          version, and what the entries come from: model_hash, and made_by,
-                                                    the method with a hash of the calibration data
+    <folder>/database.json                          version; model_hash; made_by, the provenance of the entries: the
+                                                    pruning method with a hash of the calibration data
     <folder>/<layer>/<pattern>@<sparsity>.safetensors
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
         metadata                  shape "m,k"; error |dy|^2 / |y|^2 of the layer's outputs on the calibration data
 
-Every file is whole or absent. Opening a folder that was built from other weights, or another way, is refused.
+Every file is whole or absent. A folder that was built from other weights, or in another way, is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,17 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """One layer pruned in one way: weight (m, k) float32 with exact zeros, mask (m, k), relative output error."""
+    """One layer pruned in one way.
+
+    Attributes
+    ----------
+    weight
+        Tensor (m, k) float32, with exact zeros.
+    mask
+        Tensor (m, k) bool, True = kept.
+    error
+        Relative error |dy|^2 / |y|^2 of the layer's outputs.
+    """
 
     weight: Tensor
     mask: Tensor
@@ -44,29 +54,41 @@ class Entry:
 
 
 class Database:
-    """The entries in `folder`, all computed from the model with this `model_hash`, `made_by` one method on one data.
+    """The pruned layers of one model in a folder, all made by one method on the same data.
 
-    A reader who takes the entries as they were made leaves `made_by` out, and finds in it how that was. Raises
-    BadData when the folder holds entries of another model or made otherwise, or of another version of latbench.
+    Parameters
+    ----------
+    folder
+        The folder; it need not exist yet.
+    model_hash
+        Hash of the dense model's weights (`hash_model`).
+    provenance
+        Pruning method and hash of the calibration data. A reader leaves it out: the attribute `provenance` then says
+        how the entries were made.
+
+    Raises
+    ------
+    BadData
+        The folder has entries of another model, method or data, or of another version of latbench.
     """
 
-    def __init__(self, folder: Path, model_hash: str, made_by: str = "") -> None:
+    def __init__(self, folder: Path, model_hash: str, provenance: str = "") -> None:
         self.folder = Path(folder)
         self.model_hash = model_hash
-        self.made_by = made_by
+        self.provenance = provenance
         if (path := self.folder / "database.json").exists():
-            self.made_by = _check(path, model_hash, made_by)
+            self.provenance = _check_index(path, model_hash, provenance)
 
     def has(self, layer: str, pattern: str, sparsity: float) -> bool:
-        """Whether there is such an entry."""
+        """Return whether there is such an entry."""
         return self._path(layer, pattern, sparsity).exists()
 
     def error(self, layer: str, pattern: str, sparsity: float) -> float:
-        """The entry's error alone, without reading its weights. Raises BadData as `get` does."""
+        """Return the error of an entry without reading its weights. Raises BadData as `get` does."""
         return _error(self._path(layer, pattern, sparsity), self._metadata(layer, pattern, sparsity))
 
     def get(self, layer: str, pattern: str, sparsity: float) -> Entry:
-        """The entry. Raises BadData when it is missing or damaged."""
+        """Return an entry. Raises BadData if it is missing or damaged."""
         path = self._path(layer, pattern, sparsity)
         metadata = self._metadata(layer, pattern, sparsity)
         try:
@@ -81,7 +103,24 @@ class Database:
         return Entry(weight, mask, _error(path, metadata))
 
     def put(self, layer: str, pattern: str, sparsity: float, weight: Tensor, mask: Tensor, error: float) -> None:
-        """Store an entry: weight (m, k) float32, mask (m, k) bool. Raises EnvironmentUnusable if the disk refuses."""
+        """Store an entry.
+
+        Parameters
+        ----------
+        layer, pattern, sparsity
+            Key of the entry.
+        weight
+            Tensor (m, k) float32, zero wherever the mask is False.
+        mask
+            Tensor (m, k) bool, True = kept.
+        error
+            Relative error of the layer's outputs.
+
+        Raises
+        ------
+        EnvironmentUnusable
+            The file cannot be written.
+        """
         if weight.shape != mask.shape or mask.dtype != torch.bool or weight.dtype != torch.float32:
             raise TypeError(
                 "an entry is a float32 weight and a bool mask of one shape, "
@@ -89,7 +128,7 @@ class Database:
             )
         index = self.folder / "database.json"
         if not index.exists():
-            content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.made_by}
+            content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.provenance}
             write_text_atomically(index, json.dumps(content) + "\n")
         tensors = {
             "values": weight.detach()[mask].contiguous(),
@@ -103,19 +142,19 @@ class Database:
             raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
 
     def tidy(self) -> None:
-        """Remove what builds on this machine left when they were killed; not while one in this process goes on."""
+        """Remove unfinished files that killed builds left on this machine. Call it only while no build runs here."""
         for folder in (self.folder, *self.folder.glob("*/")):
             remove_left_behind(folder)
 
     def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
-        # Quoted: whatever a layer is called, it is one folder; colons of a pattern are no file name everywhere.
+        # Quoted, so that every layer name is one folder. Some file systems refuse the colons of a pattern.
         return self.folder / quote(layer, safe="") / f"{pattern.replace(':', '-')}@{sparsity:.6g}.safetensors"
 
     def _metadata(self, layer: str, pattern: str, sparsity: float) -> Mapping[str, str]:
         path = self._path(layer, pattern, sparsity)
         if not path.exists():
             raise BadData(
-                f"{self.folder}: no layer {layer} pruned to {pattern} at {sparsity:g}; `latbench search` builds it"
+                f"{self.folder} has no layer {layer} pruned to {pattern} at {sparsity:g}; `latbench search` builds it"
             )
         try:
             with safe_open(path, "pt") as file:
@@ -124,13 +163,13 @@ class Database:
             raise _damaged(path) from error
 
 
-def model_hash(model: nn.Module) -> str:
-    """A hash of every parameter and buffer, 16 hexadecimal digits."""
-    return tensors_hash(sorted(model.state_dict().items()))[:16]
+def hash_model(model: nn.Module) -> str:
+    """Return a hash of every parameter and buffer, 16 hexadecimal digits."""
+    return hash_tensors(sorted(model.state_dict().items()))[:16]
 
 
-def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The SHA-256 of tensors on any device, with their names and kinds, in this order."""
+def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of tensors on any device, with their names and types, in this order."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -138,25 +177,25 @@ def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _check(path: Path, model: str, made_by: str) -> str:
-    """What made the entries, as the index at `path` says: of this model and, if that is given, `made_by` this."""
+def _check_index(path: Path, model_hash: str, provenance: str) -> str:
+    """Return the provenance in the index at `path`; raise BadData if the model or a given provenance differs."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadData(f"{path}: not the index of a layer database") from error
-    advice = "give another --database, or remove the folder to build it anew"
+        raise BadData(f"{path} is not the index of a layer database") from error
+    advice = "give another --database, or remove the folder to build it again"
     if version != VERSION:
         raise BadData(f"{path}: layer database version {version}, this latbench reads {VERSION}; {advice}")
-    if (found := index.get("model_hash")) != model:
+    if (found := index.get("model_hash")) != model_hash:
         raise BadData(
-            f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
+            f"{path.parent} was built from a model with other weights ({found}, this one is {model_hash}); {advice}"
         )
     built = str(index.get("made_by", ""))
-    if made_by and built != made_by:
+    if provenance and built != provenance:
         raise BadData(
-            f"{path.parent}: built by another method, on other calibration data or by another version of latbench "
-            f"({built or 'nothing is said'}, this is {made_by}); {advice}"
+            f"{path.parent} was built by another method, on other calibration data or by another version of latbench "
+            f"({built or 'not recorded'}, this is {provenance}); {advice}"
         )
     return built
 
@@ -169,4 +208,4 @@ def _error(path: Path, metadata: Mapping[str, str]) -> float:
 
 
 def _damaged(path: Path) -> BadData:
-    return BadData(f"{path}: damaged; delete it, and the next `latbench search` builds it again")
+    return BadData(f"{path}: the file is damaged; delete it, and the next `latbench search` builds it again")

@@ -1,8 +1,9 @@
-"""A torch model as an ONNX file for DeepSparse, and which of its layers computes which value in that file.
+"""Export a torch model to an ONNX file for DeepSparse, and find the layer that computes each value of that file.
 
-By torch's older exporter, at opset 14, the first that has scaled_dot_product_attention. DeepSparse reads up to 19,
-but here norms are still written out, and it compiles them, while opset 17's LayerNormalization cuts its graph to
-pieces (all-MiniLM-L6-v2, 32 sentences of 16 tokens: 36 ms against 43 ms by torch's newer exporter).
+The export uses torch's older exporter at opset 14, the first opset with scaled_dot_product_attention. DeepSparse
+reads up to opset 19. But opset 14 still writes norms as single operations, which DeepSparse compiles, while opset
+17's LayerNormalization splits its graph (all-MiniLM-L6-v2, 32 sentences of 16 tokens: 36 ms, and 43 ms by torch's
+newer exporter).
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ from latbench.base.files import write_atomically
 from latbench.errors import LatbenchError
 
 OPSET = 14
-MOST_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest
+MAX_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
-def export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
-    """Write `model` for inputs of exactly these shapes to `path`, weights inside, pruned ones as the zeros they are.
+def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+    """Write the model to one ONNX file, for inputs of exactly these shapes; pruned weights are zeros in it.
 
-    Raises LatbenchError where torch cannot export it, or its weights are more than one file holds, and
-    EnvironmentUnusable where the disk refuses.
+    Raises
+    ------
+    LatbenchError
+        torch cannot export the model, or its weights exceed what one file can hold.
+    EnvironmentUnusable
+        The file cannot be written.
     """
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise LatbenchError(
-            f"the model cannot be exported to ONNX: it has {size / 1e9:.2f} GB of weights, and a file that holds "
-            f"them itself has at most {MOST_BYTES / 1e9:.2f} GB"
+            f"the model cannot be exported to ONNX: it has {size / 1e9:.2f} GB of weights, and one file can hold "
+            f"{MAX_BYTES / 1e9:.2f} GB at most"
         )
 
     def write(temporary: Path) -> None:
@@ -55,11 +60,11 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
         raise LatbenchError(f"the model cannot be exported to ONNX: {type(error).__name__}: {first}") from error
 
 
-def layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> dict[str, str]:
-    """{value: layer}: which Linear or Conv2d of `model` computes which value of its export in `path`.
+def find_layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> dict[str, str]:
+    """Return {value: layer}: the Linear or Conv2d of `model` that computes each value of its export in `path`.
 
-    Operations stand in the file in the order of the calls, and each is called after the modules that it ran in, from
-    the outside in: /blocks/blocks.0/fc1/Gemm. A layer that cannot be told from that is left out.
+    The file lists operations in the order of the calls. The name of an operation lists the modules that it ran in,
+    from the outside in: /blocks/blocks.0/fc1/Gemm. A layer that these names do not identify is left out.
     """
     import onnx
 
@@ -82,7 +87,7 @@ def layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> di
 
 
 def _layer_calls(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str, list[str], list[int]]]:
-    """Each call of a Linear or Conv2d: its name, what it and the modules around it are called, its weight's size."""
+    """Return (name, names of the module and those around it, shape of its weight) of each call of a layer."""
     calls: list[tuple[str, list[str], list[int]]] = []
     running: list[str] = []
 
@@ -111,9 +116,9 @@ def _layer_calls(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str
 
 
 def _same_place(scope: Sequence[str], modules: Sequence[str]) -> bool:
-    """Whether an operation's scope is that of these modules.
+    """Return whether an operation's scope names these modules.
 
-    A part of it may begin with the container's name (blocks.0) and end with the count of a repetition (fc_1).
+    A part of the scope may begin with the container's name (blocks.0) and end with a count of repetitions (fc_1).
     """
     return len(scope) == len(modules) and all(
         re.fullmatch(rf"{re.escape(module)}(_\d+)?", part.rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""A profile: which pattern at which sparsity in which layer, what that is predicted to take, and where it came from.
+"""A profile: the pattern and sparsity of every layer, its predicted seconds, and its origin.
 
-It is written as JSON, version 2, and read strictly: what `latbench search` promised is what `prune` and `verify`
-hold.
+A profile is stored as JSON, version 2, and read strictly, so that `prune` and `verify` use what `latbench search`
+promised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What one layer becomes, its predicted seconds with their interval, and its relative output error."""
+    """The option of one layer, its predicted seconds with their interval, and its relative output error."""
 
     pattern: str
     sparsity: float
@@ -37,29 +37,62 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of all weights of a model: dense, pruned and packed, and the most that they were allowed to take."""
+    """Bytes of all weights of a model: dense, pruned and packed, and the limit that they had to keep."""
 
     dense: float
     packed: float
     most: float
 
     def sentence(self) -> str:
-        """The three in words."""
+        """Return these bytes as a sentence."""
         return f"all weights take {self.packed:,.0f} of {self.most:,.0f} bytes allowed, {self.dense:,.0f} dense"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The choice for every searched layer, and the promise: `predicted_seconds` <= `dense_seconds` / `target`.
+    """The option of every searched layer, and the promise: `predicted_seconds` <= `dense_seconds` / `target`.
 
-    Seconds are of one call of the whole model on the task's example inputs. `fixed_seconds` is what the converted
-    model takes beyond the searched layers, `ceiling` the speedup if those took no time (None: unbounded). `error` is
-    the sum of the layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss.
-    The promise is met with the probability `risk` when it is verified. `additivity_before` and `additivity_after`: by
-    what share of it a sum of layers missed the whole model, without and with what was fitted around them (medians).
-    `most_bytes` is what all weights of the pruned model were allowed to take, `weight_bytes` what they do, those of
-    searched layers as they are packed, `dense_bytes` those of the dense model; None where nothing was asked for.
-    `table_hash`, `model_hash` and `inputs` say what it was made from.
+    Seconds belong to one call of the whole model on the task's example inputs. Names that end in _low and _high are
+    the ends of an interval.
+
+    Attributes
+    ----------
+    task
+        Name of the task.
+    layers
+        Layer name -> its option.
+    backend, threads, batch, device
+        Where the pruned model runs: backend, threads, size of the batch, and name of the CPU.
+    target
+        The speedup that was asked for.
+    risk
+        Probability that a verification confirms the promise.
+    dense_engine, dense_seconds
+        The fastest dense engine, and its seconds.
+    fixed_seconds
+        Seconds of the converted model beyond the searched layers.
+    predicted_seconds
+        Seconds of the pruned model.
+    loss
+        Mean loss on the calibration data.
+    error
+        Sum of the layers' errors.
+    bound
+        No profile within the budget has a sum below this.
+    ceiling
+        The speedup if the searched layers took no time; None if it is unbounded.
+    additivity_before, additivity_after
+        How far sums of layers were from whole models, as a share (median): before and after the search's calibration.
+    strategy, seed
+        How the profile was found.
+    table_hash, model_hash, inputs
+        Hashes of the table, of the model's weights, and of everything that the search depended on.
+    most_bytes
+        Limit of the bytes of all weights of the pruned model; None if there was none. The next two are None as well.
+    weight_bytes
+        Bytes of all weights of the pruned model, with searched layers as they are packed.
+    dense_bytes
+        Bytes of all weights of the dense model.
     """
 
     task: str
@@ -97,7 +130,7 @@ class Profile:
 
     @property
     def weights(self) -> Weights | None:
-        """What all weights take, where that was a second budget."""
+        """Bytes of all weights, if they were a second budget."""
         if self.dense_bytes is None or self.weight_bytes is None or self.most_bytes is None:
             return None
         return Weights(self.dense_bytes, self.weight_bytes, self.most_bytes)
@@ -106,37 +139,48 @@ class Profile:
     def speedup(self) -> tuple[float, float, float]:
         """The predicted speedup over the fastest dense engine, and its interval.
 
-        The predicted seconds are beside dense ones of `dense_seconds`: the noise of their ratio is in them alone.
+        The interval of the predicted seconds contains the noise of their ratio to `dense_seconds`.
         """
         ends = (self.predicted_seconds, self.predicted_high, self.predicted_low)
         value, low, high = (self.dense_seconds / seconds for seconds in ends)
         return value, low, high
 
     def save(self, path: Path) -> None:
-        """Write it to `path`, whole or not at all."""
+        """Write the profile to `path` as JSON, whole or not at all."""
         content = {"version": VERSION, **asdict(self)}
         write_text_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def save_spdy(self, path: Path) -> None:
-        """Write SPDY's text format: each layer's sparsity, without its pattern."""
+        """Write each layer's sparsity, without its pattern, in SPDY's text format."""
         write_spdy_profile({name: choice.sparsity for name, choice in self.layers.items()}, path)
 
 
-def load(path: Path) -> Profile:
-    """The profile at `path`. Raises BadData when it is missing, foreign, of another version, or lacks anything."""
+def read_profile(path: Path) -> Profile:
+    """Return the profile at `path`.
+
+    Parameters
+    ----------
+    path
+        A file that `Profile.save` wrote.
+
+    Raises
+    ------
+    BadData
+        The file is missing, is no profile, has another version, or lacks an entry.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadData(f"{path} does not exist: `latbench search` writes profiles") from None
     except (OSError, ValueError) as error:
-        raise BadData(f"{path}: not a JSON file ({error})") from None
+        raise BadData(f"{path} is not a JSON file ({error})") from None
     if not isinstance(content, dict) or not {"version", "layers"} <= set(content):
-        raise BadData(f"{path}: not a profile, which `latbench search` writes")
+        raise BadData(f"{path} is not a profile, which `latbench search` writes")
     if content.pop("version") != VERSION:
-        raise BadData(f"{path}: another profile version than {VERSION}, which this latbench reads; search again")
+        raise BadData(f"{path} has another profile version than {VERSION}, which this latbench reads; search again")
     layers = content.get("layers")
     if not isinstance(layers, dict) or not layers:
-        raise BadData(f"{path}: a profile has layers, a JSON object with an entry for each")
+        raise BadData(f"{path}: the entry `layers` must be a JSON object with an entry for each layer")
     content["layers"] = {name: _record(LayerChoice, entry, f"{path}: layer {name}") for name, entry in layers.items()}
     for name, choice in content["layers"].items():
         try:
@@ -144,7 +188,7 @@ def load(path: Path) -> Profile:
         except ValueError as error:
             raise BadData(f"{path}: layer {name}: {error}") from None
         if not 0 <= choice.sparsity < 1:
-            raise BadData(f"{path}: layer {name}: a sparsity lies in [0, 1), not {choice.sparsity}")
+            raise BadData(f"{path}: layer {name}: a sparsity must lie in [0, 1), not {choice.sparsity}")
     found = _record(Profile, content, str(path))
     for name in ("target", "dense_seconds", "predicted_seconds", "predicted_low", "predicted_high"):
         if getattr(found, name) <= 0:
@@ -153,30 +197,30 @@ def load(path: Path) -> Profile:
 
 
 def _record(kind: type[Record], content: Any, where: str) -> Record:
-    """A dataclass of text, whole numbers and finite reals from a JSON object with just its fields.
+    """Return a dataclass of texts, integers and finite numbers from a JSON object with exactly its fields.
 
-    Those that have a default may be missing.
+    Fields with a default may be missing.
     """
     if not isinstance(content, dict):
         raise BadData(f"{where}: expected a JSON object, not {content!r}")
     kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     needed = [field.name for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
     if missing := [name for name in needed if name not in content]:
-        raise BadData(f"{where}: {', '.join(missing)} missing")
+        raise BadData(f"{where}: missing entry {', '.join(missing)}")
     if unknown := [name for name in content if name not in kinds]:
         raise BadData(f"{where}: unknown entry {', '.join(unknown)}")
     for name, value in content.items():
         wanted = str(kinds[name])
-        if not (_is(wanted.removesuffix(" | None"), value) or (value is None and wanted.endswith(" | None"))):
+        if not (_has_type(wanted.removesuffix(" | None"), value) or (value is None and wanted.endswith(" | None"))):
             raise BadData(f"{where}: {name} must be of kind {wanted}, not {value!r}")
     return kind(**content)
 
 
-def _is(kind: str, value: Any) -> bool:
+def _has_type(kind: str, value: Any) -> bool:
     if kind == "str":
         return isinstance(value, str)
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool)
     if kind == "float":
         return isinstance(value, float | int) and math.isfinite(value)
-    return True  # the layers, which were checked one by one
+    return True  # the layers, which are checked one by one

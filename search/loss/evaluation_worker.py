@@ -1,4 +1,4 @@
-"""What a pool of evaluators is, and what each of its workers does: open the task once, then evaluate profiles."""
+"""The interface of a pool of evaluators, and what each worker does: load the task once, then evaluate profiles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from latbench.errors import BadData
-from search import task as tasks
-from search.artifacts.layer_database import Database, model_hash
-from search.loss.evaluator import MEMORY_BYTES, Held, Judge
+from search.artifacts.layer_database import Database, hash_model
+from search.loss.evaluator import MEMORY_BYTES, LossEvaluator, ProfileOptions
+from search.task import load_task
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a judge is made from elsewhere: the task's reference, and the layer database with its model's hash."""
+class EvaluatorSource:
+    """What another process makes an evaluator from.
+
+    Attributes
+    ----------
+    reference
+        The task's reference.
+    folder
+        The folder of the layer database.
+    model_hash
+        Hash of the weights of the task's model.
+    layers
+        Names of the layers of a profile.
+    memory_bytes
+        Bytes for weights that were read from the database.
+    device
+        torch's name of the device.
+    """
 
     reference: str
     folder: str
@@ -25,38 +41,41 @@ class Opening:
     device: str = "cpu"
 
 
-class Panel(Protocol):
-    """Judges elsewhere, `width` of them: what is given to them is answered later, by whoever is free. A context."""
+class EvaluatorPool(Protocol):
+    """Evaluators in other processes, a context manager. The next free one of them takes each request."""
 
-    width: int
+    workers: int
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
 
-    def give(self, opening: Opening, held: Held, batches: range) -> Any:
-        """Ask for the losses of a profile on these batches; returns what the answer is asked for by."""
+    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Any:
+        """Request the losses of a profile on these batches; return a handle for the result."""
 
-    def answer(self, given: Any) -> list[float]:
-        """The losses, when they are there. Raises what was raised there if that is a LatbenchError."""
+    def result(self, handle: Any) -> list[float]:
+        """Wait for the losses and return them. Raises what the worker raised if that is a LatbenchError."""
 
-    def answered(self, given: Any) -> bool:
-        """Whether the losses are there, so that `answer` need not wait."""
+    def is_done(self, handle: Any) -> bool:
+        """Return whether the losses are there, so that `result` need not wait."""
 
-    def drop(self, given: Any) -> None:
-        """Begin it no more: nobody waits for the answer."""
+    def cancel(self, handle: Any) -> None:
+        """Drop a request: nobody waits for its result."""
 
 
-def judge(opening: Opening, held: Held, batches: range) -> list[float]:
-    """What this process's judge says of a profile on these batches; it is opened for the first one."""
-    return _open(opening).losses(held, batches)
+def evaluate_losses(source: EvaluatorSource, profile: ProfileOptions, batches: range) -> list[float]:
+    """Return the losses of a profile on these batches, by this process's evaluator."""
+    return _load_evaluator(source).losses(profile, batches)
 
 
 @functools.lru_cache(maxsize=1)
-def _open(opening: Opening) -> Judge:
-    """Load the task and its model, to judge profiles by the database."""
-    task = tasks.load(opening.reference)
+def _load_evaluator(source: EvaluatorSource) -> LossEvaluator:
+    """Load the task and its model, for profiles of the database."""
+    task = load_task(source.reference)
     model = task.model()
-    if (found := model_hash(model)) != opening.model_hash:
-        raise BadData(f"task {task.name}: model() gave other weights than before ({found}, not {opening.model_hash})")
-    database = Database(Path(opening.folder), opening.model_hash)
-    return Judge(task, model, opening.layers, database, opening.memory_bytes, opening.device)
+    if (found := hash_model(model)) != source.model_hash:
+        raise BadData(
+            f"task {task.name}: model() returned other weights than before ({found}, not {source.model_hash}); it "
+            "must return the same weights in every process"
+        )
+    database = Database(Path(source.folder), source.model_hash)
+    return LossEvaluator(task, model, source.layers, database, source.memory_bytes, source.device)

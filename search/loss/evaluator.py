@@ -1,8 +1,8 @@
-"""What a profile costs in loss: the database's weights swapped into one model in place, and the calibration loss.
+"""The loss of a profile: the database's weights are put into one model in place, and the task computes its loss.
 
 Pruning moves the means and variances of activations, and pruned models get their batch norms tuned to that. So norms
-take the statistics of each calibration batch here: about what tuning gives, for nothing. Batches are thus judged
-apart: a batch's loss is the same whichever others are judged with it.
+use the statistics of each calibration batch here, which gives about what tuning gives and costs nothing. Batches are
+thus evaluated apart: the loss on a batch is the same whichever others are evaluated with it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,36 @@ from search.problem.layers import DENSE
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 
-Held = tuple[tuple[str, float], ...]
-"""(pattern, sparsity) of each layer: how a profile holds it."""
+ProfileOptions = tuple[tuple[str, float], ...]
+"""(pattern, sparsity) of each layer of a profile, in the order of the layers."""
 
 THREADS = 1
-"""Of a judge. Sums in floats depend on how many threads share them, so it is the same number for every judge: losses
-do not depend on how many judges there are."""
+"""Threads of an evaluator. Sums of floats depend on the number of threads that share them. With the same number for
+every evaluator, losses do not depend on how many evaluators there are."""
 
 MEMORY_BYTES = 2 << 30
-"""For weights read from the database, all judges together."""
+"""Memory for weights that were read from the database, for all evaluators together."""
 
 
-class Judge:
-    """Answers the losses of profiles on single batches of the task's calibration data.
+class LossEvaluator:
+    """Computes the losses of profiles on single batches of the task's calibration data.
 
-    `model` is changed in place: only the layers that differ from the profile before are swapped. Up to `memory_bytes`
-    of the database's weights are kept as they are swapped in, those used last. On a GPU, if `device` is one: the loss
-    is then asked of a model and batches that lie there.
+    The model is changed in place: only the layers that differ from the profile before are swapped.
+
+    Parameters
+    ----------
+    task
+        The task that computes losses.
+    model
+        The task's dense model.
+    layers
+        Names of the layers of a profile.
+    database
+        The pruned layers.
+    memory_bytes
+        Bytes of the database's weights to keep in memory; the least recently used are dropped.
+    device
+        torch's name of the device. The model and the batches are moved there.
     """
 
     def __init__(
@@ -47,8 +60,8 @@ class Judge:
         self._task, self._model, self._names, self._database = task, model, tuple(layers), database
         self._device = device
         self._batches = task.calibration()
-        if device != "cpu":  # as exact as there, and the same every time
-            self._batches = [on_device(batch, device) for batch in self._batches]
+        if device != "cpu":  # as exact as on a CPU, and the same every time
+            self._batches = [move_to_device(batch, device) for batch in self._batches]
             torch.backends.cudnn.allow_tf32 = False
             torch.backends.cudnn.deterministic = True
         for norm in model.modules():
@@ -59,57 +72,57 @@ class Judge:
         model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._modules = [model.get_submodule(name) for name in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
-        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
-        self._kept: OrderedDict[tuple[int, str, float], Tensor] = OrderedDict()
-        self._room = memory_bytes
+        self._current: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
+        self._cached: OrderedDict[tuple[int, str, float], Tensor] = OrderedDict()
+        self._free_bytes = memory_bytes
 
     @property
     def batches(self) -> int:
-        """How many batches the calibration data are."""
+        """Number of batches of the calibration data."""
         return len(self._batches)
 
-    def losses(self, held: Held, batches: range) -> list[float]:
-        """The loss of the model on each of these batches, with its layers held so."""
-        with _threads(THREADS), torch.inference_mode():
-            self._swap(held)
+    def losses(self, profile: ProfileOptions, batches: range) -> list[float]:
+        """Return the loss of the model with this profile on each of these batches."""
+        with _limit_threads(THREADS), torch.inference_mode():
+            self._swap_layers(profile)
             return [float(self._task.loss(self._model, self._batches[number])) for number in batches]
 
-    def _swap(self, held: Held) -> None:
-        for i, wanted in enumerate(held):
-            if self._now[i] != wanted:
+    def _swap_layers(self, profile: ProfileOptions) -> None:
+        for i, wanted in enumerate(profile):
+            if self._current[i] != wanted:
                 set_weight_matrix(self._modules[i], self._weight(i, *wanted))
-                self._now[i] = wanted
+                self._current[i] = wanted
 
     def _weight(self, i: int, pattern: str, sparsity: float) -> Tensor:
         if pattern == DENSE:
             return self._dense[i]
         key = i, pattern, sparsity
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            return self._cached[key]
         weight = self._database.get(self._names[i], pattern, sparsity).weight.to(self._device)
-        self._kept[key] = weight
-        self._room -= weight.nbytes
-        while self._room < 0:
-            _, oldest = self._kept.popitem(last=False)
-            self._room += oldest.nbytes
+        self._cached[key] = weight
+        self._free_bytes -= weight.nbytes
+        while self._free_bytes < 0:
+            _, oldest = self._cached.popitem(last=False)
+            self._free_bytes += oldest.nbytes
         return weight
 
 
-def on_device(batch: Any, device: str) -> Any:
-    """The batch with its tensors on `device`, in whatever tuples, lists and mappings they are."""
+def move_to_device(batch: Any, device: str) -> Any:
+    """Return the batch with its tensors on `device`; they may lie in tuples, lists and mappings."""
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {name: on_device(part, device) for name, part in batch.items()}
+        return {name: move_to_device(part, device) for name, part in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [on_device(part, device) for part in batch]
+        parts = [move_to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _limit_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,8 +1,8 @@
-"""Profiles judged by several at once, each with a model of its own, and every loss kept.
+"""Evaluate profiles in several processes at once, each with a model of its own, and keep every loss.
 
-A judge uses one thread (`search.loss.evaluator.THREADS`), whether it works in this process or another, and judges
-batches apart. So the losses, and with them the search, are bit for bit the same whatever the number of processes; on
-GPUs, or on other machines of a Ray cluster, they are the same up to rounding.
+An evaluator uses one thread (`search.loss.evaluator.THREADS`) in this process as in another, and evaluates batches
+apart. So the losses, and with them the search, are bit for bit the same for any number of processes. On GPUs, or on
+other machines of a Ray cluster, they are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -20,32 +21,64 @@ import torch
 from latbench.errors import LatbenchError
 from search.artifacts.layer_database import Database
 from search.knapsack.arrays import Choice
-from search.loss.cache import Trials
-from search.loss.evaluation_worker import Opening, Panel
-from search.loss.evaluator import Held, Judge
-from search.loss.pools import panel
+from search.loss.cache import LossCache
+from search.loss.evaluation_worker import EvaluatorPool, EvaluatorSource
+from search.loss.evaluator import LossEvaluator, ProfileOptions
+from search.loss.pools import open_pool
 from search.problem.layers import LayerOptions, expand_choice
 from search.task import Task
 
 
-class Judges:
-    """Answers mean losses of profiles over the first calibration batches; remembers what it answered in `trials`.
+@dataclass(frozen=True)
+class Workers:
+    """Who evaluates profiles.
 
-    With one process it is this one, with a copy of `model`; elsewhere, each loads the task's model itself, and is
-    started when it is first needed. `place` is one of PLACES. A context: it ends the processes.
+    Attributes
+    ----------
+    processes
+        Processes of this machine. They also prune layers.
+    pool
+        Kind of the pool, one of `search.loss.pools.POOL_KINDS`. Only "cpu" uses `processes`.
+    """
+
+    processes: int = 1
+    pool: str = "cpu"
+
+
+THIS_PROCESS = Workers()
+
+
+class ParallelEvaluator:
+    """Computes mean losses of profiles over the first calibration batches, and keeps them in a cache.
+
+    One process means this one, with a copy of the model. Workers of a pool load the task's model themselves, and are
+    started when they are first needed. A context manager: it ends the workers.
+
+    Parameters
+    ----------
+    task, model
+        The task and its dense model.
+    layers
+        The layers of a profile.
+    database
+        The pruned layers.
+    cache
+        The losses that are known.
+    workers
+        Where profiles are evaluated.
     """
 
     def __init__(
-        self, task: Task, model: torch.nn.Module, layers: Sequence[LayerOptions], database: Database, trials: Trials,
-        *, processes: int = 1, place: str = "cpu",
+        self, task: Task, model: torch.nn.Module, layers: Sequence[LayerOptions], database: Database,
+        cache: LossCache, workers: Workers = THIS_PROCESS,
     ) -> None:  # fmt: skip
-        self._layers, self._trials, self._processes, self._place = layers, trials, processes, place
+        self._layers, self._losses, self._workers = layers, cache, workers
         names = tuple(part.name for layer in layers for part in layer.parts)
         self.batches = len(task.calibration())
-        """How many batches the calibration data are."""
-        alone = place == "cpu" and processes == 1
-        self._own = Judge(task, copy.deepcopy(model), names, database) if alone else None
-        self._opening = Opening(task.reference, str(database.folder.resolve()), database.model_hash, names)
+        """Number of batches of the calibration data."""
+        here = workers == THIS_PROCESS
+        self._evaluator = LossEvaluator(task, copy.deepcopy(model), names, database) if here else None
+        self._source = EvaluatorSource(task.reference, str(database.folder.resolve()), database.model_hash, names)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -55,74 +88,74 @@ class Judges:
         self._stack.close()
 
     @functools.cached_property
-    def _panel(self) -> Panel:
-        return self._stack.enter_context(panel(self._place, self._processes))
+    def _pool(self) -> EvaluatorPool:
+        return self._stack.enter_context(open_pool(self._workers.pool, self._workers.processes))
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
-        """The mean loss of each profile over the first `batches` calibration batches; infinite where it is NaN.
+        """Return the mean loss of each profile over the first `batches`; infinite where it is NaN.
 
-        Raises what the task raises, and a LatbenchError for what happens in a process. What was judged by then is
-        kept, also where this is interrupted.
+        Losses that were computed before an error or an interrupt stay in the cache. Raises what the task raises, and
+        a LatbenchError for a failure of a worker.
         """
-        held = [self._held(choice) for choice in choices]
-        known = {one: len(self._trials.losses(one)) for one in held}
-        missing = {one: range(count, batches) for one, count in known.items() if count < batches}
-        if self._own is not None:
-            for one, numbers in missing.items():
-                self._judge(self._own, one, numbers)
+        profiles = [self._options(choice) for choice in choices]
+        known = {profile: len(self._losses.losses(profile)) for profile in profiles}
+        missing = {profile: range(count, batches) for profile, count in known.items() if count < batches}
+        if self._evaluator is not None:
+            for profile, numbers in missing.items():
+                self._evaluate_here(self._evaluator, profile, numbers)
         elif missing:
-            self._spread(missing)
-        means = [sum(self._trials.losses(one)[:batches]) / batches for one in held]
+            self._evaluate_in_pool(missing)
+        means = [sum(self._losses.losses(profile)[:batches]) / batches for profile in profiles]
         return [math.inf if math.isnan(loss) else loss for loss in means]
 
-    def _judge(self, judge: Judge, one: Held, numbers: range) -> None:
-        """Judge these batches of a profile here."""
+    def _evaluate_here(self, evaluator: LossEvaluator, profile: ProfileOptions, numbers: range) -> None:
+        """Evaluate a profile on these batches in this process."""
         losses: list[float] = []
         try:
             for number in numbers:
-                losses += judge.losses(one, range(number, number + 1))
+                losses += evaluator.losses(profile, range(number, number + 1))
         finally:
-            self._trials.add(one, losses)
+            self._losses.add(profile, losses)
 
-    def _spread(self, missing: Mapping[Held, range]) -> None:
-        """Judge these batches of these profiles on the panel."""
-        parts = -(-self._panel.width // len(missing))  # so that none is idle
-        given = {
-            one: [self._panel.give(self._opening, one, part) for part in _split(numbers, parts)]
-            for one, numbers in missing.items()
+    def _evaluate_in_pool(self, missing: Mapping[ProfileOptions, range]) -> None:
+        """Evaluate profiles on these batches in the pool."""
+        parts = -(-self._pool.workers // len(missing))  # so that no worker is idle
+        submitted = {
+            profile: [self._pool.submit(self._source, profile, part) for part in _split(numbers, parts)]
+            for profile, numbers in missing.items()
         }
-        kept: set[Held] = set()
+        finished: set[ProfileOptions] = set()
         try:
-            for one, answers in given.items():
-                losses = [loss for answer in answers for loss in self._panel.answer(answer)]
-                kept.add(one)
-                self._trials.add(one, losses)
+            for profile, handles in submitted.items():
+                losses = [loss for handle in handles for loss in self._pool.result(handle)]
+                finished.add(profile)
+                self._losses.add(profile, losses)
         except BaseException:
-            for answer in itertools.chain.from_iterable(given.values()):
-                self._panel.drop(answer)
-            for one, answers in given.items():
-                if one not in kept:
-                    self._trials.add(one, self._answered(answers))
+            for handle in itertools.chain.from_iterable(submitted.values()):
+                self._pool.cancel(handle)
+            for profile, handles in submitted.items():
+                if profile not in finished:
+                    self._losses.add(profile, self._collect_done(handles))
             raise
 
-    def _answered(self, answers: Sequence[Any]) -> list[float]:
-        """The losses that are there, up to the first that are not."""
+    def _collect_done(self, handles: Sequence[Any]) -> list[float]:
+        """Return the losses that are there, up to the first that are not."""
         losses: list[float] = []
-        for answer in answers:
-            if not self._panel.answered(answer):
+        for handle in handles:
+            if not self._pool.is_done(handle):
                 break
             try:
-                losses += self._panel.answer(answer)
+                losses += self._pool.result(handle)
             except LatbenchError:
                 break
         return losses
 
-    def _held(self, choice: Choice) -> Held:
+    def _options(self, choice: Choice) -> ProfileOptions:
         options = expand_choice(self._layers, choice).values()
         return tuple((option.pattern, option.sparsity) for option in options)
 
 
 def _split(numbers: range, parts: int) -> Iterator[range]:
-    """The numbers in so many stretches of about equal length, fewer if there are not so many numbers."""
+    """Yield the numbers in `parts` ranges of about equal length; fewer if there are fewer numbers."""
     size = max(1, -(-len(numbers) // parts))
     return (numbers[i : i + size] for i in range(0, len(numbers), size))

@@ -1,25 +1,28 @@
-"""Where losses are evaluated: in processes of this machine, on its GPUs, or on a Ray cluster."""
+"""The kinds of pools that evaluate losses: processes of this machine, its GPUs, or a Ray cluster."""
 
 from __future__ import annotations
 
 import torch
 
 from latbench.errors import EnvironmentUnusable
-from search.loss.evaluation_worker import Panel
-from search.loss.process_pool import Processes
+from search.loss.evaluation_worker import EvaluatorPool
+from search.loss.process_pool import ProcessPool
 
-PLACES = ("cpu", "gpu", "ray")
-"""Where profiles are judged: in processes of this machine, one a GPU of this machine, one a CPU of a Ray cluster."""
+POOL_KINDS = ("cpu", "gpu", "ray")
+"""Processes of this machine; one process for each of its GPUs; one process for each CPU of a Ray cluster."""
 
 
-def panel(place: str, processes: int) -> Panel:
-    """Who judges at `place`, one of PLACES. Raises EnvironmentUnusable where there is nobody."""
-    if place == "ray":
-        from search.loss.ray_pool import OnRay
+def open_pool(kind: str, processes: int) -> EvaluatorPool:
+    """Return the pool of evaluators of this kind, one of POOL_KINDS.
 
-        return OnRay()
-    if place == "gpu":
+    Raises EnvironmentUnusable if it has no worker.
+    """
+    if kind == "ray":
+        from search.loss.ray_pool import RayPool
+
+        return RayPool()
+    if kind == "gpu":
         if not (count := torch.cuda.device_count()):
-            raise EnvironmentUnusable("--judges gpu needs a GPU that torch sees, and there is none")
-        return Processes([f"cuda:{number}" for number in range(count)])
-    return Processes(["cpu"] * processes)
+            raise EnvironmentUnusable("--judges gpu needs a GPU, but torch finds none; use --judges cpu")
+        return ProcessPool([f"cuda:{number}" for number in range(count)])
+    return ProcessPool(["cpu"] * processes)

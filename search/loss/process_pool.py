@@ -11,23 +11,24 @@ from typing import Self
 from latbench import errors
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.loss.evaluation_worker import Opening
-from search.loss.evaluator import MEMORY_BYTES, THREADS, Held
+from search.loss.evaluation_worker import EvaluatorSource
+from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
-JUDGE_SECONDS = 3600.0  # an answer that takes longer will not come
+EVALUATION_SECONDS = 3600.0
+"""Time limit of one request."""
 
 
-class Processes:
-    """Judges in processes of this machine, one for each of `devices`, as torch calls them."""
+class ProcessPool:
+    """An `EvaluatorPool` of one process for each of `devices`, torch's names."""
 
     def __init__(self, devices: Sequence[str]) -> None:
-        self.width = len(devices)
+        self.workers = len(devices)
         # A worker dies with the thread that started it: these threads last as long as the workers.
-        self._pool = ThreadPoolExecutor(self.width)
-        self._workers = [(Worker(threads=THREADS, name=f"judge {i}"), device) for i, device in enumerate(devices)]
-        self._free: SimpleQueue[tuple[Worker, str]] = SimpleQueue()
-        for one in self._workers:
-            self._free.put(one)
+        self._threads = ThreadPoolExecutor(self.workers)
+        self._workers = [(Worker(threads=THREADS, name=f"evaluator {i}"), device) for i, device in enumerate(devices)]
+        self._idle: SimpleQueue[tuple[Worker, str]] = SimpleQueue()
+        for pair in self._workers:
+            self._idle.put(pair)
 
     def __enter__(self) -> Self:
         return self
@@ -35,40 +36,40 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for worker, _device in self._workers:
             worker.close()
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
-    def give(self, opening: Opening, held: Held, batches: range) -> Future[list[float]]:
-        """See `Panel`."""
-        return self._pool.submit(self._ask, opening, held, batches)
+    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Future[list[float]]:
+        """See `EvaluatorPool`."""
+        return self._threads.submit(self._call, source, profile, batches)
 
-    def answer(self, given: Future[list[float]]) -> list[float]:
-        """See `Panel`."""
-        return given.result()
+    def result(self, handle: Future[list[float]]) -> list[float]:
+        """See `EvaluatorPool`."""
+        return handle.result()
 
-    def answered(self, given: Future[list[float]]) -> bool:
-        """See `Panel`."""
-        return given.done() and not given.cancelled()
+    def is_done(self, handle: Future[list[float]]) -> bool:
+        """See `EvaluatorPool`."""
+        return handle.done() and not handle.cancelled()
 
-    def drop(self, given: Future[list[float]]) -> None:
-        """See `Panel`."""
-        given.cancel()
+    def cancel(self, handle: Future[list[float]]) -> None:
+        """See `EvaluatorPool`."""
+        handle.cancel()
 
-    def _ask(self, opening: Opening, held: Held, batches: range) -> list[float]:
-        worker, device = self._free.get()
-        own = replace(opening, memory_bytes=MEMORY_BYTES // self.width, device=device)
+    def _call(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> list[float]:
+        worker, device = self._idle.get()
+        own = replace(source, memory_bytes=MEMORY_BYTES // self.workers, device=device)
         try:
-            answer: list[float] = worker.call(
-                "search.loss.evaluation_worker:judge", own, held, batches, timeout=JUDGE_SECONDS
+            losses: list[float] = worker.call(
+                "search.loss.evaluation_worker:evaluate_losses", own, profile, batches, timeout=EVALUATION_SECONDS
             )
         except (TaskFailed, WorkerDied) as error:
-            raise _said(error) from error
+            raise _as_raised_there(error) from error
         finally:
-            self._free.put((worker, device))
-        return answer
+            self._idle.put((worker, device))
+        return losses
 
 
-def _said(error: TaskFailed | WorkerDied) -> LatbenchError:
-    """What was raised in a worker, as if it had been here; what to do where memory ran out."""
+def _as_raised_there(error: TaskFailed | WorkerDied) -> LatbenchError:
+    """Return the error that a worker raised, as if this process had raised it; say what helps if memory ran out."""
     why = error.kind if isinstance(error, TaskFailed) else error.reason
     if why in ("MemoryError", "oom"):
         return EnvironmentUnusable(f"{error}; fewer --processes need less memory")

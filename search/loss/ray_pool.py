@@ -1,7 +1,7 @@
-"""Profiles judged on a Ray cluster, one a CPU: Ray queues, places, and gives what a lost node had to another.
+"""Evaluators on a Ray cluster, one a CPU. Ray queues the requests, and gives those of a lost node to another node.
 
-The nodes need latbench, and have to see the task and the layer database at the same paths as this machine. A process
-of theirs keeps its model from one profile to the next.
+The nodes need latbench, and must see the task and the layer database at the same paths as this machine. A process on
+a node keeps its model from one profile to the next.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from typing import Any, Self
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.block_scheduler import take_first_line
 from latbench.runners.ray_nodes import explain_loss, open_ray, parse_nodes
-from search.loss.evaluation_worker import Opening, judge
-from search.loss.evaluator import MEMORY_BYTES, THREADS, Held
+from search.loss.evaluation_worker import EvaluatorSource, evaluate_losses
+from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
 
-class OnRay:
-    """A `search.loss.parallel.Panel` of a judge a CPU of the cluster that RAY_ADDRESS names, or that runs on this
-    machine.
+class RayPool:
+    """An `EvaluatorPool` of the CPUs of a Ray cluster: the one that RAY_ADDRESS names, or one of this machine.
 
-    Raises EnvironmentUnusable where Ray is not installed, there is no cluster, or no CPU in it.
+    Raises EnvironmentUnusable where Ray is not installed, or there is no cluster, or no CPU in it.
     """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._ray = self._stack.enter_context(open_ray())
         cpus = [int(node.cpus) for node in parse_nodes(self._ray.nodes())]
-        self.width, self._most_a_node = sum(cpus), max(cpus, default=0)
-        if not self.width:
+        self.workers, self._most_per_node = sum(cpus), max(cpus, default=0)
+        if not self.workers:
             self._stack.close()
-            raise EnvironmentUnusable("the Ray cluster has no CPU to judge profiles with")
-        self._judge = self._ray.remote(judge).options(num_cpus=THREADS, scheduling_strategy="SPREAD")
+            raise EnvironmentUnusable("the Ray cluster has no CPU to evaluate profiles with")
+        self._evaluate = self._ray.remote(evaluate_losses).options(num_cpus=THREADS, scheduling_strategy="SPREAD")
 
     def __enter__(self) -> Self:
         return self
@@ -40,26 +39,27 @@ class OnRay:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def give(self, opening: Opening, held: Held, batches: range) -> Any:
-        """See `Panel`."""
-        return self._judge.remote(replace(opening, memory_bytes=MEMORY_BYTES // self._most_a_node), held, batches)
+    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Any:
+        """See `EvaluatorPool`."""
+        own = replace(source, memory_bytes=MEMORY_BYTES // self._most_per_node)
+        return self._evaluate.remote(own, profile, batches)
 
-    def answer(self, given: Any) -> list[float]:
-        """See `Panel`."""
+    def result(self, handle: Any) -> list[float]:
+        """See `EvaluatorPool`."""
         try:
-            answer: list[float] = self._ray.get(given)
+            losses: list[float] = self._ray.get(handle)
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LatbenchError):
                 raise error.cause from None
-            raise LatbenchError(f"a judge on Ray failed: {take_first_line(error.cause)}") from error
+            raise LatbenchError(f"an evaluator on Ray failed: {take_first_line(error.cause)}") from error
         except self._ray.exceptions.RayError as error:
-            raise LatbenchError(f"Ray lost what was to be judged: {explain_loss(error)}") from error
-        return answer
+            raise LatbenchError(f"Ray lost an evaluation: {explain_loss(error)}") from error
+        return losses
 
-    def answered(self, given: Any) -> bool:
-        """See `Panel`."""
-        return bool(self._ray.wait([given], timeout=0)[0])
+    def is_done(self, handle: Any) -> bool:
+        """See `EvaluatorPool`."""
+        return bool(self._ray.wait([handle], timeout=0)[0])
 
-    def drop(self, given: Any) -> None:
-        """See `Panel`."""
-        self._ray.cancel(given)
+    def cancel(self, handle: Any) -> None:
+        """See `EvaluatorPool`."""
+        self._ray.cancel(handle)

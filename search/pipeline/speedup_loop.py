@@ -1,20 +1,20 @@
-"""A promise is measured: search a profile, time it, correct the prediction, search again.
+"""The loop that measures a promise: search a profile, time it, correct the prediction, search again.
 
-The profile of least summed error that should fit is timed end to end, and the prediction corrected by that. Then the
-search finds the profile of least calibration loss whose predicted seconds fit, and that one is timed beside those
-before it. If the promise does not hold there, or holds with much to spare, the prediction is corrected once more and
-the search goes again, a few rounds. Only a profile that was measured to keep the promise, with the room that the risk
-asks for, is returned.
+First, the profile of least summed error that should fit is timed end to end, and the prediction is corrected by that.
+Then the search finds the profile of least calibration loss whose predicted seconds fit, and it is timed beside those
+before it. If it misses the promise, or keeps it with much to spare, the prediction is corrected once more and the
+search goes again, for a few rounds. Only a profile that was measured to keep the promise, with the margin that the
+risk asks for, is returned.
 
-Rounds look for the seconds at which the promise just holds, as one looks for a zero. Between a profile that kept it
-and one that missed it they follow the line through both; an end that stays counts as half as far off each time, so
-that the other end moves, too (regula falsi: Dowell and Jarratt 1971, "A modified regula falsi method for computing
-the root of an equation"). While all are on one side, layers are taken to be as much slower or faster than predicted
-as in the nearest profile, and each further step goes twice as far, until there is one on the other side. A line
-through two profiles of one side would go wherever their noise points.
+The rounds look for the seconds at which the promise just holds, as one looks for a root. Between a profile that kept
+the promise and one that missed it, they follow the line through both. An end that stays counts as half as far off
+each time, so that the other end moves, too (regula falsi: Dowell and Jarratt 1971, "A modified regula falsi method
+for computing the root of an equation"). While all profiles are on one side, layers are taken to be as much slower or
+faster than predicted as in the nearest profile. Each further step goes twice as far, until a profile is on the other
+side. A line through two profiles of one side would follow their noise.
 
-Where nothing was kept, the fastest profile of all is timed in the end: a target that it misses is out of reach, and
-from one that it keeps rounds close in again.
+If no profile kept the promise, the fastest of all is timed in the end. A target that it misses is out of reach. If it
+keeps the promise, further rounds start from it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,36 @@ from search.problem.calibration import allow_only_fastest, calibrate, fit_line, 
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
 from search.strategies.evaluation_budget import SearchResult
-from search.whole_model import confidence as risk
+from search.whole_model.confidence import convert_to_coverage, pool_build_spread, predict_verified_speedup
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Session
 
-# A profile that is faster than it has to be by more than this gave away accuracy for nothing.
-TO_SPARE = 0.03
-AIM = 1 + TO_SPARE / 2  # of the rounds that aim at the edge half miss
+MAX_SPARE = 0.03
+"""A profile that exceeds the target by a larger share gave away accuracy for nothing."""
+
+AIM = 1 + MAX_SPARE / 2
+"""Rounds aim at this multiple of the target: half of those that aim at the target itself would miss it."""
+
 ROUNDS = 4
 
-Search = Callable[[Problem, int, Collection[Choice]], SearchResult]
-"""Asked for the profile of a problem in round 0, 1, ..., other than those that missed, if there is another. In round
-0 without a search: the solver's own."""
+SearchRound = Callable[[Problem, int, Collection[Choice]], SearchResult]
+"""Returns the profile of a problem in round 0, 1, ...; other than those that missed, if there is another. Round 0
+needs no search: its profile is the solver's own."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A profile timed end to end: its speedup over `dense_engine`, whose seconds are of the same rounds."""
+class MeasuredSpeedup:
+    """A profile that was timed end to end.
+
+    Attributes
+    ----------
+    speedup
+        Its speedup over the dense engine.
+    dense
+        Seconds of the dense engine in the same rounds.
+    dense_engine
+        The fastest dense engine.
+    """
 
     speedup: Interval
     dense: Interval
@@ -54,191 +67,241 @@ class Measured:
 
     @property
     def seconds(self) -> Interval:
-        """The pruned model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
+        """Seconds of the pruned model if the dense one takes `dense.value`: only their ratio is known well."""
         dense = self.dense.value
         return Interval(dense / self.speedup.value, dense / self.speedup.high, dense / self.speedup.low)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A profile that was measured to keep the promise, and the problem that predicts just that for it.
+TimeProfiles = Callable[[Sequence[Choice]], list[MeasuredSpeedup]]
+"""Times profiles side by side, and returns everything that is known of each by then."""
 
-    No profile that keeps the promise in this problem has an error below `bound`.
+
+@dataclass(frozen=True)
+class PromisedProfile:
+    """A profile that was measured to keep the promise.
+
+    Attributes
+    ----------
+    problem
+        The problem, corrected to predict for this profile what was measured.
+    found
+        The profile, its loss, and how it was found.
+    bound
+        No profile that keeps the promise in this problem has an error below this.
+    measured
+        The measured speedup.
     """
 
     problem: Problem
     found: SearchResult
     bound: float
-    measured: Measured
+    measured: MeasuredSpeedup
 
 
-def keep_promise(
+def run_speedup_loop(
     problem: Problem,
-    search: Search,
-    measure: Callable[[Sequence[Choice]], list[Measured]],
+    search: SearchRound,
+    time_profiles: TimeProfiles,
     target: float,
     *,
     before: Mapping[Choice, float] | None = None,
-) -> Kept:
-    """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
+) -> PromisedProfile:
+    """Search, time and correct in rounds; return the profile of least loss among those that kept the promise.
 
-    The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
-    `measure` times profiles side by side and answers with all that it knows of each by then. Profiles from `before`,
-    with their losses, are timed beside the others. Raises Infeasible where the favourable ends of all predictions say
-    that nothing can, and PromiseMissed where the fastest profile was timed and missed, too.
+    The first profile is the solver's own. It costs no search, and shows the error of predictions where it counts.
+
+    Parameters
+    ----------
+    problem
+        The problem with its predicted seconds.
+    search
+        Searches one round.
+    time_profiles
+        Times profiles end to end.
+    target
+        The speedup to promise.
+    before
+        Known profile -> its loss. These profiles are timed beside the others.
+
+    Raises
+    ------
+    Infeasible
+        The target is out of reach even at the favourable ends of all predictions.
+    PromiseMissed
+        The fastest profile was timed, and missed the target as all others did.
     """
-    rounds = _Rounds(problem, search, measure, target, dict(before or {}))
-    rounds.go_on([rounds.predicted], 1 + ROUNDS)
-    if not rounds.held():
-        wanted = rounds.one([allow_only_fastest(ignore_intervals(rounds.predicted), target)])
-        rounds.go_on(wanted if rounds.held() else [], ROUNDS)
-    if not rounds.held():
-        raise PromiseMissed(_missed(rounds.predicted, rounds.times, target))
-    best = min(rounds.held(), key=lambda choice: rounds.tried[choice].loss)
-    final, times = corrected(rounds.predicted, best, rounds.times[best]), rounds.times[best]
-    bound = final.solve(target / (1 + ROUNDING)).bound  # `best` just fits there: no rounding may come between
-    return Kept(final, rounds.tried[best], bound, times)
+    loop = _SpeedupLoop(problem, search, time_profiles, target, dict(before or {}))
+    loop.run_rounds([loop.predicted], 1 + ROUNDS)
+    if not loop.kept():
+        problems = loop.run_round([allow_only_fastest(ignore_intervals(loop.predicted), target)])
+        loop.run_rounds(problems if loop.kept() else [], ROUNDS)
+    if not loop.kept():
+        raise PromiseMissed(_explain_miss(loop.predicted, loop.measured, target))
+    best = min(loop.kept(), key=lambda choice: loop.found[choice].loss)
+    measured = loop.measured[best]
+    final = calibrate_to(loop.predicted, best, measured)
+    bound = final.solve(target / (1 + ROUNDING)).bound  # `best` just fits: no rounding may exclude it
+    return PromisedProfile(final, loop.found[best], bound, measured)
 
 
-class _Rounds:
-    """The rounds of one promise, and what they found: profiles that were `tried`, and `times` of those timed."""
+class _SpeedupLoop:
+    """The loop while it runs.
+
+    `predicted` is the uncorrected problem, `found` maps profiles to what the search found, `measured` to speedups.
+    """
 
     def __init__(
-        self,
-        problem: Problem,
-        search: Search,
-        measure: Callable[[Sequence[Choice]], list[Measured]],
-        target: float,
+        self, problem: Problem, search: SearchRound, time_profiles: TimeProfiles, target: float,
         before: Mapping[Choice, float],
-    ) -> None:
-        # Where predictions are too uncertain to promise it, it may be so all the same: measuring will tell.
-        self.predicted = problem if _fits(problem.reachable, target) else ignore_intervals(problem)
-        self.hopeful = _fits(problem.check_could_reach, target)
-        self.search, self.measure, self.target, self.before = search, measure, target, before
-        self.number = 0
-        self.tried: dict[Choice, SearchResult] = {}
-        self.times: dict[Choice, Measured] = {}
+    ) -> None:  # fmt: skip
+        # Predictions that are too uncertain for a promise may still turn out well: measuring decides.
+        self.predicted = problem if _is_feasible(problem.reachable, target) else ignore_intervals(problem)
+        self._could_reach = _is_feasible(problem.check_could_reach, target)
+        self._search, self._time_profiles, self._target, self._before = search, time_profiles, target, before
+        self._number = 0
+        self.found: dict[Choice, SearchResult] = {}
+        self.measured: dict[Choice, MeasuredSpeedup] = {}
 
-    def held(self) -> list[Choice]:
-        """The profiles that were measured to keep the promise."""
-        return [choice for choice, one in self.times.items() if one.speedup.low >= self.target]
+    def kept(self) -> list[Choice]:
+        """Return the profiles that were measured to keep the promise."""
+        return [choice for choice, it in self.measured.items() if it.speedup.low >= self._target]
 
-    def go_on(self, wanted: Sequence[Problem], most: int) -> None:
-        """Rounds until nothing is left to search, at `most` so many."""
-        for _ in range(most):
-            wanted = self.one(wanted) if wanted else []
+    def run_rounds(self, problems: Sequence[Problem], max_rounds: int) -> None:
+        """Run rounds until nothing is left to search, `max_rounds` at most."""
+        for _ in range(max_rounds):
+            problems = self.run_round(problems) if problems else []
 
-    def one(self, wanted: Sequence[Problem]) -> Sequence[Problem]:
-        """Search in the first problem that has a profile and time it; what to search next, nothing at the end."""
-        number, self.number = self.number, self.number + 1
-        missed = self.times.keys() - set(self.held())
+    def run_round(self, problems: Sequence[Problem]) -> Sequence[Problem]:
+        """Search the first problem that has a profile, and time it; return the problems of the next round, if any."""
+        number, self._number = self._number, self._number + 1
+        missed = self.measured.keys() - set(self.kept())
         try:
-            found = _first_found(self.search, wanted, number, missed)
+            found = _search_first(self._search, problems, number, missed)
         except Infeasible:
-            if self.times or (number == 0 and (self.before or self.hopeful)):
+            if self.measured or (number == 0 and (self._before or self._could_reach)):
                 return []
             raise
         if found.choice in missed:
-            slower = corrected(self.predicted, found.choice, self.times[found.choice])
-            return [_aiming(slower, AIM), slower]
-        if found.choice in self.times:
+            slower = calibrate_to(self.predicted, found.choice, self.measured[found.choice])
+            return [_raise_goal(slower, AIM), slower]
+        if found.choice in self.measured:
             return []
-        if not self.times:
-            for choice, loss in self.before.items():
-                self.tried[choice] = SearchResult(choice, loss, "verified", (), 0.0, False)
-        self.tried[found.choice] = found
-        self.times.update(zip(self.tried, self.measure(list(self.tried)), strict=True))
-        if number > 0 and self.target <= self.times[found.choice].speedup.low <= self.target * (1 + TO_SPARE):
+        if not self.measured:
+            for choice, loss in self._before.items():
+                self.found[choice] = SearchResult(choice, loss, "verified", (), 0.0, False)
+        self.found[found.choice] = found
+        self.measured.update(zip(self.found, self._time_profiles(list(self.found)), strict=True))
+        low = self.measured[found.choice].speedup.low
+        if number > 0 and self._target <= low <= self._target * (1 + MAX_SPARE):
             return []
-        return [_closed_in(self.predicted, self.times, self.target, aim) for aim in (AIM, 1.0)]
+        return [interpolate(self.predicted, self.measured, self._target, aim) for aim in (AIM, 1.0)]
 
 
-def _first_found(
-    search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice]
+def _search_first(
+    search: SearchRound, problems: Sequence[Problem], number: int, missed: Collection[Choice]
 ) -> SearchResult:
-    """What the search finds in the first problem that has a profile. Raises Infeasible."""
+    """Return what the search finds in the first problem that has a profile. Raises Infeasible."""
     for problem in problems[:-1]:
         with contextlib.suppress(Infeasible):
             return search(problem, number, missed)
     return search(problems[-1], number, missed)
 
 
-def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
-    """The problem that predicts for the profile what was measured of it."""
+def calibrate_to(problem: Problem, choice: Choice, measured: MeasuredSpeedup) -> Problem:
+    """Return the problem that predicts for the profile what was measured."""
     return calibrate(problem, choice, measured.seconds, measured.dense, measured.dense_engine)
 
 
-def _closed_in(problem: Problem, times: Mapping[Choice, Measured], target: float, aim: float) -> Problem:
-    """The problem in which those profiles reach `target` that should reach `aim` times that.
+def interpolate(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], target: float, aim: float) -> Problem:
+    """Return the problem in which profiles reach `target` if they should really reach `aim` times the target.
 
-    By the two profiles next to the target, one a side; by the nearest one where there is no other side yet.
+    The two profiles next to the target, one on each side, decide; only the nearest one if all are on one side.
+
+    Parameters
+    ----------
+    problem
+        The uncorrected problem.
+    measured
+        The profiles in the order in which they were timed.
+    target
+        The speedup to promise.
+    aim
+        Factor, at least 1.
     """
-    off = {choice: math.log(one.speedup.low / target) for choice, one in times.items()}
-    near = sorted(off, key=lambda choice: abs(off[choice]))
-    newest, *earlier = [one >= 0 for one in reversed(off.values())]
-    again = next((i for i, side in enumerate(earlier) if side is not newest), len(earlier))  # as many on one side
-    if (not newest) in earlier:
-        kept, missed = (next(one for one in near if (off[one] >= 0) is side) for side in (True, False))
-        dense = times[kept].dense.value
-        least, most = dense / times[kept].speedup.low, dense / times[missed].speedup.low
+    distance = {choice: math.log(it.speedup.low / target) for choice, it in measured.items()}
+    nearest = sorted(distance, key=lambda choice: abs(distance[choice]))
+    newest_kept, *earlier = [value >= 0 for value in reversed(distance.values())]
+    repeats = next((i for i, kept in enumerate(earlier) if kept is not newest_kept), len(earlier))  # on one side
+    if (not newest_kept) in earlier:
+        kept, missed = (next(it for it in nearest if (distance[it] >= 0) is side) for side in (True, False))
+        dense = measured[kept].dense.value
+        least, most = dense / measured[kept].speedup.low, dense / measured[missed].speedup.low
         goal = min(max(dense / (target * aim), least), most)
-        if newest:
-            most = goal + (most - goal) / 2**again
+        if newest_kept:
+            most = goal + (most - goal) / 2**repeats
         else:
-            least = goal - (goal - least) / 2**again
-        line = fit_line(problem, {kept: least, missed: most}, goal * target, times[kept].dense_engine)
+            least = goal - (goal - least) / 2**repeats
+        line = fit_line(problem, {kept: least, missed: most}, goal * target, measured[kept].dense_engine)
         if line is not None:
             return line
-        again = 0
-    one = times[near[0]]
-    further = math.exp(off[near[0]] * (2**again - 1))
-    moved = replace(one, speedup=Interval(*(it * further for it in one.speedup.ends)))
-    return _aiming(corrected(problem, near[0], moved), aim)
+        repeats = 0
+    choice = nearest[0]
+    further = math.exp(distance[choice] * (2**repeats - 1))
+    moved = replace(measured[choice], speedup=Interval(*(end * further for end in measured[choice].speedup.ends)))
+    return _raise_goal(calibrate_to(problem, choice, moved), aim)
 
 
-def _aiming(problem: Problem, aim: float) -> Problem:
-    """The problem in which those profiles reach a target that reach `aim` times that in `problem`."""
-    return replace(problem, dense=Interval(*(it / aim for it in problem.dense.ends)))
+def _raise_goal(problem: Problem, aim: float) -> Problem:
+    """Return the problem in which profiles reach a target if they reach `aim` times the target in `problem`."""
+    return replace(problem, dense=Interval(*(end / aim for end in problem.dense.ends)))
 
 
-def _missed(problem: Problem, times: Mapping[Choice, Measured], target: float) -> str:
-    """That no profile kept the target, what the best reached, and what limits it."""
-    best = max(times.values(), key=lambda one: one.speedup.low).speedup
+def _explain_miss(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], target: float) -> str:
+    """Return a sentence: no profile kept the target, the best measured speedup, and what limits it."""
+    best = max(measured.values(), key=lambda it: it.speedup.low).speedup
     sentence = (
-        f"{target:g}x was not kept when it was measured: of {len(times)} profiles timed end to end, the best reached "
+        f"no measured profile kept {target:g}x: of {len(measured)} profiles timed end to end, the best reached "
         f"{best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
     )
     if target <= best.value:
         sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
     fastest = ignore_intervals(problem).fastest()
-    if fastest in times:
-        limits = corrected(problem, fastest, times[fastest]).describe_remaining_time()
-        sentence += f"; it is out of reach: the fastest that there is was among them{limits}"
+    if fastest in measured:
+        limits = calibrate_to(problem, fastest, measured[fastest]).describe_remaining_time()
+        sentence += f"; it is out of reach: the fastest possible profile was among them{limits}"
     return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 
 
-def _fits(reach: Callable[[float], object], target: float) -> bool:
+def _is_feasible(check: Callable[[float], object], target: float) -> bool:
     try:
-        reach(target)
+        check(target)
     except Infeasible:
         return False
     return True
 
 
-def measured(timed: Sequence[Session], name: str, probability: float) -> Measured:
-    """What all the sessions that timed this profile say of it: its speedup is not below the lower end, if it is
-    verified, with this probability.
+def pool_sessions(sessions: Sequence[Session], name: str, risk: float) -> MeasuredSpeedup:
+    """Return the speedup of a profile by all sessions that timed it.
 
-    In each session it is against the dense engine that was the fastest there, as it will be in the verification.
+    In each session, the baseline is the dense engine that was the fastest there, as in the verification.
+
+    Parameters
+    ----------
+    sessions
+        Sessions in the order in which they were timed.
+    name
+        The profile's name in them.
+    risk
+        Probability that a verification does not fall below the lower end of the interval.
     """
     speedups: dict[str, list[list[float]]] = {}
-    for session in timed:
+    for session in sessions:
         dense = session.timings.fastest(list(DENSE_ENGINES))
         for profile in session.profiles:
             speedups.setdefault(profile, []).append(session.timings.speedups(profile, dense))
-    buildings = sum(max(len(set(session.timings.built)), 1) - 1 for session in timed)
-    between = risk.spread([one for groups in speedups.values() for one in groups], buildings)
-    latest = next(session.timings for session in reversed(timed) if name in session.profiles)
+    builds = sum(max(len(set(session.timings.builds)), 1) - 1 for session in sessions)
+    spread = pool_build_spread([group for groups in speedups.values() for group in groups], builds)
+    latest = next(session.timings for session in reversed(sessions) if name in session.profiles)
     dense = latest.fastest(list(DENSE_ENGINES))
-    seconds = latest.seconds(dense, risk.coverage(probability))
-    return Measured(risk.promise(speedups[name], between, probability), seconds, dense)
+    seconds = latest.seconds(dense, convert_to_coverage(risk))
+    return MeasuredSpeedup(predict_verified_speedup(speedups[name], spread, risk), seconds, dense)

@@ -1,7 +1,7 @@
-"""Whether the promise holds: the pruned model and every dense engine, timed end to end on this machine, in turns.
+"""Verify a promise: time the pruned model and every dense engine end to end on this machine, in turns.
 
-A speedup is over the fastest dense engine, whichever that is here. Scores are of the dense model and of the converted
-pruned model, the very thing that was timed.
+The baseline of the speedup is the dense engine that is the fastest here. The scores belong to the dense model and to
+the converted pruned model, the same one that is timed.
 """
 
 from __future__ import annotations
@@ -26,32 +26,68 @@ from latbench.runners.worker_process import TaskFailed, Worker
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
-from search.artifacts.profile import Profile
-from search.artifacts.profile import load as load_profile
-from search.loss.cache import code_of
+from search.artifacts.profile import Profile, read_profile
+from search.deployment import Deployment
+from search.loss.cache import hash_score_code
 from search.progress import Progress
 from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
-from search.whole_model import sessions
-from search.whole_model.end_to_end import Engine, Timings, cpu_lock, time_engines
-from search.whole_model.overhead import conditions, dense_engines
+from search.whole_model.end_to_end import EngineBuilder, lock_cpu, time_engines
+from search.whole_model.overhead import build_dense_engines, describe_conditions
+from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
+from search.whole_model.timings import Timings
 
 PRUNED = "pruned"
+"""Name of the pruned model among the engines."""
+
 SESSION = "session.json"
+"""Name of the file from which a search can go on."""
+
 VERSION = 1
 COVERAGE = 0.95
+
+SCORE_SECONDS = 3600.0
+"""Time limit for scoring both models."""
+
 BUSY = 1.1
+"""A sentence mentions that the dense engine took this many times as long as in the search, or more."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The content of verify.json: what was promised, what was measured, and whether the promise is met.
+class SpeedupVerdict:
+    """The content of verify.json: the promise, the measurement, and whether the promise is met.
 
-    `backend` ran the pruned model; what was predicted is the profile's, for the backend that it was searched for.
-    Seconds are medians of whole-model calls with 95% intervals; `engines` holds those of every engine that ran,
-    `left_out` why others did not. `slowdown` is what the profile's dense engine took, over what it took in the
-    search: far from 1 on another machine or a busy one. `inputs` is the hash of the pruned model's manifest, `code`
-    that of the files that define the task.
+    Seconds are medians of calls of the whole model. Names that end in _low and _high are the ends of 95% intervals.
+
+    Attributes
+    ----------
+    task
+        Name of the task.
+    backend
+        The backend that ran the pruned model.
+    target, met
+        The promised speedup, and whether it was measured.
+    predicted_seconds
+        The profile's prediction, for the backend of its search.
+    measured_seconds, measured_speedup
+        The pruned model's measured seconds, and its speedup over the fastest dense engine.
+    dense_engine, dense_seconds
+        The fastest dense engine, and its seconds.
+    engines
+        Every engine that ran -> the median and interval of its seconds.
+    left_out
+        Engine that did not run -> the reason.
+    slowdown
+        Seconds of the profile's dense engine, divided by its seconds in the search: far from 1 on another machine or
+        a busy one. None if that engine did not run.
+    score_name, score_dense, score_pruned
+        The task's score of both models.
+    device, threads, batch
+        Name of the CPU, threads, and size of the batch.
+    inputs
+        Hash of the pruned model's manifest.
+    code
+        Hash of the files that define the task.
     """
 
     task: str
@@ -82,14 +118,15 @@ class Verdict:
     code: str
 
     def sentence(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        where = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
-        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{where} against {self.dense_engine}"
+        suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
+        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
         sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
         if self.slowdown is not None and self.slowdown > BUSY:
             sentence += (
-                f" (dense took {self.slowdown:.2f} times what it took in the search: a busy machine, or another)"
+                f" (the dense engine took {self.slowdown:.2f} times as long as in the search: the machine is busy, "
+                "or another one)"
             )
         return sentence
 
@@ -101,91 +138,141 @@ def verify(
     *,
     backend: str | None = None,
     progress: Progress = lambda what, done, total: None,
-) -> Verdict:
-    """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
+) -> SpeedupVerdict:
+    """Time and score a pruned model; write verify.json, rows of purpose "verify", and a session for later searches.
 
-    Also session.json, from which a search can go on.
+    Parameters
+    ----------
+    task
+        The task of the model.
+    folder
+        The folder that `latbench prune` wrote.
+    output
+        Folder for verify.json, the rows and session.json. On deepsparse, the pruned model is left there as
+        pruned.onnx.
+    backend
+        The backend of the pruned model; None for the one that it was searched for. On deepsparse, the dense model is
+        timed there, too.
+    progress
+        Called with the current step.
 
-    It runs on `backend`, by default the one that it was searched for. On deepsparse the dense model is timed there
-    too, and the pruned one is left in `output` as pruned.onnx. Raises BadData for a folder that is no pruned model of
-    this task or an `output` that is damaged, UsageError when the task fails, and EnvironmentUnusable where `backend`
-    cannot be had.
+    Raises
+    ------
+    BadData
+        The folder has no pruned model of this task, or `output` is damaged.
+    UsageError
+        The task fails.
+    EnvironmentUnusable
+        The backend is not available.
     """
-    inputs = manifest_hash(folder)
-    profile = _followed(task, folder)
-    backend = backend or profile.backend
-    if is_deepsparse(backend):
+    inputs = hash_manifest(folder)
+    profile = _read_own_profile(task, folder)
+    deployment = Deployment(profile.threads, backend or profile.backend)
+    if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()
-    newest: dict[str, datetime] = {}
-    if has_rows(output):
-        earlier = read_table(output, ["point_id", "started_at"])
-        newest = find_newest_starts(earlier, set(earlier["point_id"]))
-    engines = dense_engines(task, profile.threads, backend)
-    arguments = (task.reference, profile.threads, backend, str(folder.resolve()))
-    exported = str((output / "pruned.onnx").resolve())
-    engines[PRUNED] = Engine(PRUNED, "search.whole_model.model_engines:folder_pruned", (*arguments, exported))
-    with cpu_lock(progress):
-        before, started = read_cpu_times(), datetime.now(UTC)
-        known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
-        timings = time_engines(
-            engines, threads=profile.threads, required=["torch", PRUNED], known=known, progress=progress
-        )
-    state = read_telemetry(before)
+    newest = _find_newest_starts(output)
+    exported = output / "pruned.onnx"
+    timings, state = _time_pruned(task, profile, folder, exported, deployment, progress)
     progress("scoring", None, None)
-    with Worker(threads=profile.threads, name="score") as worker:
-        try:
-            score_dense, score_pruned = worker.call(
-                "search.whole_model.model_engines:scores", *arguments, timeout=3600.0
-            )
-        except TaskFailed as error:
-            raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
-    verdict = conclude(task, profile, backend, timings, (score_dense, score_pruned), inputs)
+    scores = _score_models(task, folder, deployment)
+    verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
     environment = describe_cpu_environment(profile.threads)
-    identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
+    identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     write_environment(output, environment)
-    found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
-    write_part(output, date_after(newest, found))
-    chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-    key = conditions(task, profile.model_hash, profile.threads, backend)
-    sessions.write([as_session(timings, chosen)], key, output / SESSION)
-    write_text_atomically(
-        output / "verify.json", json.dumps({"version": VERSION, **asdict(verdict)}, indent=2) + "\n"
-    )
+    rows = [{**row, **identity, **state} for row in build_rows(verdict, profile, timings)]
+    write_part(output, date_after(newest, rows))
+    options = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
+    key = describe_conditions(task, profile.model_hash, deployment)
+    write_sessions([build_session(timings, options)], key, output / SESSION)
+    content = {"version": VERSION, **asdict(verdict)}
+    write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
     return verdict
 
 
-def up_to_date(task: Task, folder: Path, output: Path, backend: str) -> Verdict | None:
-    """The verdict in `output`, if measuring again would be the same: of this model, this machine and these engines.
+def _find_newest_starts(output: Path) -> dict[str, datetime]:
+    """Return the newest start of each point in the table in `output`."""
+    if not has_rows(output):
+        return {}
+    earlier = read_table(output, ["point_id", "started_at"])
+    return find_newest_starts(earlier, set(earlier["point_id"]))
 
-    None also where the promise was missed: the machine may have been busy. Raises BadData as `verify` does.
+
+def _time_pruned(
+    task: Task, profile: Profile, folder: Path, exported: Path, deployment: Deployment, progress: Progress
+) -> tuple[Timings, dict[str, Any]]:
+    """Time the pruned model beside the dense engines; return the timings, and the columns of the machine's state."""
+    engines = build_dense_engines(task, deployment)
+    engines[PRUNED] = EngineBuilder(
+        PRUNED, "search.whole_model.model_engines:build_folder_pruned",
+        (task.reference, deployment.threads, deployment.backend, str(folder.resolve()), str(exported.resolve())),
+    )  # fmt: skip
+    with lock_cpu(progress):
+        before, started = read_cpu_times(), datetime.now(UTC)
+        known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
+        timings = time_engines(
+            engines, threads=deployment.threads, required=["torch", PRUNED], known=known, progress=progress
+        )
+    return timings, {"started_at": started, **read_telemetry(before)}
+
+
+def _score_models(task: Task, folder: Path, deployment: Deployment) -> tuple[float, float]:
+    """Return the scores of the dense and the pruned model, computed in a process of their own."""
+    with Worker(threads=deployment.threads, name="score") as worker:
+        try:
+            dense, pruned = worker.call(
+                "search.whole_model.model_engines:score_models",
+                task.reference, deployment.threads, deployment.backend, str(folder.resolve()), timeout=SCORE_SECONDS,
+            )  # fmt: skip
+        except TaskFailed as error:
+            raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
+    return dense, pruned
+
+
+def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -> SpeedupVerdict | None:
+    """Return the verdict in `output` if it belongs to this model, this machine and these engines, and was met.
+
+    A promise that was missed is verified again, because the machine may have been busy. Raises BadData as `verify`
+    does.
     """
-    profile = _followed(task, folder)
-    known = load(output / "verify.json")
-    ours = manifest_hash(folder), backend, code_of(task)
-    if known is None or not known.met or (known.inputs, known.backend, known.code) != ours:
+    profile = _read_own_profile(task, folder)
+    known = read_verdict(output / "verify.json")
+    wanted = hash_manifest(folder), backend, hash_score_code(task)
+    if known is None or not known.met or (known.inputs, known.backend, known.code) != wanted:
         return None
-    same = sessions.read(output / SESSION, conditions(task, profile.model_hash, profile.threads, backend))
-    return known if same else None
+    key = describe_conditions(task, profile.model_hash, Deployment(profile.threads, backend))
+    return known if read_sessions(output / SESSION, key) else None
 
 
-def _followed(task: Task, folder: Path) -> Profile:
-    """The profile that the pruned model in `folder` follows. Raises BadData where it is one of another task."""
-    profile = load_profile(folder / "profile.json")
+def _read_own_profile(task: Task, folder: Path) -> Profile:
+    """Return the profile of the pruned model in `folder`. Raises BadData if it belongs to another task."""
+    profile = read_profile(folder / "profile.json")
     if profile.task != task.name:
         raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
     return profile
 
 
-def conclude(
+def build_verdict(
     task: Task, profile: Profile, backend: str, timings: Timings, scores: tuple[float, float], inputs: str
-) -> Verdict:
-    """The verdict on timings of the dense engines and of PRUNED."""
+) -> SpeedupVerdict:
+    """Return the verdict.
+
+    Parameters
+    ----------
+    task, profile, backend
+        What was verified.
+    timings
+        Samples of the dense engines and of PRUNED.
+    scores
+        Scores of the dense and of the pruned model.
+    inputs
+        Hash of the pruned model's manifest.
+    """
     dense = timings.fastest([name for name in timings.blocks if name != PRUNED])
     slowdown = None
     if profile.dense_engine in timings.blocks:
         slowdown = timings.seconds(profile.dense_engine, COVERAGE).value / profile.dense_seconds
     seconds, speedup = timings.seconds(PRUNED, COVERAGE), timings.speedup(PRUNED, dense, COVERAGE)
-    return Verdict(
+    return SpeedupVerdict(
         task=task.name,
         backend=backend,
         target=profile.target,
@@ -211,19 +298,19 @@ def conclude(
         threads=profile.threads,
         batch=profile.batch,
         inputs=inputs,
-        code=code_of(task),
+        code=hash_score_code(task),
     )
 
 
-def as_session(timings: Timings, chosen: sessions.Chosen) -> sessions.Session:
-    """The timings with the pruned model called by its options, as a search calls it."""
-    name = sessions.profile_name(chosen)
+def build_session(timings: Timings, options: OptionsByLayer) -> Session:
+    """Return the timings with the name that a search gives to the pruned model, by its options."""
+    name = name_profile(options)
     blocks = {name if engine == PRUNED else engine: blocks for engine, blocks in timings.blocks.items()}
-    return sessions.Session({name: chosen}, replace(timings, blocks=blocks))
+    return Session({name: options}, replace(timings, blocks=blocks))
 
 
-def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:
-    """A table row for every engine: op "model", purpose "verify"."""
+def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:
+    """Return a table row for every engine: op "model", purpose "verify"."""
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
         engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
@@ -247,22 +334,22 @@ def _version(backend: str) -> str | None:
     )
 
 
-def manifest_hash(folder: Path) -> str:
-    """What the pruned model in `folder` is: its manifest lists the hashes of its files. Raises BadData.
+def hash_manifest(folder: Path) -> str:
+    """Return a hash of the pruned model in `folder`: its manifest lists the hashes of its files. Raises BadData.
 
-    The packed file holds nothing of its own, and may come later: it does not count.
+    The packed file is not part of it: it has the same weights, and may be written later.
     """
     manifest = {name: value for name, value in read_manifest(folder).items() if name != "packed"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(path: Path) -> Verdict | None:
-    """The verdict in a verify.json; None where there is none, or one that cannot be read."""
+def read_verdict(path: Path) -> SpeedupVerdict | None:
+    """Return the verdict in a verify.json; None if the file is missing or cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != VERSION:
             return None
-        verdict = Verdict(**content)
+        verdict = SpeedupVerdict(**content)
         times = [getattr(verdict, name) for name in _POSITIVE]
         times += [engine[name] for engine in verdict.engines.values() for name in ("value", "low", "high")]
         scores = (verdict.score_dense, verdict.score_pruned)

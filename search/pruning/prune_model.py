@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import Profile
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
@@ -236,7 +236,7 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
                 f"the profile is of another model ({profile.task}): it prunes layer {layer}, and the model of task "
                 f"{task.name} {reason}"
             )
-    if (found := model_hash(model)) != profile.model_hash:
+    if (found := hash_model(model)) != profile.model_hash:
         raise BadData(
             f"the profile was searched for a model with other weights ({profile.model_hash}, task {task.name} has "
             f"{found}): search again"

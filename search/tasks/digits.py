@@ -1,8 +1,8 @@
-"""The bundled task: handwritten digits (scikit-learn's 1,797 images of 8x8), told apart by a residual MLP.
+"""The bundled task: a residual MLP that classifies handwritten digits (scikit-learn's 1,797 images of 8x8).
 
-The network is trained by `model()` on first use, in about half a minute on two cores, and kept in the user's cache
-folder (the environment variable LATBENCH_CACHE moves it), as the images are. Its six large linear layers hold nearly
-all of its time on a CPU, so it is a fair small stand-in for the feed-forward layers of a Transformer.
+`model()` trains the network on first use, in about half a minute on two cores. The weights and the images are kept in
+the user's cache folder (the environment variable LATBENCH_CACHE moves it). Six large linear layers take nearly all of
+its time on a CPU, so the network represents the feed-forward layers of a Transformer.
 
 Images are float32 rows of 64 pixels in [0, 1]; a batch is a pair (images (n, 64), labels (n,) int64).
 """
@@ -42,7 +42,7 @@ CALIBRATION_BATCHES = 12
 
 @dataclass(frozen=True)
 class Training:
-    """Everything the trained weights depend on: a change of any entry trains anew, whatever is cached."""
+    """Everything that the trained weights depend on. A change of any entry trains the network again."""
 
     version: int = 1
     seed: int = 2024
@@ -70,7 +70,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (n, width) to (n, width)."""
-        return x + self.fc2(self.relu(self.fc1(x)))
+        y: Tensor = x + self.fc2(self.relu(self.fc1(x)))
+        return y
 
 
 class ResidualMLP(nn.Module):
@@ -85,77 +86,79 @@ class ResidualMLP(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (n, 64) to logits (n, 10)."""
-        return self.head(self.relu(self.blocks(self.stem(images))))
+        logits: Tensor = self.head(self.relu(self.blocks(self.stem(images))))
+        return logits
 
 
 def model() -> nn.Module:
-    """The trained network, in eval mode; trains and caches it where the cache does not hold it yet."""
+    """Return the trained network in eval mode; train it if the cache does not have it."""
     network = _untrained()
     path = _cached_weights()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes that start together (one an engine) train once: the others wait and load.
+    # Several processes may start together (one for each engine): one trains, the others wait and load.
     with filelock.FileLock(path.with_suffix(".lock")):
-        if not _load(network, path):
+        if not _load_weights(network, path):
             _train(network)
             write_atomically(path, lambda temporary: save_file(network.state_dict(), temporary))
     return network.eval()
 
 
 def example() -> tuple[Tensor]:
-    """The input that is timed: 128 test images."""
+    """Return the input that is timed: 128 test images."""
     images, _ = _splits()["test"]
     return (images[:TIMED_BATCH],)
 
 
 def calibration() -> list[Batch]:
-    """Training images, shifted as in training: layer-wise fits need more samples than a layer has inputs."""
+    """Return training images, shifted as in training: layer-wise fits need more samples than a layer has inputs."""
     batches = train_batches(np.random.default_rng(0))
     return [next(batches) for _ in range(CALIBRATION_BATCHES)]
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy of a batch."""
+    """Return the mean cross-entropy of a batch."""
     images, labels = batch
     return cross_entropy(model(images), labels)
 
 
 def score(model: nn.Module) -> float:
-    """The share of the 540 test images that are told right, in [0, 1]."""
+    """Return the share of the 540 test images that the model classifies correctly, in [0, 1]."""
     images, labels = _splits()["test"]
     with torch.no_grad():
-        return (model(images).argmax(dim=1) == labels).double().mean().item()
+        correct: Tensor = model(images).argmax(dim=1) == labels
+    return correct.double().mean().item()
 
 
 def train_batches(rng: np.random.Generator) -> Iterator[Batch]:
-    """Endless batches of 128 training images, each shifted by up to one pixel either way."""
+    """Yield batches of 128 training images without end, each image shifted by up to one pixel either way."""
     images, labels = _splits()["train"]
     size = TRAINING.batch
     while True:
         order = rng.permutation(len(images))
         for start in range(0, len(order) - size + 1, size):
             chosen = torch.from_numpy(order[start : start + size])
-            yield _shifted(images[chosen], rng), labels[chosen]
+            yield _shift(images[chosen], rng), labels[chosen]
 
 
 @cache
 def _splits() -> dict[str, Batch]:
-    """The fixed stratified split: 1,257 training and 540 test images.
+    """Return the fixed stratified split: 1,257 training and 540 test images.
 
-    Kept beside the weights: scikit-learn, which has the images, takes a second to import, and each engine of each
-    timing is a process that needs them.
+    The images are kept beside the weights. scikit-learn has them, but takes a second to import, and each engine of
+    each timing is a process that needs them.
     """
     path = find_cache_folder() / "tasks" / f"images-{TEST_IMAGES}.safetensors"
     try:
         parts = load_file(path)
         return {part: (parts[f"{part} images"], parts[f"{part} labels"]) for part in ("train", "test")}
     except (FileNotFoundError, SafetensorError, KeyError):
-        parts = _split()
+        parts = _split_images()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: save_file(parts, temporary))
     return {part: (parts[f"{part} images"], parts[f"{part} labels"]) for part in ("train", "test")}
 
 
-def _split() -> dict[str, Tensor]:
+def _split_images() -> dict[str, Tensor]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -167,8 +170,8 @@ def _split() -> dict[str, Tensor]:
     return dict(zip(names, map(torch.from_numpy, split), strict=True))
 
 
-def _shifted(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Images (n, 64), each moved by -1, 0 or 1 pixel down and right, zeros moving in."""
+def _shift(images: Tensor, rng: np.random.Generator) -> Tensor:
+    """Return images (n, 64), each moved by -1, 0 or 1 pixel down and right, with zeros at the edge."""
     n = len(images)
     padded = torch.zeros(n, 10, 10)
     padded[:, 1:9, 1:9] = images.view(n, 8, 8)
@@ -185,7 +188,7 @@ def _untrained() -> ResidualMLP:
 
 
 def _train(network: nn.Module) -> None:
-    """AdamW with a linear warm-up and a cosine decay, in place."""
+    """Train in place: AdamW with a linear warm-up and a cosine decay."""
     started = time.monotonic()
     steps = TRAINING.steps
     optimizer = torch.optim.AdamW(network.parameters(), lr=TRAINING.learning_rate, weight_decay=TRAINING.weight_decay)
@@ -213,8 +216,8 @@ def _cached_weights() -> Path:
     return find_cache_folder() / "tasks" / f"digits-{digest}.safetensors"
 
 
-def _load(network: nn.Module, path: Path) -> bool:
-    """Fill the network from the cache; a missing or broken file means it is trained again."""
+def _load_weights(network: nn.Module, path: Path) -> bool:
+    """Load the network's weights from the cache; return False if the file is missing or broken."""
     if not path.exists():
         return False
     try:

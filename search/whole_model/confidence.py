@@ -1,14 +1,15 @@
-"""What a speedup that was measured in a search promises for the next time that the model is built and timed.
+"""What a speedup that a search measured promises for the next time that the model is built and timed.
 
-The same model built twice differs by some per cent as long as its process lives: its memory lies elsewhere (Kalibera
-and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms of its speedups scatter from building
-to building by a standard deviation `spread`, and all buildings of a session are moved by the mood that the machine is
-in then (`MOOD`). A search averages n buildings of S sessions, a verification PROCESSES of one: the difference has the
-variance spread^2 (1 / n + 1 / PROCESSES) + MOOD^2 (1 / S + 1).
+The same model built twice differs by some per cent as long as its process lives, because its memory lies elsewhere
+(Kalibera and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms of its speedups scatter from
+build to build by a standard deviation, and all builds of a session share the state that the machine is in
+(`SESSION_SPREAD`). A search averages n builds of S sessions, a verification averages BUILDS builds of one session.
+The difference has the variance build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1).
 
-The spread is the machine's and the engines', more than the profile's. It is pooled over all profiles of a search,
-together with what is usual (`SPREAD`, worth `WEIGHT` more buildings), so that three buildings that agree by chance do
-not promise too much. On a machine with another mood every minute promises are kept less often than they say.
+The spread between builds belongs to the machine and the engines more than to the profile. It is pooled over all
+profiles of a search, together with a usual value (`BUILD_SPREAD`, worth `PRIOR_BUILDS` more builds), so that three
+builds that agree by chance do not promise too much. On a machine whose state changes every few minutes, promises are
+kept less often than they say.
 """
 
 from __future__ import annotations
@@ -21,74 +22,93 @@ import numpy as np
 from scipy import stats
 
 from search.problem.layers import Interval
-from search.whole_model.end_to_end import PROCESSES
+from search.whole_model.end_to_end import BUILDS
 
-SPREAD, WEIGHT = 0.0225, 4
-MOOD = 0.01
+BUILD_SPREAD, PRIOR_BUILDS = 0.0225, 4
+SESSION_SPREAD = 0.01
 """36 promises for three models on two virtual cores left 1.6 to 2.4% and, between sessions, 0.3 to 2.0% more.
 
-`python tests/benchmarks/guarantee.py` prints in its last line what `scatter` makes of all that a task's searches and
-verifications left.
+`python tests/benchmarks/guarantee.py` prints in its last line the `estimate_spreads` of everything that a task's
+searches and verifications left.
 """
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation of log speedups between buildings, known as well as from `freedom` + 1 of them."""
+    """A standard deviation of log speedups, known as well as from `freedom` + 1 observations."""
 
     value: float
     freedom: float
 
 
-def spread(speedups: Sequence[Sequence[float]], buildings: int) -> Spread:
-    """Pooled over groups: the speedups of one profile in the buildings of one session.
+def pool_build_spread(speedups: Sequence[Sequence[float]], builds: int) -> Spread:
+    """Return the spread between builds, pooled over groups and with the usual value.
 
-    `buildings` is how many are free to differ, all sessions together, each session's first left out: profiles of one
-    building share its dense engines, so it is buildings that count as observations.
+    Parameters
+    ----------
+    speedups
+        Groups: the speedups of one profile in the builds of one session.
+    builds
+        Builds that are free to differ: all sessions together, without the first build of each. Profiles of one build
+        share its dense engines, so builds count as observations, not profiles.
     """
-    logs = [np.log(one) for one in speedups]
-    freedom = sum(len(one) - 1 for one in logs)
-    squares = sum(float(np.square(one - one.mean()).sum()) for one in logs)
+    logs = [np.log(group) for group in speedups]
+    freedom = sum(len(group) - 1 for group in logs)
+    squares = sum(float(np.square(group - group.mean()).sum()) for group in logs)
     measured = squares / freedom if freedom else 0.0
-    weight = min(freedom, buildings)
-    return Spread(math.sqrt((WEIGHT * SPREAD**2 + weight * measured) / (WEIGHT + weight)), WEIGHT + weight)
+    weight = min(freedom, builds)
+    variance = (PRIOR_BUILDS * BUILD_SPREAD**2 + weight * measured) / (PRIOR_BUILDS + weight)
+    return Spread(math.sqrt(variance), PRIOR_BUILDS + weight)
 
 
-def promise(sessions: Sequence[Sequence[float]], between: Spread, risk: float) -> Interval:
-    """The speedup of a profile by those of its buildings in each session, and what a verification does not pass.
+def predict_verified_speedup(sessions: Sequence[Sequence[float]], build_spread: Spread, risk: float) -> Interval:
+    """Return the mean speedup of a profile, and the interval in which a verification will find it.
 
-    It comes out above the lower end with probability `risk` (0.5 to 1), below the upper one just as likely.
+    A verification comes out above the lower end with probability `risk`, and below the upper end just as likely.
+
+    Parameters
+    ----------
+    sessions
+        Speedups of the profile in each session, build by build.
+    build_spread
+        The spread between builds.
+    risk
+        Probability from 0.5 to 1.
     """
-    logs = np.log(np.concatenate([np.asarray(one, np.float64) for one in sessions]))
+    logs = np.log(np.concatenate([np.asarray(session, np.float64) for session in sessions]))
     value = math.exp(float(logs.mean()))
-    variance = between.value**2 * (1 / len(logs) + 1 / PROCESSES) + MOOD**2 * (1 / len(sessions) + 1)
-    room = math.exp(float(stats.t.ppf(risk, between.freedom)) * math.sqrt(variance))
-    return Interval(value, value / room, value * room)
+    variance = build_spread.value**2 * (1 / len(logs) + 1 / BUILDS) + SESSION_SPREAD**2 * (1 / len(sessions) + 1)
+    margin = math.exp(float(stats.t.ppf(risk, build_spread.freedom)) * math.sqrt(variance))
+    return Interval(value, value / margin, value * margin)
 
 
-def scatter(profiles: Sequence[Sequence[Sequence[float]]]) -> tuple[Spread, Spread]:
-    """(spread, mood) as they were: speedups of each profile in each of its sessions, building by building.
+def estimate_spreads(profiles: Sequence[Sequence[Sequence[float]]]) -> tuple[Spread, Spread]:
+    """Return the standard deviations of log speedups (between builds of a session, between sessions beyond that).
 
-    The standard deviations of logarithms between buildings of one session, and of what sessions have in common beyond
-    that: an analysis of variance with random effects (Searle, Casella, McCulloch 1992, "Variance Components", section
-    3.6). NaN where nothing was repeated.
+    This is an analysis of variance with random effects (Searle, Casella, McCulloch 1992, "Variance Components",
+    section 3.6). A value is NaN where nothing was repeated.
+
+    Parameters
+    ----------
+    profiles
+        Speedups of each profile in each of its sessions, build by build.
     """
     within = between = weight = 0.0
     free_within = free_between = 0
     for speedups in profiles:
-        logs = [np.log(one) for one in speedups]
-        counts, means = np.array([len(one) for one in logs]), np.array([one.mean() for one in logs])
-        within += sum(float(np.square(one - mean).sum()) for one, mean in zip(logs, means, strict=True))
+        logs = [np.log(session) for session in speedups]
+        counts, means = np.array([len(session) for session in logs]), np.array([session.mean() for session in logs])
+        within += sum(float(np.square(session - mean).sum()) for session, mean in zip(logs, means, strict=True))
         between += float(counts @ np.square(means - counts @ means / counts.sum()))
         free_within += int((counts - 1).sum())
         free_between += len(logs) - 1
         weight += counts.sum() - counts @ counts / counts.sum()
     variance = within / free_within if free_within else math.nan
     common = (between - free_between * variance) / weight if weight else math.nan
-    common = 0.0 if common < 0 else common  # it cannot be told from none
+    common = 0.0 if common < 0 else common  # too small to be told from zero
     return Spread(math.sqrt(variance), free_within), Spread(math.sqrt(common), free_between)
 
 
-def coverage(risk: float) -> float:
-    """Of an interval of which neither end is passed with a probability over 1 - `risk`."""
+def convert_to_coverage(risk: float) -> float:
+    """Return the coverage of an interval, neither end of which is passed with a probability above 1 - `risk`."""
     return 2 * risk - 1

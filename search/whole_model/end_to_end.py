@@ -1,18 +1,13 @@
-"""Whole models timed against each other: an engine a process, taking turns, so the machine's moods hit all alike.
+"""Time whole models against each other: one process an engine, in turns, so that disturbances affect all alike.
 
-A round gives every engine one burst of calls, in a shuffled order. Three kinds of rounds are taken again: those in
-which other processes took the cores, those in which the engines together were much slower than in their fastest
-rounds (a neighbour on a shared machine slows all by a third for seconds or minutes), and those in which the dense
-engines were much slower than they are known to be. Such rounds slow the engines unequally. So do bursts from when a
-host had moved the cores apart (`latbench.sweeping.core_placement`), which are taken again at once. No engine is
-judged by its own time alone, and the pruned model never by what was predicted for it. Rounds are what repeats: within
-one, calls share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989),
-and a speedup's from resampling the same rounds of both engines.
+A round gives every engine one burst of calls, in a shuffled order. Rounds that other processes disturbed are taken
+again (`search.whole_model.quiet_rounds`). So are, at once, bursts from when a host had moved the cores apart
+(`latbench.sweeping.core_placement`).
 
-The same model built twice differs by some per cent as long as its process lives, so each engine is built anew a few
-times, each time in a fork of a process that has imported all. That is too few for an interval; what it means for a
-promise is `risk`'s matter. A building during which the machine never was quiet does not count, and another takes its
-place.
+The same model built twice differs by some per cent as long as its process lives. So each engine is built several
+times, each time in a fork of a process that has imported everything. That is too few builds for an interval;
+`search.whole_model.confidence` says what it means for a promise. A build during which the machine never was quiet
+does not count, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,44 +29,49 @@ from latbench.runners.device_lock import lock_device
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 from latbench.sweeping.core_placement import CorePlacement
 from latbench.timing.sampling import Burst
-from search.problem.layers import Interval
 from search.progress import Progress
+from search.whole_model.quiet_rounds import (
+    SLOW_ROUND,
+    Round,
+    compute_slowness,
+    find_undisturbed_builds,
+    select_quiet_rounds,
+)
+from search.whole_model.timings import Timings
 
-Blocks = Sequence[Sequence[float]]
-"""Samples in seconds a call, round by round."""
+BUILDS = 3
+"""Builds of each engine that a timing averages."""
 
-Round = Mapping[str, Burst]
-"""A burst of each engine, the same engines in each round."""
+EXTRA_BUILDS = 2
+"""Further builds, at most, in place of those that were disturbed."""
 
-PROCESSES = 3
-ROUNDS = 18
-ROUND_SECONDS = 0.12
-MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use: a minute
-MOST_MOVES = 20  # bursts one after the other, until cores are together again
-SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
-FEWEST_QUIET = 3  # rounds of a building
-DISTURBED = 0.25  # as SLOW, of a building: processes of their own have no bad luck together
-MORE_PROCESSES = 2  # in place of those that were disturbed
-PREPARE_SECONDS = 600.0
-SAMPLE_SECONDS = 300.0
-RESAMPLES = 1000
+MAX_ROUND_FACTOR = 3
+"""Rounds taken, at most, for each round asked for: on a machine that others use, about a minute."""
 
+MAX_BURST_TRIES = 20
+"""Bursts in a row, at most, until the cores are together again."""
 
-def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
-    """This machine's CPU for oneself; `progress` hears who else has it. Raises as `lock_device` does."""
+BUILD_SECONDS = 600.0
+"""Time limit for building one engine."""
 
-    def waiting(holder: str) -> None:
-        progress(f"waiting: {holder}", None, None)
-
-    return lock_device(name_cpu(), hash_machine(), waiting=waiting)
+BURST_SECONDS = 300.0
+"""Time limit for one burst."""
 
 
 @dataclass(frozen=True)
-class Engine:
-    """How a worker builds one model: the worker's name, "module:function" and its arguments.
+class EngineBuilder:
+    """How a worker builds one model.
 
-    Engines of the same worker share its process: one library's threads do not slow its own. One that `shares` gets a
-    last argument more: a folder for what all engines of one timing need only once.
+    Attributes
+    ----------
+    worker
+        Name of the worker. Engines of the same worker share its process: one library's threads do not slow its own.
+    function
+        The builder, "module:function".
+    arguments
+        Arguments of the builder.
+    shares
+        Whether the builder gets one more argument: a folder for files that all engines of one timing share.
     """
 
     worker: str
@@ -81,226 +81,220 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Timings:
-    """Samples of every engine by round, equally many rounds each, and why engines were left out.
+class RoundSchedule:
+    """How often engines are built and timed.
 
-    `built` says for each round which building of the engines it timed; empty if they were built once.
+    Attributes
+    ----------
+    builds
+        Processes in which each engine is built.
+    rounds
+        Rounds in all builds together.
+    seconds
+        Seconds of each engine's burst in a round.
     """
 
-    blocks: Mapping[str, Blocks]
-    left_out: Mapping[str, str]
-    built: Sequence[int] = ()
+    builds: int = BUILDS
+    rounds: int = 18
+    seconds: float = 0.12
 
-    def seconds(self, engine: str, coverage: float) -> Interval:
-        """The median call, and the interval that holds it with probability `coverage`."""
-        medians = _resampled_medians(self.blocks[engine])
-        return _interval(_median(self.blocks[engine]), medians, coverage)
+    @property
+    def rounds_of_build(self) -> int:
+        """Quiet rounds that each build needs."""
+        return math.ceil(self.rounds / self.builds)
 
-    def speedup(self, engine: str, over: str, coverage: float) -> Interval:
-        """The geometric mean of `speedups`; for its interval the rounds of each building are resampled in pairs."""
-        value = math.exp(float(np.log(self.speedups(engine, over)).mean()))
-        resampled = [np.log(_resampled_medians(b) / _resampled_medians(a)) for a, b in self._buildings(engine, over)]
-        return _interval(value, np.exp(np.mean(resampled, axis=0)), coverage)
 
-    def speedups(self, engine: str, over: str) -> list[float]:
-        """Median of `over` by median of `engine` in each building."""
-        return [_median(b) / _median(a) for a, b in self._buildings(engine, over)]
+DEFAULT_SCHEDULE = RoundSchedule()
 
-    def _buildings(self, *engines: str) -> list[list[Blocks]]:
-        """The rounds of these engines, building by building."""
-        built = np.asarray(self.built or [0] * len(self.blocks[engines[0]]))
-        rounds = [np.flatnonzero(built == number).tolist() for number in np.unique(built)]
-        return [[[self.blocks[engine][i] for i in own] for engine in engines] for own in rounds]
 
-    def fastest(self, engines: Sequence[str]) -> str:
-        """The engine with the least median among those that ran."""
-        return min((name for name in engines if name in self.blocks), key=lambda name: _median(self.blocks[name]))
+def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
+    """Lock this machine's CPU exclusively; report to `progress` who holds it. Raise what `lock_device` raises."""
+
+    def waiting(holder: str) -> None:
+        progress(f"waiting: {holder}", None, None)
+
+    return lock_device(name_cpu(), hash_machine(), waiting=waiting)
 
 
 def time_engines(
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, EngineBuilder],
     *,
     threads: int,
     required: Sequence[str],
-    processes: int = PROCESSES,
-    rounds: int = ROUNDS,
-    round_seconds: float = ROUND_SECONDS,
+    schedule: RoundSchedule = DEFAULT_SCHEDULE,
     known: Mapping[str, float] | None = None,
     order: np.random.Generator | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Timings:
-    """Time the engines together, `rounds` times in all, built anew in `processes` processes each.
+    """Time the engines together, in shuffled turns.
 
-    One that cannot run, in whichever building and round, is left out with the reason; a `required` one raises it.
-    known: seconds that some of them took before on this machine, when it was quiet. Where others used the machine all
-    the while, engines are built once more, and that building does not count. Where it is not once as fast as that
-    during the first building, it is taken to have another pace now.
+    An engine that cannot run, in any build or round, is left out with the reason.
+
+    Parameters
+    ----------
+    engines
+        Name -> engine.
+    threads
+        Threads of each engine.
+    required
+        Engines that must run.
+    schedule
+        Builds, rounds and seconds of a burst.
+    known
+        Engine -> seconds that it took before on this machine, when it was quiet. If the machine is not once as fast
+        as that during the first build, it is taken to have another pace now.
+    order
+        Generator that shuffles the turns.
+    progress
+        Called with the current step.
+
+    Raises
+    ------
+    LatbenchError
+        A required engine cannot run.
     """
-    known, order = known or {}, order or np.random.default_rng(0)
-    left_out: dict[str, str] = {}
-
-    def leave_out(name: str, error: Exception) -> None:
-        if name in required:
-            raise LatbenchError(f"{name} cannot run this model: {error}") from error
-        left_out[name] = " ".join(str(error).split())
-
-    taken: list[Round] = []
-    built: list[int] = []
-    wanted = math.ceil(rounds / processes)
-    number = 0
     names = list(dict.fromkeys(engine.worker for engine in engines.values()))
     with ExitStack() as stack:
-        shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
         # Entered first, left last: a worker dies with the thread that started it.
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
         workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
         placement = CorePlacement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
-        while number < processes or (
-            0 < len(undisturbed(taken, built, known)) < processes and number < processes + MORE_PROCESSES
-        ):
-            number += 1
-            progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
-            prepared, failed = _prepare(engines, workers, pool, shared)
-            for name, error in failed.items():
-                leave_out(name, error)
-            engines = {name: engines[name] for name in prepared}
-            taken = [{name: bursts[name] for name in engines} for bursts in taken]  # also what ran before
-            first = len(taken)
-            while len(taken) - first < MOST_TRIES * wanted:
-                quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
-                if quiet >= wanted:
-                    break
-                progress(
-                    "timing whole models in turns", (number - 1) * wanted + quiet, max(number, processes) * wanted
-                )
-                turn = list(prepared)
-                order.shuffle(turn)
-                drawn: dict[str, Burst] = {}
-                tries = MOST_MOVES
-                for name in turn:
-                    try:
-                        worker = workers[engines[name].worker]
-                        burst = partial(worker.burst, prepared[name], round_seconds, timeout=SAMPLE_SECONDS)
-                        drawn[name], together = placement.together(burst, tries)
-                        if not together:  # the round is over
-                            drawn[name], tries = replace(drawn[name], preempted=True), 1
-                    except (TaskFailed, WorkerDied) as error:
-                        leave_out(name, error)
-                        break
-                if len(drawn) < len(turn):
-                    # Engines of the same worker died with it: this building begins again, without that one.
-                    engines = {name: engine for name, engine in engines.items() if name not in left_out}
-                    del taken[first:], built[first:]
-                    number -= 1
-                    break
-                taken.append({name: drawn[name] for name in prepared})
-                built.append(number)
-            if taken and not (slowness(taken, known) <= SLOW).any():
-                known = {}  # the machine has another pace by now, and to wait for the old one may take for ever
-    numbers = undisturbed(taken, built, known) or range(1, number + 1)
-    counted = [i for number in numbers for i in counted_rounds(taken, built, number, known)]
-    blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
-    return Timings(blocks, left_out, [built[i] for i in counted])
+        timing = _EngineTiming(
+            engines, _Workers(workers, placement, pool, folder), required, schedule, known or {},
+            order or np.random.default_rng(0), progress,
+        )  # fmt: skip
+        while timing.needs_build():
+            timing.time_build()
+    return timing.result()
 
 
-def undisturbed(taken: Sequence[Round], built: Sequence[int], known: Mapping[str, float]) -> list[int]:
-    """The buildings that had the machine to themselves at times: not even their quietest rounds were slow in others.
+class _Workers(NamedTuple):
+    """The processes of the engines, the placement of their cores, and a folder that they share."""
 
-    Engines of one building run in processes of their own, so that all of them are slow only if the machine is.
-    """
-    slow, of = slowness(taken, known), np.asarray(built)
-    return [
-        number for number in np.unique(of).tolist() if np.sort(slow[of == number])[:FEWEST_QUIET][-1] <= DISTURBED
-    ]
+    processes: Mapping[str, Worker]
+    placement: CorePlacement
+    pool: Executor
+    folder: str
 
 
-def counted_rounds(
-    taken: Sequence[Round], built: Sequence[int], number: int, known: Mapping[str, float]
-) -> list[int]:
-    """Which rounds of building `number` count: the quiet ones.
+class _EngineTiming:
+    """One timing while it runs: the engines that still run, the rounds taken, and the build of each round."""
 
-    Where it never was as quiet as it was known to be, the quietest there was has to do.
-    """
-    own = [i for i, it in enumerate(built) if it == number]
-    for slow in (slowness(taken, known), slowness(taken, {})):
-        quiet = [i for i in own if slow[i] <= SLOW]
-        if len(quiet) >= min(FEWEST_QUIET, len(own)):
-            return quiet
-    return sorted(sorted(own, key=lambda i: float(slow[i]))[:FEWEST_QUIET])
+    def __init__(
+        self, engines: Mapping[str, EngineBuilder], workers: _Workers, required: Sequence[str],
+        schedule: RoundSchedule, known: Mapping[str, float], order: np.random.Generator, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._engines, self._workers, self._required, self._schedule = dict(engines), workers, required, schedule
+        self._known, self._order, self._progress = known, order, progress
+        self._left_out: dict[str, str] = {}
+        self._rounds: list[Round] = []
+        self._builds: list[int] = []
+        self._number = 0
+
+    def needs_build(self) -> bool:
+        """Return whether another build is needed: until enough of them were undisturbed, or there are too many."""
+        wanted = self._schedule.builds
+        if self._number < wanted:
+            return True
+        undisturbed = find_undisturbed_builds(self._rounds, self._builds, self._known)
+        return 0 < len(undisturbed) < wanted and self._number < wanted + EXTRA_BUILDS
+
+    def time_build(self) -> None:
+        """Build all engines once and time them in rounds; discard the build if an engine dies while it is timed."""
+        self._number += 1
+        self._progress(f"preparing whole models, {self._number} of {self._build_count}", None, None)
+        prepared, failed = _build_engines(self._engines, self._workers)
+        for name, error in failed.items():
+            self._leave_out(name, error)
+        self._engines = {name: self._engines[name] for name in prepared}
+        # Earlier rounds forget the engines that failed, too.
+        self._rounds = [{name: bursts[name] for name in self._engines} for bursts in self._rounds]
+        first = len(self._rounds)
+        while self._needs_round(first):
+            drawn = self._time_round(prepared)
+            if drawn is None:
+                # Engines of the same worker died with it: this build begins again, without that one.
+                self._engines = {name: it for name, it in self._engines.items() if name not in self._left_out}
+                del self._rounds[first:], self._builds[first:]
+                self._number -= 1
+                break
+            self._rounds.append(drawn)
+            self._builds.append(self._number)
+        if self._rounds and not (compute_slowness(self._rounds, self._known) <= SLOW_ROUND).any():
+            self._known = {}  # the machine has another pace now: waiting for the old one may take forever
+
+    def result(self) -> Timings:
+        """Return the samples of the rounds that count."""
+        undisturbed = find_undisturbed_builds(self._rounds, self._builds, self._known)
+        counted = [
+            i
+            for number in undisturbed or range(1, self._number + 1)
+            for i in select_quiet_rounds(self._rounds, self._builds, number, self._known)
+        ]
+        blocks = {name: [self._rounds[i][name].samples for i in counted] for name in self._engines}
+        return Timings(blocks, self._left_out, [self._builds[i] for i in counted])
+
+    @property
+    def _build_count(self) -> int:
+        return max(self._number, self._schedule.builds)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        if name in self._required:
+            raise LatbenchError(f"{name} cannot run this model: {error}") from error
+        self._left_out[name] = " ".join(str(error).split())
+
+    def _needs_round(self, first: int) -> bool:
+        """Return whether this build, whose rounds begin at `first`, needs another round."""
+        wanted = self._schedule.rounds_of_build
+        if len(self._rounds) - first >= MAX_ROUND_FACTOR * wanted:
+            return False
+        quiet = sum(slow <= SLOW_ROUND for slow in compute_slowness(self._rounds, self._known)[first:])
+        if quiet >= wanted:
+            return False
+        done, total = (self._number - 1) * wanted + quiet, self._build_count * wanted
+        self._progress("timing whole models in turns", done, total)
+        return True
+
+    def _time_round(self, prepared: Mapping[str, PreparedTask]) -> Round | None:
+        """Return a burst of each engine, taken in a shuffled order; None if an engine failed and was left out."""
+        turns = list(prepared)
+        self._order.shuffle(turns)
+        drawn: dict[str, Burst] = {}
+        tries = MAX_BURST_TRIES
+        for name in turns:
+            worker = self._workers.processes[self._engines[name].worker]
+            burst = partial(worker.burst, prepared[name], self._schedule.seconds, timeout=BURST_SECONDS)
+            try:
+                drawn[name], together = self._workers.placement.together(burst, tries)
+            except (TaskFailed, WorkerDied) as error:
+                self._leave_out(name, error)
+                return None
+            if not together:  # the round is over: it will not count
+                drawn[name], tries = replace(drawn[name], preempted=True), 1
+        return {name: drawn[name] for name in prepared}
 
 
-def _prepare(
-    engines: Mapping[str, Engine], workers: Mapping[str, Worker], pool: Executor, shared: str
+def _build_engines(
+    engines: Mapping[str, EngineBuilder], workers: _Workers
 ) -> tuple[dict[str, PreparedTask], dict[str, Exception]]:
-    """Build all engines in new processes, those of different workers at the same time; what is built, what failed."""
+    """Build all engines in new processes, different workers at the same time; return the built and the failed."""
     prepared: dict[str, PreparedTask] = {}
     failed: dict[str, Exception] = {}
 
-    def prepare(worker: str) -> None:
-        own = {name: engine for name, engine in engines.items() if engine.worker == worker}
-        begun = False
-        for name, engine in own.items():
-            arguments = (*engine.arguments, shared) if engine.shares else engine.arguments
+    def build(name_of_worker: str) -> None:
+        worker, renewed = workers.processes[name_of_worker], False
+        for name, engine in engines.items():
+            if engine.worker != name_of_worker:
+                continue
+            arguments = (*engine.arguments, workers.folder) if engine.shares else engine.arguments
             try:
-                if not begun:
-                    workers[worker].renew(engine.function)
-                    begun = True
-                prepared[name] = workers[worker].prepare(engine.function, *arguments, timeout=PREPARE_SECONDS)
+                if not renewed:
+                    worker.renew(engine.function)
+                    renewed = True
+                prepared[name] = worker.prepare(engine.function, *arguments, timeout=BUILD_SECONDS)
             except (TaskFailed, WorkerDied) as error:
                 failed[name] = error
 
-    list(pool.map(prepare, dict.fromkeys(engine.worker for engine in engines.values())))
+    list(workers.pool.map(build, dict.fromkeys(engine.worker for engine in engines.values())))
     return {name: prepared[name] for name in engines if name in prepared}, failed
-
-
-def slowness(taken: Sequence[Round], known: Mapping[str, float]) -> np.ndarray:
-    """How much slower than in the fastest rounds the engines together were in each, as a logarithm.
-
-    Or than engines with `known` seconds are known to be, if that is more; infinite where others took the cores. The
-    fastest rounds are the first FEWEST_QUIET by the engines' mean: the least times that each engine had in any round
-    were luck of different rounds, and beside them all rounds are slow where single bursts scatter.
-    """
-    if not taken:
-        return np.zeros(0)
-    names = list(taken[0])
-    logs = np.log([[np.median(bursts[name].samples) for name in names] for bursts in taken])
-    alone = np.array([not any(burst.preempted for burst in bursts.values()) for bursts in taken])
-    means = logs.mean(axis=1)
-    fast = np.sort(means[alone] if alone.any() else means)[:FEWEST_QUIET][-1]
-    slow = np.maximum(means - fast, 0.0)
-    if before := [(names.index(name), seconds) for name, seconds in known.items() if name in names]:
-        columns, seconds = zip(*before, strict=True)
-        slow = np.maximum(slow, (logs[:, columns] - np.log(seconds)).mean(axis=1))
-    slow[~alone] = np.inf
-    return slow
-
-
-def _median(blocks: Blocks) -> float:
-    return float(np.median(np.concatenate([np.asarray(block) for block in blocks])))
-
-
-def _resampled_medians(blocks: Blocks) -> np.ndarray:
-    """Medians over rounds drawn with replacement; equal numbers of rounds give equal draws, hence pairs.
-
-    A sample counts as often as its round was drawn: in the order of samples, the median is where half of all counts
-    are reached.
-    """
-    rng = np.random.default_rng(len(blocks))
-    arrays = [np.asarray(block) for block in blocks]
-    draws = rng.integers(0, len(arrays), (RESAMPLES, len(arrays)))
-    samples = np.concatenate(arrays)
-    order = np.argsort(samples)
-    ordered, of = samples[order], np.repeat(np.arange(len(arrays)), [len(one) for one in arrays])[order]
-    drawn = (draws[:, :, None] == np.arange(len(arrays))).sum(axis=1, dtype=np.int32)
-    medians = []
-    for times in np.array_split(drawn, max(1, RESAMPLES * len(samples) >> 20)):  # 8 MB at once
-        reached = times[:, of].cumsum(axis=1, dtype=np.int32)
-        total = reached[:, -1:]
-        lower, upper = (ordered[(reached <= rank).sum(axis=1)] for rank in ((total - 1) // 2, total // 2))
-        medians.append((lower + upper) / 2)
-    return np.concatenate(medians)
-
-
-def _interval(value: float, resampled: np.ndarray, coverage: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - coverage) / 2, (1 + coverage) / 2])
-    return Interval(value, min(value, float(low)), max(value, float(high)))

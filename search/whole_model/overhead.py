@@ -1,17 +1,17 @@
-"""What a pruned model takes beyond its searched layers, found by timing it whole at a few profiles.
+"""Seconds of a pruned model beyond its searched layers, found by timing the whole model at a few profiles.
 
-The first layer, norms, activations that could not be folded, calls between layers: none of them is in the table of
-layers, all of them are in the user's time. And layers on their own are not layers in a network: there they find their
-activations as they need them, and share caches and threads. So the pruned model is timed at profiles of very unlike
-speed, all dense to very sparse, and once more with its layers free: they return what they once computed, and what is
-left no pruning brings down. With these,
+The first layer, norms, activations that could not be folded, and calls between layers are not in the table of layers,
+but they are in the user's time. Layers inside a network also differ from layers alone: they find their activations as
+they need them, and share caches and threads. So the pruned model is timed at probe profiles of very different speed,
+from all dense to very sparse. It is timed once more with its layers free: they return what they computed once, and
+pruning cannot reduce what remains. With these times,
 
     seconds of the model = fixed + sum over its layers of (scale * predicted seconds - saved)
 
-is fitted: `fixed` was measured, `scale` and `saved` are of the line through the profiles. On DeepSparse layers cannot
-be made free: `fixed` is what the line leaves without layers. What the line leaves unexplained widens the interval of
-`fixed`. The dense engines are timed in the same rounds. How far a sum of layers is from the whole, with this line and
-without it, is the profile's `additivity`.
+is fitted: `fixed` is measured, `scale` and `saved` belong to the line through the profiles. DeepSparse's layers
+cannot be made free: there `fixed` is the line's value without layers. What the line does not explain widens the
+interval of `fixed`. The dense engines are timed in the same rounds. How far a sum of layers is from the whole, with
+and without this line, is the profile's `additivity`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from latbench.backends import installed_engines
 from latbench.base.engine_registry import CPU_ENGINES, MODEL_ENGINES, list_rivals, list_standard, runs_our_kernels
 from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
+from search.deployment import Deployment
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.problem.layers import (
     DENSE,
@@ -39,27 +40,36 @@ from search.problem.layers import (
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
-from search.whole_model.end_to_end import Engine, time_engines
+from search.whole_model.end_to_end import EngineBuilder, time_engines
 from search.whole_model.model_engines import DENSE_ENGINES
-from search.whole_model.sessions import Chosen, Session, profile_name
-from sparse_kernels.cpu.runtime import kernel_cache as compiled
+from search.whole_model.sessions import OptionsByLayer, Session, name_profile
+from sparse_kernels.cpu.runtime import kernel_cache
 
 # Goes up when other whole models are timed than before.
 VERSION = 2
 
 FREE = "layers free"
+"""Name of the engine whose sparse layers take no time."""
 
-LEAST = 0.1
-"""Of what it takes alone, a layer takes at least so much in the network, and an option that saves time there at least
-so much of what it saves: what a busy machine made of the line must not make all options alike."""
+MIN_SCALE = 0.1
+"""Lower bound for the line: a layer takes at least this share of its own time in the network, and an option saves at
+least this share of what it saves alone. Otherwise a busy machine could make all options alike."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Whole-model seconds: the dense engines', and those of the pruned model without its layers, `fixed`.
+    """Measured seconds of whole models, and the line from predicted layers to the pruned model.
 
-    In it a layer takes `scale` times what was predicted, less `saved` seconds. `left_out` names dense engines that
-    could not run, with the reason.
+    Attributes
+    ----------
+    dense
+        Dense engine -> its seconds.
+    fixed
+        Seconds of the pruned model without its layers.
+    scale, saved
+        In the model, a layer takes `scale` times its predicted seconds, less `saved` seconds.
+    left_out
+        Dense engine that could not run -> the reason.
     """
 
     dense: Mapping[str, Interval]
@@ -70,119 +80,134 @@ class WholeModel:
 
     @property
     def dense_engine(self) -> str:
-        """The fastest dense engine: what a speedup is measured against."""
+        """The fastest dense engine, the baseline of a speedup."""
         return min(self.dense, key=lambda name: self.dense[name].value)
 
     @property
     def ceiling(self) -> float | None:
-        """The speedup if the searched layers took no time; None if nothing is left then."""
+        """The speedup if the searched layers took no time; None if nothing remains then."""
         return self.dense[self.dense_engine].value / self.fixed.value if self.fixed.value > 0 else None
 
-    def problem(self, layers: tuple[LayerOptions, ...]) -> Problem:
-        """The problem of these layers: their seconds as in the network, and the seconds around them."""
+    def build_problem(self, layers: tuple[LayerOptions, ...]) -> Problem:
+        """Return the problem of these layers, with their seconds in the network and the fixed seconds."""
         engine = self.dense_engine
 
-        def inside(seconds: Floats) -> Floats:
-            return np.maximum(self.scale * seconds - self.saved, LEAST * self.scale * seconds)
+        def in_network(seconds: Floats) -> Floats:
+            return np.maximum(self.scale * seconds - self.saved, MIN_SCALE * self.scale * seconds)
 
         placed = (
             layer.change_parts(
-                lambda it: replace(it, seconds=inside(it.seconds), low=inside(it.low), high=inside(it.high))
+                lambda it: replace(
+                    it, seconds=in_network(it.seconds), low=in_network(it.low), high=in_network(it.high)
+                )
             )
             for layer in layers
         )
         return Problem(tuple(placed), self.fixed, self.dense[engine], engine)
 
 
-def measure_whole_model(
+def time_probe_profiles(
     task: Task,
     layers: Sequence[LayerOptions],
-    *,
-    threads: int,
-    backend: str,
+    deployment: Deployment,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
-    """Time the dense engines, and the pruned model on `backend` at a few profiles with random masks.
+    """Time the dense engines and the pruned model at the probe profiles, with random masks.
 
-    On latbench's own kernels also at the last of them, the fastest, with its layers free.
+    On latbench's own kernels, also time the fastest of these profiles with its layers free.
     """
-    chosen = [by_name(layers, choice) for choice in probe_profiles(layers).values()]
-    profiles = {profile_name(one): one for one in chosen}
-    engines = dense_engines(task, threads, backend)
-    for name, one in profiles.items():
-        engines[name] = Engine(
-            "pruned", "search.whole_model.model_engines:random_pruned", (task.reference, threads, backend, one)
+    options = [name_options(layers, choice) for choice in select_probe_profiles(layers).values()]
+    profiles = {name_profile(it): it for it in options}
+    engines = build_dense_engines(task, deployment)
+    arguments = (task.reference, deployment.threads, deployment.backend)
+    for name, chosen in profiles.items():
+        engines[name] = EngineBuilder(
+            "pruned", "search.whole_model.model_engines:build_random_pruned", (*arguments, chosen)
         )
-    if runs_our_kernels(backend):
-        arguments = (task.reference, threads, backend, chosen[-1])
-        engines[FREE] = Engine("pruned", "search.whole_model.model_engines:layers_free", arguments)
+    if runs_our_kernels(deployment.backend):
+        engines[FREE] = EngineBuilder(
+            "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments, options[-1])
+        )
     required = ["torch", *profiles, *({FREE} & engines.keys())]
-    timings = time_engines(engines, threads=threads, required=required, progress=progress)
+    timings = time_engines(engines, threads=deployment.threads, required=required, progress=progress)
     return Session(profiles, timings)
 
 
-def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
-    """The dense engines that a pruned model on `backend` is compared with: DeepSparse where it runs there, and those
-    in bfloat16 where it does.
+def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
+    """Return the dense engines that a pruned model is compared with.
+
+    DeepSparse and the engines in bfloat16 are among them only where the pruned model runs on or in these.
     """
+    arguments = (task.reference, deployment.threads)
     return {
-        name: Engine(name, DENSE_ENGINES[name], (task.reference, threads), shares=MODEL_ENGINES[name].shares_export)
-        for name in list_rivals(backend)
+        name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
+        for name in list_rivals(deployment.backend)
     }
 
 
-def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
-    """What whole-model times depend on, whatever the layers become."""
+def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
+    """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
     versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
-        "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},
+        "threads": deployment.threads, "backend": deployment.backend,
+        "engines": {"kernels": str(kernel_cache.VERSION), **versions},
     }  # fmt: skip
 
 
-def by_name(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, tuple[str, float]]:
-    """Layer name -> (pattern, sparsity); tied layers one by one."""
+def name_options(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, tuple[str, float]]:
+    """Return layer name -> (pattern, sparsity), with tied layers one by one."""
     return {name: (it.pattern, it.sparsity) for name, it in expand_choice(layers, choice).items()}
 
 
-def choice_of(layers: Sequence[LayerOptions], chosen: Chosen) -> Choice:
-    """`by_name` the other way round. Raises BadData for a layer or an option that there is not."""
-    if missing := {layer.name for layer in layers} ^ set(chosen):
-        raise BadData(f"a profile of other layers than are searched: {', '.join(sorted(missing)[:3])}")
-    places = []
+def find_choice(layers: Sequence[LayerOptions], options: OptionsByLayer) -> Choice:
+    """Return the choice that `name_options` turns into `options`. Raises BadData for an unknown layer or option."""
+    if missing := {layer.name for layer in layers} ^ set(options):
+        raise BadData(f"the profile has other layers than the search: {', '.join(sorted(missing)[:3])}")
+    choice = []
     for layer in layers:
-        option = Option(*chosen[layer.name])
+        option = Option(*options[layer.name])
         if option not in layer.options:
-            raise BadData(f"layer {layer.name} cannot be {option.pattern} at {option.sparsity:g} in this search")
-        places.append(layer.options.index(option))
-    return tuple(places)
+            raise BadData(f"the search has no option {option.pattern} at {option.sparsity:g} for layer {layer.name}")
+        choice.append(layer.options.index(option))
+    return tuple(choice)
 
 
-def probe_profiles(layers: Sequence[LayerOptions]) -> dict[str, Choice]:
-    """All dense, one uniform profile about half way to the fastest, and the fastest uniform one."""
+def select_probe_profiles(layers: Sequence[LayerOptions]) -> dict[str, Choice]:
+    """Return the all-dense profile, the fastest uniform one, and one uniform profile about half way between them."""
     choices = {
         f"{option.pattern} {option.sparsity:g}": build_uniform_choice(layers, option)
         for option in list_options(layers)
     }
-    seconds = {label: seconds_of(layers, choice) for label, choice in choices.items()}
+    seconds = {label: sum_layer_seconds(layers, choice) for label, choice in choices.items()}
     dense = f"{DENSE} 0"
     fastest = min(seconds, key=seconds.__getitem__)
     half = min(seconds, key=lambda label: abs(seconds[label] - (seconds[dense] + seconds[fastest]) / 2))
     return {label: choices[label] for label in dict.fromkeys([dense, half, fastest])}
 
 
-def seconds_of(layers: Sequence[LayerOptions], choice: Choice) -> float:
-    """The layers' predicted seconds, each on its own."""
+def sum_layer_seconds(layers: Sequence[LayerOptions], choice: Choice) -> float:
+    """Return the sum of the layers' predicted seconds, each on its own."""
     return sum_in_order(layer.seconds[j] for layer, j in zip(layers, choice, strict=True))
 
 
-def whole_model(layers: Sequence[LayerOptions], session: Session, coverage: float) -> WholeModel:
-    """Fit the timings of the pruned model at the session's profiles. Raises BadData for options `layers` lack."""
+def fit_whole_model(layers: Sequence[LayerOptions], session: Session, coverage: float) -> WholeModel:
+    """Fit the line to the session's profiles. Raises BadData for options that `layers` do not have.
+
+    Parameters
+    ----------
+    layers
+        The layers as predicted, each on its own.
+    session
+        The timings of `time_probe_profiles`.
+    coverage
+        Coverage of the intervals.
+    """
     timings = session.timings
     measured = [timings.seconds(name, coverage) for name in session.profiles]
-    choices = [choice_of(layers, chosen) for chosen in session.profiles.values()]
-    alone = [seconds_of(layers, one) for one in choices]
-    start, scale = fit_line(alone, [interval.value for interval in measured], LEAST)
+    choices = [find_choice(layers, options) for options in session.profiles.values()]
+    alone = [sum_layer_seconds(layers, choice) for choice in choices]
+    start, scale = fit_relative_line(alone, [interval.value for interval in measured], MIN_SCALE)
     free = timings.seconds(FREE, coverage) if FREE in timings.blocks else Interval(*[max(start, 0.0)] * 3)
     found = WholeModel(
         dense={name: timings.seconds(name, coverage) for name in DENSE_ENGINES if name in timings.blocks},
@@ -191,41 +216,49 @@ def whole_model(layers: Sequence[LayerOptions], session: Session, coverage: floa
         saved=(free.value - start) / sum(len(layer.parts) for layer in layers),
         left_out=dict(timings.left_out),
     )
-    # The worst of: a profile off the line, and the noise of its own timing.
-    predicted = [found.problem(tuple(layers)).predict(choice).value for choice in choices]
-    below = max(one - interval.low for one, interval in zip([*predicted, free.value], [*measured, free], strict=True))
-    above = max(
-        interval.high - one for one, interval in zip([*predicted, free.value], [*measured, free], strict=True)
-    )
+    # The worst case: a profile off the line, and the noise of its own timing.
+    predicted = [found.build_problem(tuple(layers)).predict(choice).value for choice in choices]
+    pairs = list(zip([*predicted, free.value], [*measured, free], strict=True))
+    below = max(value - interval.low for value, interval in pairs)
+    above = max(interval.high - value for value, interval in pairs)
     return replace(found, fixed=Interval(free.value, free.value - max(below, 0.0), free.value + max(above, 0.0)))
 
 
-def additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """How far sums of layers' seconds are from the whole model's: the median share of it, (before, after) the line.
+def compute_additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """Return how far sums of layers are from whole models, as a share (median): before and after fitting a line.
 
-    After: each profile by the line through the others; as before where there are too few for one.
+    After fitting, each profile is predicted by the line through the others. With too few profiles for a line, both
+    values are the same.
+
+    Parameters
+    ----------
+    alone
+        Sum of the layers' seconds of each profile.
+    measured
+        Seconds of the whole model of each profile.
     """
     sums, whole = np.asarray(alone, np.float64), np.asarray(measured, np.float64)
     before = float(np.median(np.abs(sums / whole - 1)))
     if len(sums) < 3:
         return before, before
-    left_out = []
+    deviations = []
     for i in range(len(sums)):
-        start, scale = fit_line(np.delete(sums, i).tolist(), np.delete(whole, i).tolist())
-        left_out.append(abs((start + scale * sums[i]) / whole[i] - 1))
-    return before, float(np.median(left_out))
+        start, scale = fit_relative_line(np.delete(sums, i).tolist(), np.delete(whole, i).tolist())
+        deviations.append(abs((start + scale * sums[i]) / whole[i] - 1))
+    return before, float(np.median(deviations))
 
 
-def fit_line(x: Sequence[float], y: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """(start, scale) of y = start + scale * x by least squares on relative errors, scale >= `least`, 1 for one point.
+def fit_relative_line(x: Sequence[float], y: Sequence[float], min_scale: float = 0.0) -> tuple[float, float]:
+    """Return (start, scale) of y = start + scale * x by least squares on relative errors; scale >= `min_scale`.
 
-    Relative, because a profile at the fast end is where the promise is made, and its seconds are few.
+    Errors are relative because the promise concerns the fast end, where the seconds are few. With one point, the
+    scale is 1.
     """
     at, seconds = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(np.unique(at)) < 2:
         return float((seconds - at).mean()), 1.0
     design = np.stack([np.ones_like(at), at], axis=1) / seconds[:, None]
     start, scale = map(float, np.linalg.lstsq(design, np.ones_like(at), rcond=None)[0])
-    if scale < least:  # the slower as predicted were hardly that: nothing is known but about where they are
-        return float(((seconds - least * at) / seconds**2).sum() / (1 / seconds**2).sum()), least
+    if scale < min_scale:  # profiles predicted to be slower were hardly slower: only their level is known
+        return float(((seconds - min_scale * at) / seconds**2).sum() / (1 / seconds**2).sum()), min_scale
     return start, scale

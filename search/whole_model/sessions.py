@@ -1,9 +1,9 @@
-"""Whole models that were timed together, kept in a file: what a search measured is not measured again.
+"""Sessions, whole models that were timed together, kept in a file: what a search measured is not measured again.
 
     {"version": 1, "key": {...}, "sessions": [{"profiles": {engine: {layer: [pattern, sparsity]}},
         "blocks": {engine: [[seconds, ...] a round]}, "built": [...], "left_out": {engine: why}}, ...]}
 
-`key` says what the times depend on: a file with another key is another machine's, model's or search's.
+`key` lists what the times depend on. A file with another key belongs to another machine, model or search.
 """
 
 from __future__ import annotations
@@ -19,53 +19,56 @@ import filelock
 
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from search.whole_model.end_to_end import Timings
+from search.whole_model.timings import Timings
 
 VERSION = 1
 
-Chosen = Mapping[str, tuple[str, float]]
+OptionsByLayer = Mapping[str, tuple[str, float]]
 """Layer name -> (pattern, sparsity)."""
+
+Key = Mapping[str, Any]
+"""What times depend on, by name."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Engines timed in turns; `profiles` says by an engine's name which options its layers had, if it was pruned."""
+    """Engines timed in turns. `profiles` maps the name of each pruned engine to the options of its layers."""
 
-    profiles: Mapping[str, Chosen]
+    profiles: Mapping[str, OptionsByLayer]
     timings: Timings
 
 
-def profile_name(chosen: Chosen) -> str:
-    """What an engine with these options is called: the same for the same options, in whatever order."""
-    text = json.dumps(sorted((layer, pattern, sparsity) for layer, (pattern, sparsity) in chosen.items()))
+def name_profile(options: OptionsByLayer) -> str:
+    """Return the name of an engine with these options: the same for the same options, in any order."""
+    text = json.dumps(sorted((layer, pattern, sparsity) for layer, (pattern, sparsity) in options.items()))
     return f"profile {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def digest(session: Session) -> str:
-    """Of what it timed, and how long that took."""
-    return hashlib.sha256(json.dumps(_record(session), sort_keys=True).encode()).hexdigest()[:16]
+def hash_session(session: Session) -> str:
+    """Return a hash of what the session timed, and of its samples."""
+    return hashlib.sha256(json.dumps(_to_record(session), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def write(sessions: Iterable[Session], key: Mapping[str, Any], path: Path) -> None:
+def write_sessions(sessions: Iterable[Session], key: Key, path: Path) -> None:
     """Write the sessions of `key` to `path`, whole or not at all."""
-    records = [_record(session) for session in sessions]
+    records = [_to_record(session) for session in sessions]
     write_text_atomically(path, json.dumps({"version": VERSION, "key": dict(key), "sessions": records}) + "\n")
 
 
-def add(session: Session, key: Mapping[str, Any], path: Path) -> None:
-    """Add a session to those of `key` in `path`, unless it is there: of several processes that add, each is kept."""
+def add_session(session: Session, key: Key, path: Path) -> None:
+    """Add a session to those of `key` in `path`, unless it is there. Several processes may add at the same time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
-            known = read(path, key)
-            if digest(session) not in map(digest, known):
-                write([*known, session], key, path)
+            known = read_sessions(path, key)
+            if hash_session(session) not in map(hash_session, known):
+                write_sessions([*known, session], key, path)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Session]] | None:
-    """The key and the sessions in a file; None where there is none, or of another version.
+def read_session_file(path: Path) -> tuple[dict[str, Any], list[Session]] | None:
+    """Return the key and the sessions in a file; None if there is no file, or one of another version.
 
     Raises BadData for a damaged file.
     """
@@ -75,37 +78,38 @@ def load(path: Path) -> tuple[dict[str, Any], list[Session]] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("version") != VERSION:
             return None
-        return dict(content["key"]), [_session(record) for record in content["sessions"]]
+        return dict(content["key"]), [_from_record(record) for record in content["sessions"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadData(f"{path}: damaged; delete it, and it is measured again") from error
+        raise BadData(f"{path}: the file is damaged; delete it, and latbench measures again") from error
 
 
-def read(path: Path, key: Mapping[str, Any]) -> list[Session]:
-    """The sessions of the same `key`, none if there are none. Raises BadData for a damaged file."""
-    found = load(path)
-    return found[1] if found is not None and found[0] == _as_read(key) else []
+def read_sessions(path: Path, key: Key) -> list[Session]:
+    """Return the sessions of the same `key`; an empty list if there are none. Raises BadData for a damaged file."""
+    found = read_session_file(path)
+    return found[1] if found is not None and found[0] == as_in_file(key) else []
 
 
-def _record(session: Session) -> dict[str, Any]:
+def as_in_file(key: Key) -> Any:
+    """Return the key as a file returns it: with lists in place of tuples."""
+    return json.loads(json.dumps(dict(key)))
+
+
+def _to_record(session: Session) -> dict[str, Any]:
     timings = session.timings
     return {
-        "profiles": {name: dict(chosen) for name, chosen in session.profiles.items()},
+        "profiles": {name: dict(options) for name, options in session.profiles.items()},
         "blocks": {name: [list(block) for block in blocks] for name, blocks in timings.blocks.items()},
-        "built": list(timings.built),
+        "built": list(timings.builds),
         "left_out": dict(timings.left_out),
     }
 
 
-def _session(record: Mapping[str, Any]) -> Session:
+def _from_record(record: Mapping[str, Any]) -> Session:
     profiles = {
-        name: {layer: (str(pattern), float(sparsity)) for layer, (pattern, sparsity) in chosen.items()}
-        for name, chosen in record["profiles"].items()
+        name: {layer: (str(pattern), float(sparsity)) for layer, (pattern, sparsity) in options.items()}
+        for name, options in record["profiles"].items()
     }
     blocks: dict[str, Sequence[Sequence[float]]] = {
         name: [[float(sample) for sample in block] for block in rounds] for name, rounds in record["blocks"].items()
     }
     return Session(profiles, Timings(blocks, dict(record["left_out"]), tuple(int(it) for it in record["built"])))
-
-
-def _as_read(key: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(dict(key)))

@@ -10,7 +10,7 @@ after measuring (exit 1 of `latbench search`) is counted by itself.
 Repeated, it goes on: what was searched and verified is kept beside the database.
 
 Last it prints how speedups of the same profile scattered in all searches and verifications that were kept under the
-same conditions: from building to building, and from session to session. `search.whole_model.confidence` has constants
+same conditions: from build to build, and from session to session. `search.whole_model.confidence` has constants
 for both.
 """
 
@@ -25,19 +25,30 @@ import numpy as np
 from latbench.errors import PromiseMissed
 from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
-from search import task as tasks
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
+from search.deployment import Deployment
 from search.pipeline import search_job as job
 from search.pipeline import verify
-from search.pipeline.verify import Verdict
+from search.pipeline.search_history import SearchHistory
+from search.pipeline.search_request import (
+    CandidateOptions,
+    Promise,
+    SearchInputs,
+    SearchPlan,
+    SearchRequest,
+    read_inputs,
+)
+from search.pipeline.search_setup import set_up_search
+from search.pipeline.verify import SpeedupVerdict
 from search.problem.calibration import ignore_intervals
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.storage.model_folder import save_pruned
-from search.whole_model import confidence as risk
-from search.whole_model import sessions
+from search.task import load_task
+from search.whole_model.confidence import BUILD_SPREAD, SESSION_SPREAD, Spread, estimate_spreads
 from search.whole_model.model_engines import DENSE_ENGINES
+from search.whole_model.sessions import read_session_file
 
 LEAST, SHARE = 1.2, 0.9
 
@@ -45,33 +56,36 @@ LEAST, SHARE = 1.2, 0.9
 def main() -> None:
     """Parse, search, verify, print."""
     arguments = _arguments()
-    inputs = job.read_inputs(
-        tasks.load(arguments.task),
+    inputs = read_inputs(
+        load_task(arguments.task),
         parse_place(arguments.table),
         arguments.model,
         arguments.database,
         arguments.method,
     )
-    settings = job.Settings(
-        LEAST, count_cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
-        patterns=tuple(arguments.patterns.split(",")) if arguments.patterns else None,
-    )  # fmt: skip
-    report(inputs, settings, arguments.targets, arguments.seed)
+    request = SearchRequest(
+        Promise(LEAST, arguments.risk),
+        Deployment(count_cores()),
+        CandidateOptions(tuple(arguments.patterns.split(",")) if arguments.patterns else None),
+        SearchPlan(evaluations=arguments.evaluations, batches=arguments.batches),
+    )
+    report(inputs, request, arguments.targets, arguments.seed)
 
 
-def report(inputs: job.Inputs, settings: job.Settings, count: int, seed: int) -> None:
+def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) -> None:
     """Search and verify so many random targets, and print what came of it."""
-    problem = ignore_intervals(job.prepare(inputs, settings).problem)
+    problem = ignore_intervals(set_up_search(inputs, request).problem)
     fastest = problem.speedup(problem.predict(tuple(int(np.argmin(layer.seconds)) for layer in problem.layers))).value
     ceiling = "unbounded" if problem.ceiling is None else f"{problem.ceiling:.2f}x"
     print(
-        f"{inputs.task.name}: the fastest profile {fastest:.2f}x, with free layers {ceiling}; risk {settings.risk:g}"
+        f"{inputs.task.name}: the fastest profile {fastest:.2f}x, with free layers {ceiling}; "
+        f"risk {request.promise.risk:g}"
     )
     targets = np.random.default_rng(seed).uniform(LEAST, max(LEAST, SHARE * fastest), count)
     measured: list[float | None] = []
     for target in np.round(targets, 3).tolist():
         try:
-            profile = job.search(inputs, replace(settings, target=target))
+            profile = job.search(inputs, replace(request, promise=replace(request.promise, target=target)))
         except PromiseMissed as error:
             print(f"  {target:.3f}x refused: {error}", flush=True)
             measured.append(None)
@@ -92,40 +106,41 @@ def report(inputs: job.Inputs, settings: job.Settings, count: int, seed: int) ->
         f"met {sum(ratio >= 1 for ratio in found)} of {len(measured)} ({len(measured) - len(found)} refused); "
         f"overshoot {np.mean(found) - 1:+.1%} in the mean, {np.min(found) - 1:+.1%} to {np.max(found) - 1:+.1%}"
     )
-    spread, mood = scatter(inputs, settings)
+    build_spread, session_spread = estimate_from_files(inputs, request)
     print(
-        f"the same profile again: {spread.value:.2%} between buildings of a session ({spread.freedom} degrees of "
-        f"freedom, the constant is {risk.SPREAD:.2%}), {mood.value:.2%} more between sessions ({mood.freedom}, "
-        f"the constant is {risk.MOOD:.2%})"
+        f"the same profile again: {build_spread.value:.2%} between builds of a session ({build_spread.freedom} "
+        f"degrees of freedom, the constant is {BUILD_SPREAD:.2%}), {session_spread.value:.2%} more between sessions "
+        f"({session_spread.freedom}, the constant is {SESSION_SPREAD:.2%})"
     )
 
 
-def verified(inputs: job.Inputs, profile: Profile) -> Verdict:
+def verified(inputs: SearchInputs, profile: Profile) -> SpeedupVerdict:
     """What `latbench verify` says of the profile's model, pruned by the database."""
     folder = inputs.database / "guarantee" / profile.inputs
-    known = verify.load(folder / "verify" / "verify.json")
+    known = verify.read_verdict(folder / "verify" / "verify.json")
     if known is None:
         model = inputs.task.model()
         chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.made_by))
+        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.provenance))
         save_pruned(folder / "pruned", model, masks, profile, {"task": inputs.task.name})
         known = verify.verify(inputs.task, folder / "pruned", folder / "verify")
     return known
 
 
-def scatter(inputs: job.Inputs, settings: job.Settings) -> tuple[risk.Spread, risk.Spread]:
-    """`risk.scatter` of all that searches and verifications left in the database's folder under these conditions."""
+def estimate_from_files(inputs: SearchInputs, request: SearchRequest) -> tuple[Spread, Spread]:
+    """Return `estimate_spreads` of all timings in the database's folder under these conditions."""
+    conditions = SearchHistory(inputs, request).conditions()
     speedups: dict[str, list[list[float]]] = {}
     kept = [*inputs.database.glob("sessions-*.json"), *inputs.database.glob(f"guarantee/*/verify/{verify.SESSION}")]
     for path in sorted(kept):
-        found = sessions.load(path)
-        if found is None or not inputs.conditions(settings).items() <= found[0].items():
+        found = read_session_file(path)
+        if found is None or not conditions.items() <= found[0].items():
             continue
         for session in found[1]:
             dense = session.timings.fastest(list(DENSE_ENGINES))
             for name in session.profiles:
                 speedups.setdefault(name, []).append(session.timings.speedups(name, dense))
-    return risk.scatter(list(speedups.values()))
+    return estimate_spreads(list(speedups.values()))
 
 
 def _arguments() -> argparse.Namespace:

@@ -17,7 +17,7 @@ import numpy as np
 from latbench.backends.gpu import gpu_layers, prepare_gpu_point, torch_gpu
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.cli.commands.layers import layers
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call, TimingMode, build_event_timer
@@ -38,7 +38,7 @@ MODE = TimingMode("rotated", "graph")
 def dense_seconds(shape: LinearShape) -> tuple[float, str]:
     """The fastest of cuBLAS and cuBLASLt in both layouts, and its name."""
     found = []
-    for kernel in points.DENSE:
+    for kernel in gpu_points.DENSE:
         point = build_gpu_point("gpu", shape, Dense(), 0.0, kernel)
         engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
         timer = build_event_timer(engine.calls, engine.driver, MODE)
@@ -104,7 +104,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
     """A line for each form of one layer. Raises WrongResult."""
     import cupy
 
-    point = build_gpu_point("gpu", shape, pattern, sparsity, points.OURS[0])
+    point = build_gpu_point("gpu", shape, pattern, sparsity, gpu_points.OURS[0])
     layer, machine = layers.synthetic_layer(point), CupyMachine.current()
     driver = open_cupy_driver()
     weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))

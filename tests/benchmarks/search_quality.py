@@ -24,18 +24,21 @@ from typing import Any
 
 from latbench.machines.devices import count_cores
 from latbench.tables.storage import parse_place
-from search import task as tasks
 from search.artifacts.layer_database import Database
+from search.deployment import Deployment
 from search.knapsack.arrays import Infeasible
 from search.knapsack.one_budget import solve
-from search.loss.cache import Trials
-from search.loss.parallel import Judges
-from search.pipeline import search_job as job
+from search.loss.cache import LossCache
+from search.loss.parallel import ParallelEvaluator, Workers
+from search.pipeline.search_history import SearchHistory
+from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
+from search.pipeline.search_setup import set_up_search
 from search.problem.calibration import ignore_intervals
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, build_quadratic_priors, run_strategy
+from search.task import load_task
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -45,7 +48,7 @@ class Fewer:
     """A task with only the first batches of its calibration data."""
 
     def __init__(self, name: str, batches: int) -> None:
-        self._task = tasks.load(str(TASKS / f"{name}.py")).implementation
+        self._task = load_task(str(TASKS / f"{name}.py")).implementation
         self._batches = batches
 
     def __getattr__(self, member: str) -> Any:
@@ -73,7 +76,7 @@ def reached(found: SearchResult, loss: float) -> float:
 def compare(
     every: tuple[Problem, ProfileEvaluator],
     problem: Problem,
-    judge: ProfileEvaluator,
+    evaluator: ProfileEvaluator,
     target: float,
     label: str,
     seeds: int,
@@ -82,17 +85,17 @@ def compare(
     """Print the lines of one target; by seed after how many evaluations ours was as good as the published search was
     in the end, after how many that was itself, and how many it spent.
 
-    `every` is the problem with every option, and its judge, for uniform profiles; the others leave out what is
+    `every` is the problem with every option, and its evaluator, for uniform profiles; the others leave out what is
     hopeless.
     """
     uniform = run_strategy(StrategySettings("uniform", allowed, 0), every[0], target, every[1]).loss
     quadratic = solve(problem.safe_seconds, build_quadratic_priors(problem), problem.budget(target)).choice
-    (solved_quadratic,) = judge.losses([quadratic], judge.batches)
-    solved = run_strategy(StrategySettings("once", 1, 0), problem, target, judge).loss
+    (solved_quadratic,) = evaluator.losses([quadratic], evaluator.batches)
+    solved = run_strategy(StrategySettings("once", 1, 0), problem, target, evaluator).loss
     found = []
     for seed in range(seeds):
         published, ours = (
-            run_strategy(StrategySettings(strategy, allowed, seed), problem, target, judge)
+            run_strategy(StrategySettings(strategy, allowed, seed), problem, target, evaluator)
             for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss), reached(published, published.loss)
@@ -119,34 +122,37 @@ def main() -> None:
     parser.add_argument("--method", choices=sorted(ONE_SHOT_METHODS), default=DEFAULT_METHOD)
     given = parser.parse_args()
 
-    task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
-    inputs = job.read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
+    task = load_task(f"{Path(__file__).resolve()}:{given.task}")
+    inputs = read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
-    settings = job.Settings(1.0, count_cores(), strategy="uniform", processes=given.processes)
-    ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)
-    every, judge_every = ignore_intervals(ready.problem), ready.judge
+    workers = Workers(given.processes)
+    request = SearchRequest(
+        Promise(1.0), Deployment(count_cores()), plan=SearchPlan(strategy="uniform"), workers=workers
+    )
+    setup = set_up_search(inputs, request)
+    every, evaluate_every = ignore_intervals(setup.problem), setup.evaluator
     problem = every.without_dominated()
     names = [part.name for layer in problem.layers for part in layer.parts]
-    trials = Trials(names, given.database / "trials.jsonl", inputs.judged(settings))
-    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
-    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=given.processes)
+    cache = LossCache(names, given.database / "trials.jsonl", SearchHistory(inputs, request).loss_key())
+    database = Database(inputs.database, inputs.model_hash, inputs.provenance)
+    evaluator = ParallelEvaluator(task, inputs.model, problem.layers, database, cache, workers)
     fastest = problem.speedup(problem.predict(tuple(int(layer.high.argmin()) for layer in problem.layers))).value
     print(
         f"{given.task}: {len(problem.layers)} layers, ceiling {problem.ceiling or math.inf:.2f}x, fastest profile "
-        f"{fastest:.2f}x; {judge.batches} calibration batches, {given.evaluations} evaluations"
+        f"{fastest:.2f}x; {evaluator.batches} calibration batches, {given.evaluations} evaluations"
     )
     print(
         "share target  seed   uniform quadratic  measured published      ours  ratio evaluations spent by each, "
         "and by each until it was as good as the published search in the end"
     )
     found: list[tuple[float, float, float]] = []
-    with judge_every, judge:
+    with evaluate_every, evaluator:
         for share in map(float, given.shares.split(",")):
             seeds = given.seeds if share == SEVERAL_SEEDS_AT else 1
             target = 1 + share * (fastest - 1)
             try:
                 label = f"{share:5.0%}"
-                found += compare((every, judge_every), problem, judge, target, label, seeds, given.evaluations)
+                found += compare((every, evaluate_every), problem, evaluator, target, label, seeds, given.evaluations)
             except Infeasible as error:
                 print(f"{share:5.0%} {target:6.2f}x {error}")
     for what, bar in (("needed for that", 1), ("spent", 2)):

@@ -28,11 +28,12 @@ from torch import nn
 from latbench.base.engine_registry import PRUNED_ENGINES, runs_our_kernels
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
-from search import task as tasks
-from search.pipeline.search_job import prunable_layers
-from search.whole_model.end_to_end import MOST_MOVES, Engine, time_engines
-from search.whole_model.model_engines import DENSE_ENGINES, random_pruned
-from search.whole_model.overhead import FREE, dense_engines
+from search.deployment import Deployment
+from search.pipeline.search_setup import list_prunable_layers
+from search.task import Task, load_task
+from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, RoundSchedule, time_engines
+from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
+from search.whole_model.overhead import FREE, build_dense_engines
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import FramedImages
 from sparse_kernels.torch_tiles import TokenTiles
@@ -40,8 +41,8 @@ from sparse_kernels.torch_tiles import TokenTiles
 PRUNED = "pruned"
 COVERAGE = 0.9
 REPEATED = """
-from search.task import load
-base = load({reference!r})
+from search.task import Task, load_task
+base = load_task({reference!r})
 name = base.name
 model, calibration, loss, score = base.model, base.calibration, base.loss, base.score
 def example():
@@ -61,8 +62,7 @@ def just_written(x: Any) -> Any:
 
 
 def timed(layer: nn.Module, seconds: list[float]) -> None:
-    """Let a sparse layer note how long it computes each time: what `search.whole_model.model_engines.layers_free`
-    makes free."""
+    """Let a sparse layer note how long each computation takes, which `build_layers_free` makes free."""
     for name in ("_multiply", "_by_address", "_over_frames"):
         if compute := getattr(layer, name, None):
 
@@ -78,10 +78,10 @@ def timed(layer: nn.Module, seconds: list[float]) -> None:
 def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
-    task = tasks.load(reference)
+    task = load_task(reference)
     calls: list[tuple[sparse._Sparse, Any, dict[str, Any]]] = []
     build = sparse._Sparse.__call__
-    run = random_pruned(reference, threads, backend, choices)
+    run = build_random_pruned(reference, threads, backend, choices)
     assert callable(run)
 
     def noted(layer: nn.Module, x: Any, **how: Any) -> Any:
@@ -107,7 +107,7 @@ def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, fl
 
     with torch.inference_mode(), Worker(threads=threads, name="reference") as worker:
         placement = CorePlacement(worker, threads)
-        rounds = [placement.together(a_round, MOST_MOVES)[0] for _ in range(40)]
+        rounds = [placement.together(a_round, MAX_BURST_TRIES)[0] for _ in range(40)]
     return float(np.median(np.array(rounds), axis=0).sum())
 
 
@@ -130,32 +130,34 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "repeated.py"
-        reference = tasks.load(arguments.task).reference
+        reference = load_task(arguments.task).reference
         path.write_text(REPEATED.format(reference=reference, batch=arguments.batch))
-        task = tasks.load(str(path))
-        layers = prunable_layers(task, task.model())
+        task = load_task(str(path))
+        layers = list_prunable_layers(task, task.model())
         report(task, [*layers], arguments)
 
 
-def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -> None:
+def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None:
     """Time and print."""
     threads, reference, backend = arguments.threads, task.reference, arguments.backend
     choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
     zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
-    engines = dense_engines(task, threads, "deepsparse") | dense_engines(task, threads, backend)
-    engines[PRUNED] = Engine(
-        PRUNED, "search.whole_model.model_engines:random_pruned", (reference, threads, backend, choices)
+    engines = build_dense_engines(task, Deployment(threads, "deepsparse")) | build_dense_engines(
+        task, Deployment(threads, backend)
     )
-    engines["deepsparse, pruned"] = Engine(
+    engines[PRUNED] = EngineBuilder(
+        PRUNED, "search.whole_model.model_engines:build_random_pruned", (reference, threads, backend, choices)
+    )
+    engines["deepsparse, pruned"] = EngineBuilder(
         "deepsparse, pruned",
-        "search.whole_model.model_engines:random_pruned",
+        "search.whole_model.model_engines:build_random_pruned",
         (reference, threads, "deepsparse", zeros),
     )
-    engines[FREE] = Engine(
-        FREE, "search.whole_model.model_engines:layers_free", (reference, threads, backend, choices)
+    engines[FREE] = EngineBuilder(
+        FREE, "search.whole_model.model_engines:build_layers_free", (reference, threads, backend, choices)
     )
     timings = time_engines(
-        engines, threads=threads, required=[PRUNED], processes=arguments.processes, rounds=arguments.rounds
+        engines, threads=threads, required=[PRUNED], schedule=RoundSchedule(arguments.processes, arguments.rounds)
     )
     fastest = timings.fastest([*DENSE_ENGINES])
     print(f"{task.name}, {len(layers)} layers {arguments.pattern} at {arguments.sparsity:.0%}, {threads} threads")

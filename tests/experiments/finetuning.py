@@ -44,17 +44,21 @@ from torch import nn
 from latbench.errors import PromiseMissed
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.tables.storage import parse_place
-from search import task as tasks
-from search.artifacts import profile
 from search.artifacts.layer_database import Database
-from search.artifacts.profile import Profile
+from search.artifacts.profile import Profile, read_profile
+from search.deployment import Deployment
+from search.loss.parallel import Workers
 from search.pipeline import search_job as job
+from search.pipeline import search_request
+from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
+from search.pipeline.search_setup import build_layers, list_prunable_layers
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database
 from search.pruning.one_shot.global_adaprune import run_global_adaprune
 from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import train
+from search.task import Task, load_task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, parse
 
@@ -93,19 +97,19 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
     )  # fmt: skip
 
 
-def read_inputs(arguments: argparse.Namespace) -> job.Inputs:
-    task = tasks.load(str(RESNET20))
-    return job.read_inputs(
+def read_inputs(arguments: argparse.Namespace) -> SearchInputs:
+    task = load_task(str(RESNET20))
+    return search_request.read_inputs(
         task, parse_place(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
     )
 
 
-def build(inputs: job.Inputs, threads: int) -> None:
+def build(inputs: SearchInputs, threads: int) -> None:
     """Prune all layers to all options of the table, so that `time` need not."""
-    shapes = job.prunable_layers(inputs.task, inputs.model)
-    layers = job.timed_layers(inputs, job.Settings(2.0, threads), shapes)
+    shapes = list_prunable_layers(inputs.task, inputs.model)
+    layers = build_layers(inputs, Deployment(threads), CandidateOptions(), Promise(2.0).coverage, shapes)
     options = {layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in layers}
-    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
+    database = Database(inputs.database, inputs.model_hash, inputs.provenance)
 
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} options", end="", flush=True)
@@ -115,7 +119,7 @@ def build(inputs: job.Inputs, threads: int) -> None:
 
 
 def search_all(
-    inputs: job.Inputs, results: Path, threads: int, minutes: float, evaluations: int, risk: float
+    inputs: SearchInputs, results: Path, threads: int, minutes: float, evaluations: int, risk: float
 ) -> None:
     """Write the profiles that are not there yet, and begin none when the minutes are over."""
     folder = results / "finetuning"
@@ -133,13 +137,16 @@ def search_all(
         if time.monotonic() > until:
             return None
         strategy, patterns = {**COMPARED, **ALONE}[kind]
-        settings = job.Settings(
-            speedup, threads, patterns=patterns and ("dense", *patterns), strategy=strategy,
-            evaluations=evaluations, batches=4, risk=risk, processes=threads,
-        )  # fmt: skip
+        request = SearchRequest(
+            Promise(speedup, risk),
+            Deployment(threads),
+            CandidateOptions(patterns and ("dense", *patterns)),
+            SearchPlan(strategy, evaluations=evaluations, batches=4),
+            Workers(threads),
+        )
         started = time.monotonic()
         try:
-            found = job.search(inputs, settings)
+            found = job.search(inputs, request)
         except PromiseMissed as error:  # Infeasible is one of them
             refused(kind, speedup).write_text(f"{error}\n")
             print(f"{path.stem}: {error} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -175,7 +182,7 @@ def found(results: Path) -> dict[str, Profile]:
         for speedup in SPEEDUPS
         for kind in kinds
     }
-    return {name: profile.load(path) for name, path in files.items() if path.exists()}
+    return {name: read_profile(path) for name, path in files.items() if path.exists()}
 
 
 def plan(names: Sequence[str], steps: int) -> list[Row]:
@@ -197,7 +204,7 @@ def plan(names: Sequence[str], steps: int) -> list[Row]:
     return keys
 
 
-def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
+def one_shot(task: Task, chosen: Profile, method: str) -> nn.Module:
     """Every layer by itself, then, of one method, all together; then the batch norms."""
     model = task.model()
     modules = dict(model.named_modules())
@@ -219,7 +226,7 @@ def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
 
 def train_all(results: Path, hours: float, steps: int) -> None:
     """Add the results that are missing, while there is time."""
-    task, profiles = tasks.load(str(RESNET20)), found(results)
+    task, profiles = load_task(str(RESNET20)), found(results)
     dense = task.score(task.model())
 
     def one(key: Row, rows: list[Row]) -> Row:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune
-from search import task as tasks
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database, hash_pruning_inputs
+from search.task import Task, load_task
 
 WIDTH, LAYERS = 4096, 16
 
@@ -54,10 +54,10 @@ def score(model: nn.Module) -> float:
     return -float(loss(model, calibration()[0]))
 
 
-def build(task: tasks.Task, folder: Path, method: str, pattern: str, sparsity: float) -> Path:
+def build(task: Task, folder: Path, method: str, pattern: str, sparsity: float) -> Path:
     """Prune every layer into `folder`/database; returns the profile that wants them all so."""
     net = task.model()
-    digest = model_hash(net)
+    digest = hash_model(net)
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     database = Database(folder / "database", digest, hash_pruning_inputs(task, method))
     tell = lambda done, total: print(f"{done} of {total} layers pruned", flush=True)  # noqa: E731
@@ -91,7 +91,7 @@ def main() -> int:
     arguments = parser.parse_args()
     weights = 4 * LAYERS * WIDTH**2
     folder = arguments.output / f"{arguments.method}-{arguments.pattern.replace(':', '-')}-{arguments.sparsity:g}"
-    task = tasks.load(str(Path(__file__)))
+    task = load_task(str(Path(__file__)))
     started, before = time.perf_counter(), peak_bytes()
     profile = build(task, folder, arguments.method, arguments.pattern, arguments.sparsity)
     built, pruning = peak_bytes(), time.perf_counter()

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from search import task as tasks
-from search.artifacts.layer_database import model_hash
+from search.artifacts.layer_database import hash_model
 from search.pipeline.search_job import prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.batchnorm import tune_batchnorm
@@ -30,6 +29,7 @@ from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning
 from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
+from search.task import Task, load_task
 from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Pattern, parse
 
@@ -53,7 +53,7 @@ ALL: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
 }
 
 
-def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
+def run(task: Task, path: Path) -> list[dict[str, Any]]:
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     missing = {
         method: [pair for pair in OPTIONS if not any((method, *pair) == key(row) for row in done)] for method in ALL
@@ -100,9 +100,9 @@ def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
     return done
 
 
-def seen(task: tasks.Task, model: torch.nn.Module, layers: list[str], path: Path) -> tuple[dict[str, Tensor], float]:
+def seen(task: Task, model: torch.nn.Module, layers: list[str], path: Path) -> tuple[dict[str, Tensor], float]:
     """Each layer's H and the seconds they took, kept for the next time."""
-    of = [model_hash(model), hash_pruning_inputs(task)]
+    of = [hash_model(model), hash_pruning_inputs(task)]
     if path.exists() and (known := torch.load(path))["of"] == of:
         return known["hessians"], known["seconds"]
     started = time.perf_counter()
@@ -139,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    task = tasks.load(arguments.task)
+    task = load_task(arguments.task)
     rows = run(task, arguments.output / "results.jsonl")
     first = rows[0]
     print(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from latbench.errors import BadData, UsageError
-from search.task import Task, load
+from search.task import Task, load_task
 
 GOOD = """
 import torch
@@ -34,7 +34,7 @@ def task_of(**members: object) -> Task:
 
 
 def test_a_file_is_a_task(tmp_path: Path) -> None:
-    task = load(written(tmp_path, GOOD))
+    task = load_task(written(tmp_path, GOOD))
     assert (task.name, task.score_name, task.limits.excluded) == ("little", "accuracy", ("head",))
     model = task.model()
     assert not model.training
@@ -45,38 +45,38 @@ def test_a_file_is_a_task(tmp_path: Path) -> None:
 def test_a_relative_reference_works_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)
-    reference = load("little.py").reference
+    reference = load_task("little.py").reference
     monkeypatch.chdir("/")
-    assert load(reference).name == "little"
+    assert load_task(reference).name == "little"
 
 
 def test_an_attribute_of_a_module_is_a_task(tmp_path: Path) -> None:
     text = GOOD + "\nimport sys, types\nmine = types.SimpleNamespace(**vars(sys.modules[__name__]))\n"
     path = written(tmp_path, text, "many.py")
-    assert load(path + ":mine").name == "mine"
+    assert load_task(path + ":mine").name == "mine"
     with pytest.raises(UsageError, match="no 'yours'"):
-        load(path + ":yours")
+        load_task(path + ":yours")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lacks calibration\(\), loss\(\), score\(\)"):
-        load(written(tmp_path, "def model(): ...\ndef example(): ...\n"))
+        load_task(written(tmp_path, "def model(): ...\ndef example(): ...\n"))
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(UsageError, match=r"no task 'no_such_task': bundled: .*my_task.py"):
-        load("no_such_task")
+    with pytest.raises(UsageError, match=r"there is no task 'no_such_task'; bundled tasks: .*my_task.py"):
+        load_task("no_such_task")
     with pytest.raises(UsageError, match="no task file"):
-        load("absent/file.py")
+        load_task("absent/file.py")
 
 
 def test_an_import_inside_the_task_that_fails_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ModuleNotFoundError: No module named 'not_there'"):
-        load(written(tmp_path, "import not_there\n"))
+        load_task(written(tmp_path, "import not_there\n"))
 
 
 def test_a_task_that_raises_is_said_with_its_line(tmp_path: Path) -> None:
-    task = load(written(tmp_path, GOOD.replace("return 0.5", "raise KeyError('lost')")))
+    task = load_task(written(tmp_path, GOOD.replace("return 0.5", "raise KeyError('lost')")))
     with pytest.raises(UsageError, match=r"task little: score\(\) raised KeyError: 'lost' \(little.py:9\)"):
         task.score(task.model())
 

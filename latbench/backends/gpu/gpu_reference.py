@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 import torch
 
-from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing import gpu_ceilings
 from latbench.timing.gpu_ceiling_kernels import FixedWork, build_multiply_adds, build_reads
 from latbench.timing.gpu_ceilings import CeilingWork, GpuCeilings, build_call_timer, measure_gpu_ceilings
 from latbench.timing.gpu_drivers import open_cupy_driver, open_torch_driver
@@ -25,7 +25,7 @@ _BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply i
 
 def measure_ceilings() -> GpuCeilings:
     """Measure the ceilings of this process's GPU. Raises where it or a library refuses."""
-    return measure_gpu_ceilings(GpuWorks(max(ceilings.WORKING_SETS)))
+    return measure_gpu_ceilings(GpuWorks(max(gpu_ceilings.WORKING_SETS)))
 
 
 def build_product() -> EventTimer:
@@ -35,7 +35,7 @@ def build_product() -> EventTimer:
 
 def build_sum() -> EventTimer:
     """Build reads of more than the L2 cache holds."""
-    return build_call_timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
+    return build_call_timer(GpuWorks(gpu_ceilings.PACE_BYTES).reads(gpu_ceilings.PACE_BYTES))
 
 
 class GpuWorks:
@@ -51,7 +51,7 @@ class GpuWorks:
         if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
             return
         driver = open_torch_driver()
-        size = ceilings.PRODUCT_SIZE
+        size = gpu_ceilings.PRODUCT_SIZE
         left, right, out = (torch.zeros(size, size, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
         for operand in (right, right.T):
             yield CeilingWork(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
@@ -59,7 +59,7 @@ class GpuWorks:
     def pace_product(self) -> CeilingWork:
         """See Works."""
         driver = open_torch_driver()
-        size = ceilings.PACE_SIZE
+        size = gpu_ceilings.PACE_SIZE
         left, right, out = (torch.zeros(size, size, dtype=torch.float16, device="cuda") for _ in range(3))
         return CeilingWork(2.0 * size**3, lambda: torch.mm(left, right, out=out), driver)
 

@@ -43,24 +43,33 @@ def layers(
     environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
 
     from latbench.cli.progress_bar import live
-    from search import task as tasks
-    from search.pipeline import measure_in_network as layer_times
+    from search.pipeline.measure_in_network import (
+        SPDY_LEVELS,
+        RunSchedule,
+        count_missing_runs,
+        select_task_rows,
+        time_layers_in_network,
+    )
+    from search.task import load_task
 
-    loaded = tasks.load(task)
+    loaded = load_task(task)
     wanted: Sequence[float] = SPARSITIES
     if sparsities:
-        wanted = layer_times.SPDY_LEVELS if sparsities == ["spdy"] else parse_sparsities(sparsities)
-    settings = layer_times.Settings(threads or count_cores(), seed)
+        wanted = SPDY_LEVELS if sparsities == ["spdy"] else parse_sparsities(sparsities)
+    threads = threads or count_cores()
     runs = dict.fromkeys(wanted, repeats)
     if not remeasure:
-        runs = layer_times.missing_runs(loaded, output, settings, wanted, repeats)
+        runs = count_missing_runs(loaded, output, threads, wanted, repeats)
     typer.echo(deepsparse_environment.LICENCE)
     if runs:
         with live() as tell:
-            untimed = layer_times.measure(loaded, output, environment, settings, runs, anew=remeasure, progress=tell)
+            untimed = time_layers_in_network(
+                loaded, output, environment, RunSchedule(runs, seed), threads=threads, remeasure=remeasure,
+                progress=tell,
+            )  # fmt: skip
         if untimed:
             typer.echo(f"layers without a time of their own at some sparsity: {', '.join(untimed)}")
-    frame = layer_times.of_task(loaded, output, settings)
+    frame = select_task_rows(loaded, output, threads)
     timings = convert_rows_to_spdy(frame, loaded.name)
     if spdy is not None:
         write_spdy(timings, spdy)

@@ -41,16 +41,16 @@ def prune(
     Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
     from latbench.base.files import hash_file
-    from search import task as tasks
-    from search.artifacts import profile as profiles
     from search.artifacts.layer_database import Database
+    from search.artifacts.profile import read_profile
     from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
     from search.pruning.storage.packed_file import save_packed
     from search.pruning.training import recipe as recipes
+    from search.task import load_task
 
-    searched = profiles.load(profile)
-    loaded = tasks.load(task)
+    searched = read_profile(profile)
+    loaded = load_task(task)
     training = None if recipe is None else recipes.read_recipe(recipe)
     layers = Database(database, searched.model_hash)
     settings = {
@@ -58,7 +58,7 @@ def prune(
         "task_source": loaded.source,
         "profile_sha256": hash_file(profile),
         "model_hash": searched.model_hash,
-        "one_shot": layers.made_by,
+        "one_shot": layers.provenance,
         "global": joint,
         "recipe": None if training is None else training.to_dict(),
         "seed": seed,
@@ -128,11 +128,11 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
-    from search.artifacts.onnx_export import export
+    from search.artifacts.onnx_export import export_onnx
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())
-    export(model, task.example(), onnx)
+    export_onnx(model, task.example(), onnx)
 
 
 def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:

@@ -36,7 +36,7 @@ from latbench.cli.options.search_options import (
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.search_job import Settings
+    from search.pipeline.search_request import SearchRequest
     from search.problem.limits import Limits
 
 MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
@@ -71,22 +71,26 @@ def search(
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench.machines.devices import count_cores
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
-    from search.pipeline import search_job as job
+    from search.deployment import Deployment
+    from search.loss.parallel import Workers
+    from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest
     from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
     threads = threads or count_cores()
-    settings = job.Settings(
-        target, threads, tuple(map(str, parse_patterns(patterns))) if patterns else None, seed, evaluations,
-        batches, risk, strategy, backend,
-        sparsities=parse_wanted_sparsities(sparsities), errors=errors,
-        time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
-    )  # fmt: skip
+    seconds = None if time_budget is None else parse_duration(time_budget)
+    chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
+    request = SearchRequest(
+        Promise(target, risk, most_bytes),
+        Deployment(threads, backend),
+        CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
+        SearchPlan(strategy, seed, evaluations, batches, seconds),
+        Workers(processes or min(threads, MOST_PROCESSES), judges),
+    )
     stated = read_limits(limits) if limits is not None else Limits()
     files = _SearchFiles(task, table, model, database, output, method)
-    _search(files, settings, stated, refine, remeasure)
+    _search(files, request, stated, refine, remeasure)
 
 
 class _SearchFiles(NamedTuple):
@@ -100,32 +104,37 @@ class _SearchFiles(NamedTuple):
     method: str
 
 
-def _search(files: _SearchFiles, settings: Settings, limits: Limits, refine: Path | None, remeasure: bool) -> None:
+def _search(
+    files: _SearchFiles, request: SearchRequest, limits: Limits, refine: Path | None, remeasure: bool
+) -> None:
     """Find the profile unless the output holds it, and print it."""
     from dataclasses import replace
 
     from latbench.cli.progress_bar import live
     from latbench.tables.storage import parse_place
-    from search import task as tasks
     from search.pipeline import search_job as job
+    from search.pipeline.search_history import SearchHistory
+    from search.pipeline.search_request import read_inputs
+    from search.task import load_task
 
     with live() as tell:
         tell("reading the task", None, None)
-        loaded = tasks.load(files.task)
+        loaded = load_task(files.task)
         loaded = replace(loaded, limits=loaded.limits + limits)
-        inputs = job.read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
+        inputs = read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
+        history = SearchHistory(inputs, request)
         if refine is not None:
-            met = None if remeasure else inputs.met(refine, settings)
-            if met is not None and _finished(files.output, inputs.digest(settings)) is not None:
+            met = None if remeasure else history.read_met_verdict(refine)
+            if met is not None and _finished(files.output, history.digest()) is not None:
                 typer.echo(
                     f"{refine}: {met.sentence()}: there is nothing to refine (--remeasure searches nevertheless)"
                 )
                 return
-            inputs.feed_back(refine, settings)
-        found = None if remeasure else _finished(files.output, inputs.digest(settings))
+            history.add_verification(refine)
+        found = None if remeasure else _finished(files.output, history.digest())
         last_line = f"{files.output} is up to date"
         if found is None:
-            found = job.search(inputs, settings, remeasure=remeasure, progress=tell)
+            found = job.search(inputs, request, remeasure=remeasure, progress=tell)
             found.save(files.output)
             last_line = f"{files.output} is written"
     _print_profile(found, last_line)
@@ -136,7 +145,7 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
     from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.errors import UsageError
     from search.inputs import layer_errors
-    from search.loss.pools import PLACES
+    from search.loss.pools import POOL_KINDS
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
     from search.strategies.run_strategy import STRATEGIES
 
@@ -144,7 +153,7 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, PRUNED_ENGINES),
         ("method", method, ONE_SHOT_METHODS),
-        ("place of judges", judges, PLACES),
+        ("pool of evaluators", judges, POOL_KINDS),
     ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
@@ -182,10 +191,10 @@ def _check_inputs(
 def _finished(path: Path, digest: str) -> Profile | None:
     """Return the profile at `path` if it comes from these very inputs and settings; else None."""
     from latbench.errors import BadData
-    from search.artifacts import profile
+    from search.artifacts.profile import read_profile
 
     try:
-        found = profile.load(path)
+        found = read_profile(path)
     except BadData:
         return None
     return found if found.inputs == digest else None

@@ -48,11 +48,11 @@ class _TracedModel(NamedTuple):
 def _load_task(target: str, batch: int | None) -> _TracedModel:
     """Load the model and example inputs of a task."""
     from latbench.errors import UsageError
-    from search import task as tasks
+    from search.task import load_task
 
     if batch is not None:
         raise UsageError("--batch goes with --input-shape, because a task fixes its own batch")
-    task = tasks.load(target)
+    task = load_task(target)
     return _TracedModel(task.name, task.model(), task.example(), task.limits)
 
 

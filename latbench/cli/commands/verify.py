@@ -9,7 +9,7 @@ from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, V
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 
 def verify(
@@ -23,27 +23,27 @@ def verify(
     from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
-    from search import task as tasks
-    from search.artifacts import profile
+    from search.artifacts.profile import read_profile
     from search.pipeline import verify as verification
+    from search.task import load_task
 
     if backend is not None and backend not in PRUNED_ENGINES:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(PRUNED_ENGINES)}")
 
-    verification.manifest_hash(pruned)  # first, so that a folder without a pruned model is refused before any work
-    followed = profile.load(pruned / "profile.json")
+    verification.hash_manifest(pruned)  # first, so that a folder without a pruned model is refused before any work
+    followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
     with live() as tell:
         tell("reading the task", None, None)
-        loaded = tasks.load(task)
-        known = None if remeasure else verification.up_to_date(loaded, pruned, output, backend)
+        loaded = load_task(task)
+        known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
     _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(verdict.sentence())
 
 
-def _print_verdict(verdict: Verdict, followed: Profile, last_line: str) -> None:
+def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
     """Print the time of every engine, the scores, the prediction, the bytes of weights, and the verdict."""
     from rich.console import Console
     from rich.table import Table

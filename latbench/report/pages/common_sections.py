@@ -41,7 +41,7 @@ from latbench.report.sections import predictions, ranking
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 Place = tuple[str, str]
 
@@ -331,7 +331,7 @@ def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
     return build_share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(NOTHING)
 
 
-def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
+def build_promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
     """Build the section of promised and measured times beside the dense engines.
 
     `times` is the frame of `report_data.build_promise_times`.

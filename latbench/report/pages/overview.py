@@ -27,7 +27,7 @@ from sparse_kernels import patterns
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 MEANINGS = {
     patterns.Unstructured: "single weights",
@@ -161,7 +161,7 @@ def format_profile(profile: Profile) -> str:
     return f"It uses {', '.join(texts)}."
 
 
-def build_promise_headline(verdict: Verdict, profile: Profile | None) -> Headline:
+def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> Headline:
     """Build the headline of a verified promise."""
     target, gain = format_ratio(verdict.target), format_ratio(verdict.measured_speedup)
     measured, predicted = format_seconds(verdict.measured_seconds), format_seconds(verdict.predicted_seconds)

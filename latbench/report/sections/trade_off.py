@@ -39,7 +39,7 @@ from search.problem.layers import DENSE, build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from search.pipeline.verify import Verdict
+    from search.pipeline.verify import SpeedupVerdict
 
 POINTS = 600  # drawn of a frontier that may have 40,000
 FINE = 1000  # resolution of the frontier, as a part of the dense time
@@ -108,7 +108,7 @@ def _correction(problem: Problem, profile: Profile) -> float:
     return float(np.median(ratios)) if ratios else 1.0
 
 
-def build_section(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None) -> Section:
+def build_section(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None) -> Section:
     """Build the section: least error at each speedup, and the chosen profile."""
     efficient = rows[rows["kind"] == EFFICIENT]
     budget = profile.dense_seconds / profile.target
@@ -142,7 +142,7 @@ def select_steps(efficient: pd.DataFrame, wanted: int = 8) -> pd.DataFrame:
     return pd.concat(rows).drop_duplicates()
 
 
-def draw_figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget: float) -> Figure:
+def draw_figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | None, budget: float) -> Figure:
     """Draw error over seconds on logarithmic axes: frontier, uniform profiles, chosen profile and its measurement."""
     shown = rows[rows["error"] > 0]  # the dense model has no error, and no place on a logarithmic axis
     efficient = shown[shown["kind"] == EFFICIENT]

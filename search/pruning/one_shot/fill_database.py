@@ -163,7 +163,7 @@ def _prune_in_turn(jobs: Iterator[Job], database: Database, method: str) -> Iter
 
 def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
     """Prune one layer a process. H of a layer is computed once a process is free for it."""
-    place = (str(database.folder.resolve()), database.model_hash, database.made_by)
+    place = (str(database.folder.resolve()), database.model_hash, database.provenance)
     threads = max(1, count_cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
     with ExitStack() as stack:
@@ -203,8 +203,8 @@ def _build_failure(job: Job, error: LatbenchError) -> LatbenchError:
 
 def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
     """Compute and store a layer's missing options in the database at `place`; return how many."""
-    folder, model_hash, hash_pruning_inputs = place
-    return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, hash_pruning_inputs), method))
+    folder, model_hash, provenance = place
+    return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, provenance), method))
 
 
 def _compute_entries(job: Job, database: Database, method: str) -> Iterator[None]:

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from latbench.base.engine_registry import find_precision
 from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from search.artifacts import profile as profiles
-from search.artifacts.profile import LayerChoice
+from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
@@ -52,7 +51,7 @@ def save_pruned(
     folder: Path,
     model: nn.Module,
     masks: Mapping[str, Tensor],
-    profile: profiles.Profile,
+    profile: Profile,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Save a pruned model in place of the one in the folder. Other files of the folder stay.
@@ -111,7 +110,7 @@ def _write_files(
     folder: Path,
     model: nn.Module,
     masks: Mapping[str, Tensor],
-    profile: profiles.Profile,
+    profile: Profile,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the files of a pruned model into an empty folder, and return the manifest."""
@@ -150,9 +149,7 @@ def copy_shared_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def describe_layers(
-    model: nn.Module, masks: Mapping[str, Tensor], profile: profiles.Profile
-) -> dict[str, dict[str, Any]]:
+def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
     """Return the manifest's entry of each layer of the profile."""
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
@@ -295,7 +292,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     """
     folder = Path(folder)
     read_manifest(folder)
-    profile = profiles.load(folder / "profile.json")
+    profile = read_profile(folder / "profile.json")
     state = load_file(folder / "model.safetensors")
     shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
     if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):

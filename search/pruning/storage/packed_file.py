@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from latbench.base.files import hash_file, remove_left_behind, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from search.artifacts import profile as profiles
-from search.artifacts.layer_database import tensors_hash
+from search.artifacts.layer_database import hash_tensors
+from search.artifacts.profile import read_profile
 from search.pruning.storage.model_folder import PACKED, build_layer_pattern, read_manifest, read_masks, write_manifest
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight
@@ -60,7 +60,7 @@ def save_packed(folder: Path) -> Path:
     manifest = read_manifest(folder)
     masks = read_masks(folder)
     pruned = {_get_weight_name(layer): mask for layer, mask in masks.items()}
-    layers = profiles.load(folder / "profile.json").layers
+    layers = read_profile(folder / "profile.json").layers
     tensors = {}
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - a file is no mapping
@@ -155,7 +155,7 @@ def _unpack_weight(file: Any, name: str, mask: NDArray[np.bool_], tensor: Tensor
 
 def _compute_checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:
     """Return the SHA-256 of the content of a packed file, in any order."""
-    each = {name: tensors_hash([(name, tensor)]) for name, tensor in tensors}
+    each = {name: hash_tensors([(name, tensor)]) for name, tensor in tensors}
     return hashlib.sha256(json.dumps([each, patterns], sort_keys=True).encode()).hexdigest()
 
 

@@ -22,8 +22,7 @@ from latbench.cli.gpu_session import Budget, Stopwatch, Swept
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
-from latbench.sweeping import gpu_points as points
-from latbench.sweeping import roofline_pace as pace
+from latbench.sweeping import gpu_points, roofline_pace
 from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.gpu_summary import compare_kernels
@@ -408,7 +407,7 @@ def test_processes_work_side_by_side_on_the_host_and_in_turn_on_the_gpu(tmp_path
     script.write_text(LOGGING)
     machine = FakeMachine()
     machine.host_task, machine.task = f"{script}:draw", f"{script}:prepare"
-    kernels = (DENSE[0], points.BSR[0], OURS[0])
+    kernels = (DENSE[0], gpu_points.BSR[0], OURS[0])
     wanted = [build_gpu_point("nvidia-h200", SHAPE, VectorWise(32), s, each) for each in kernels for s in (0.5, 0.75)]
     swept = sweep_into(tmp_path / "out", wanted, machine=machine)
     assert swept.table is not None and set(swept.table["status"]) == {"ok"}
@@ -422,11 +421,16 @@ def test_processes_work_side_by_side_on_the_host_and_in_turn_on_the_gpu(tmp_path
 
 
 def test_what_fails_side_by_side_takes_nothing_else_along(tmp_path: Path) -> None:
-    kernels = {fakes.FINE: OURS[0], fakes.CRASHES: DENSE[0], fakes.REFUSED: points.BSR[0], fakes.DIES: points.CSR[0]}
+    kernels = {
+        fakes.FINE: OURS[0],
+        fakes.CRASHES: DENSE[0],
+        fakes.REFUSED: gpu_points.BSR[0],
+        fakes.DIES: gpu_points.CSR[0],
+    }
     machine = FakeMachine()
     machine.versions["cusparse"] = "14.2.0"
     wanted = [point(seed, kernel=kernel) for seed, kernel in kernels.items()]
-    table = sweep_into(tmp_path, [*wanted, point(sparsity=0.9, kernel=points.CSR[0])], machine=machine).table
+    table = sweep_into(tmp_path, [*wanted, point(sparsity=0.9, kernel=gpu_points.CSR[0])], machine=machine).table
     assert table is not None
     found = table.set_index(["pattern_seed", "backend"])["status"].to_dict()
     assert found == {
@@ -438,7 +442,7 @@ def test_what_fails_side_by_side_takes_nothing_else_along(tmp_path: Path) -> Non
 
 def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> None:
     machine = FakeMachine()
-    wanted = [point(fakes.HANGS), point(kernel=DENSE[0]), point(kernel=points.BSR[0])]
+    wanted = [point(fakes.HANGS), point(kernel=DENSE[0]), point(kernel=gpu_points.BSR[0])]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -489,7 +493,7 @@ def test_a_hanging_reference_costs_a_budget_no_more_than_a_moment(
     swept = sweep_into(tmp_path / "late", *blocks, seconds=5.0, machine=HangingReference())
     assert time.monotonic() - began < 5 + LEAST_SECONDS + 8
     assert swept.late is not None
-    monkeypatch.setattr(pace, "PREPARE_SECONDS", 0.5)
+    monkeypatch.setattr(roofline_pace, "PREPARE_SECONDS", 0.5)
     swept = sweep_into(tmp_path / "whole", *blocks, machine=HangingReference())
     assert swept.late is None and swept.table is not None and set(swept.table["status"]) == {"ok"}
     assert swept.table["reference_seconds"].isna().all() and swept.table["roofline_seconds"].notna().all()
@@ -530,7 +534,7 @@ def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_not
 
 
 def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path) -> None:
-    peers = [build_gpu_point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in points.CUSPARSELT[:2]]
+    peers = [build_gpu_point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in gpu_points.CUSPARSELT[:2]]
     ours = build_gpu_point("nvidia-h200", SHAPE, NM(2, 4), 0.5, OURS[0])
     frame = run(tmp_path, [dense(DENSE[0]), dense(DENSE[1]), point(), ours, *peers])
     rows = compare_kernels(frame).set_index("point_id")
@@ -545,7 +549,7 @@ def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path)
 
 def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
     fast = build_gpu_point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], fakes.HOT)
-    slow = dense(points.CUSPARSELT[0])
+    slow = dense(gpu_points.CUSPARSELT[0])
     frame = run(tmp_path, [fast, slow, point(), point(fakes.HOT, sparsity=0.9)])
     rows = compare_kernels(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([2e-4] * 4)
@@ -564,7 +568,7 @@ def test_other_shapes_and_other_cache_modes_are_not_compared(tmp_path: Path) -> 
 
 def test_convolutions_are_named_by_their_filters(tmp_path: Path) -> None:
     shape = Conv2dShape(2, 8, 5, 6, 64, 3, 3)
-    run(tmp_path, [dense(points.DENSE_CONV[0], shape), point(shape=shape, kernel=points.OURS_CONV[0])])
+    run(tmp_path, [dense(gpu_points.DENSE_CONV[0], shape), point(shape=shape, kernel=gpu_points.OURS_CONV[0])])
     assert "conv2d 64x8x3x3 on 2x5x6" in (tmp_path / "summary.txt").read_text()
 
 
@@ -674,7 +678,7 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
 def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
     broken: str, code: int, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kernel = {"cupy": OURS[0], "torch_gpu": DENSE[0], "torch_sparse": points.BSR[0]}[broken]
+    kernel = {"cupy": OURS[0], "torch_gpu": DENSE[0], "torch_sparse": gpu_points.BSR[0]}[broken]
     visit.smoke = [dense(DENSE[1]), point(shape=LARGER), point(fakes.CRASHES, kernel=kernel), point(fakes.REFUSED)]
     assert session.run_visit(["--seconds", "40"]) == code
     said = capsys.readouterr().err

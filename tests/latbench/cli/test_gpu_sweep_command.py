@@ -12,8 +12,7 @@ import pytest
 from latbench.backends import installed_engines
 from latbench.cli import sweep_points
 from latbench.machines.gpu_names import Gpu
-from latbench.sweeping import gpu_machine as machine
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_machine, gpu_points
 from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
 from latbench.sweeping.settings import SweepSettings
 from latbench.tables.table import read_table
@@ -43,7 +42,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(installed_engines.devices, "find_version", lambda package: at.packages.get(package, "1"))
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
-    monkeypatch.setattr(machine, "GpuMachine", at.machine)
+    monkeypatch.setattr(gpu_machine, "GpuMachine", at.machine)
     monkeypatch.setattr(
         "latbench.sweeping.gpu_machine.GPU_SETTINGS",
         SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001),
@@ -166,7 +165,9 @@ def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     from latbench.sweeping.gpu_estimate import estimate_gpu_seconds
 
     arguments = ("sweep", "--gpu", "h200", "--workload", tiny, "-o", tmp_path / "table")
-    shapes = [points.LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [points.LinearShape(5, 7, 3)]
+    shapes = [gpu_points.LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [
+        gpu_points.LinearShape(5, 7, 3)
+    ]
     full = list_staged_blocks(shapes, "nvidia-h200")
     first = [point.id for block in full[:3] for point in block]
     seconds = estimate_gpu_seconds([point for block in full[:3] for point in block])
@@ -195,7 +196,7 @@ def test_a_quick_sweep_of_the_standard_shapes_takes_about_five_minutes() -> None
     assert 200 < estimate_gpu_seconds(wanted) <= sweep_points.QUICK_SECONDS and len(wanted) >= 100
     # All that the kernels have to show on the first shape, and dense beside ours on every large one.
     assert {point.backend for point in wanted} >= {"torch_gpu", "cupy", "torch_sparse", "cublas", "cusparse"}
-    assert {point.shape for point in wanted} >= set(points.LARGE)
+    assert {point.shape for point in wanted} >= set(gpu_points.LARGE)
 
 
 def test_a_dry_run_starts_nothing(here: SimpleNamespace, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,10 @@ def main(arguments: list[str]) -> int:
     from latbench.base.environments import hash_environment
     from latbench.cli import gpu_session as session
     from latbench.machines.nvml import describe_gpu_environment
-    from latbench.sweeping import gpu_points as points
+    from latbench.sweeping import gpu_points
 
     if arguments[:1] == [POINTS]:
-        points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
+        gpu_points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
 
     class Machine(fakes.FakeMachine):
         """An H200 on which every backend is installed."""
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         def __init__(self, gpu):
             super().__init__()
             self.gpu = gpu
-            self.versions = dict.fromkeys(points.GPU_ENGINES, "1")
+            self.versions = dict.fromkeys(gpu_points.GPU_ENGINES, "1")
 
         def environment(self):
             row = {**describe_gpu_environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
@@ -56,11 +56,11 @@ def main(arguments: list[str]) -> int:
             return {"env_id": hash_environment(row), **row}
 
         def process(self, backend):
-            return points.GPU_ENGINES[backend].process
+            return gpu_points.GPU_ENGINES[backend].process
 
     session.GpuMachine = Machine
     session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
-    session.find_installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
+    session.find_installed = lambda: dict.fromkeys(gpu_points.GPU_ENGINES, "1")
     quick = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
     measure = session.measure_visit
     session.measure_visit = lambda visit: measure(replace(visit, settings=quick))

@@ -28,14 +28,14 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines.devices import name_cpu
-from latbench.runners import worker_process as local
+from latbench.runners import worker_process
 from latbench.sweeping import bench, settings, sweep, sweep_machine
 from latbench.sweeping.settings import SweepSettings
 from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.tables.schema import TIMED
 from latbench.tables.writer import write_part
 from latbench.timing.sampling import Burst, sample_burst
-from latbench.workloads import points as plan
+from latbench.workloads import points
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import VectorWise
@@ -264,9 +264,9 @@ def main() -> None:
     CpuMachine.pace = lambda machine, seconds_left: None  # finding the ceilings takes seconds
     if seconds := order.get("seconds"):
         sweep_machine.PREPARE_SECONDS, CpuMachine.burst_seconds = seconds
-        local.START_SECONDS = sweep_machine.PREPARE_SECONDS
-        local.MESSAGE_SECONDS = local.END_SECONDS = 2.0
-    plan.select_points = lambda *_, **__: wanted
+        worker_process.START_SECONDS = sweep_machine.PREPARE_SECONDS
+        worker_process.MESSAGE_SECONDS = worker_process.END_SECONDS = 2.0
+    points.select_points = lambda *_, **__: wanted
     if hurt := order.get("hurt"):
         at_write(order["at"], HURTS[hurt])
     if jumps := order.get("jumps"):

@@ -19,7 +19,7 @@ from latbench.tables.writer import write_environment, write_part
 from latbench.workloads.workload import Layer, Workload, write_workload
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import LayerChoice, Profile
-from search.pipeline.verify import Verdict, manifest_hash
+from search.pipeline.verify import SpeedupVerdict, hash_manifest
 from search.pruning.storage import model_folder as pruned
 from search.pruning.storage.model_folder import FILES
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -175,10 +175,10 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     gain = {"measured_speedup": 2.17, "measured_speedup_low": 2.14, "measured_speedup_high": 2.2}
     dense = {"torch": 2.1e-3, "torch-mkldnn": 1.3e-3, "onnxruntime": 1.13e-3, "pruned": 5.2e-4}
     engines = {name: {"value": time, "low": 0.99 * time, "high": 1.01 * time} for name, time in dense.items()}
-    verdict = Verdict(
+    verdict = SpeedupVerdict(
         **promise, **measured, **gain, backend="numba", met=True, dense_seconds=1.13e-3, engines=engines, left_out={},
         slowdown=1.01, score_name="accuracy", score_dense=0.9806, score_pruned=0.975, device="amd-epyc-example",
-        threads=2, batch=64, inputs=manifest_hash(example.pruned), code="made up",
+        threads=2, batch=64, inputs=hash_manifest(example.pruned), code="made up",
     )  # fmt: skip
     _write_database(example, rng)
     _write_accuracies(example.accuracy, rng)

@@ -12,7 +12,7 @@ import numpy as np
 
 from latbench.backends.cpu.prepare_point import Rotation
 from latbench.backends.installed_engines import Unsupported
-from latbench.timing import sampling as measure
+from latbench.timing import sampling
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
@@ -125,7 +125,7 @@ FINE, REFUSES, IS_WRONG, RAISES, CRASHES, HANGS, EATS_MEMORY, CRASHES_LATER, RAI
 
 def prepare(point: Point) -> Rotation:
     # What else this machine is doing is none of these tests' business: a call of theirs only sleeps.
-    measure.find_disturbances = lambda before, after: ()
+    sampling.find_disturbances = lambda before, after: ()
     match point.seed:
         case 1:
             raise Unsupported("not here")

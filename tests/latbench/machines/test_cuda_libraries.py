@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from latbench.base.engine_registry import GPU_ENGINES
-from latbench.machines import cuda_libraries as libraries
+from latbench.machines import cuda_libraries
 from latbench.machines.cuda_libraries import (
     LIBRARIES,
     OPENED_LIBRARIES,
@@ -152,7 +152,9 @@ def test_a_loaded_library_says_its_own_version(tmp_path: Path, status: str, expe
 def test_versions_of_wheels_are_cut_to_what_a_library_says(
     packages: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries, "_loaded", lambda name: None)  # whatever other tests of this process have loaded
+    monkeypatch.setattr(
+        cuda_libraries, "_loaded", lambda name: None
+    )  # whatever other tests of this process have loaded
     packages |= {
         "nvidia-cublas-cu12": "12.8.4.1", "nvidia-cudnn-cu13": "9.24.0.43", "nvidia-cusparselt-cu13": "0.8.1.post1",
         "triton": "3.6.0",

@@ -7,7 +7,7 @@ import gpu_fakes as fakes
 import pytest
 
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.machines import gpu_discovery as discovery
+from latbench.machines import gpu_discovery
 from latbench.machines.gpu_discovery import (
     ORDER_VARIABLE,
     VISIBLE_VARIABLE,
@@ -88,7 +88,7 @@ def test_why_there_is_no_driver_is_said_with_what_to_do(fake: Any, reason: str, 
 
 def test_the_reasons_are_those_of_the_real_nvml() -> None:
     pynvml = pytest.importorskip("pynvml")
-    for name in discovery._NO_DRIVER:
+    for name in gpu_discovery._NO_DRIVER:
         error = getattr(pynvml, name)()
         assert isinstance(error, pynvml.NVMLError) and type(error).__name__ == name
 

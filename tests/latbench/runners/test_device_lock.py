@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from latbench.errors import EnvironmentUnusable
-from latbench.runners import device_lock as lock
+from latbench.runners import device_lock
 from latbench.runners.device_lock import find_lock_folder, lock_device
 
 pytestmark = pytest.mark.usefixtures("own_lock")
@@ -42,7 +42,7 @@ def test_who_waits_is_told_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wait_ends_when_the_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = lock_device("cpu")
     holder.__enter__()
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: holder.__exit__(None, None, None))
+    monkeypatch.setattr(device_lock.time, "sleep", lambda seconds: holder.__exit__(None, None, None))
     with lock_device("cpu"):
         pass
 

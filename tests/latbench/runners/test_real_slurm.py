@@ -19,7 +19,7 @@ import node_tasks
 import pytest
 
 from latbench.errors import EnvironmentUnusable
-from latbench.runners import slurm_nodes as on_slurm
+from latbench.runners import slurm_nodes
 from latbench.runners.slurm_nodes import SlurmNodes, list_queued_jobs
 from latbench.runners.worker import load_function
 from latbench.sweeping.cluster import ClusterSite
@@ -117,7 +117,7 @@ def until(condition: Callable[[], bool], otherwise: Callable[[], str] = str, sec
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_slurm, "TICK_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_nodes, "TICK_SECONDS", 0.5)
 
 
 def point(m: int, sparsity: float) -> Point:

@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
-from latbench.runners import slurm_nodes as on_slurm
+from latbench.runners import slurm_nodes
 from latbench.runners.block_scheduler import LostNodes
 from latbench.runners.slurm_nodes import SlurmNodes, parse_slurm_options
 from latbench.runners.worker import load_function
@@ -67,7 +67,7 @@ def slurm(tmp_path: Path, own_lock: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    monkeypatch.setattr(on_slurm, "TICK_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_nodes, "TICK_SECONDS", 0.5)
     found = Slurm(folder)
     yield found
     for job in found.running():
@@ -235,7 +235,7 @@ def test_a_node_whose_disk_is_full_is_done_without_and_its_items_are_not_blamed(
 
 @pytest.mark.slow
 def test_a_job_that_ends_before_it_gets_here_is_said(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_slurm.socket, "gethostname", lambda: "no-such-host.invalid")
+    monkeypatch.setattr(slurm_nodes.socket, "gethostname", lambda: "no-such-host.invalid")
     with (
         SlurmNodes(None) as taken,
         pytest.raises(EnvironmentUnusable, match=r"cannot reach no-such-host.invalid:\d+"),
@@ -245,10 +245,10 @@ def test_a_job_that_ends_before_it_gets_here_is_said(slurm: Slurm, monkeypatch: 
 
 @pytest.mark.slow
 def test_who_has_no_key_is_not_listened_to(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_slurm, "MESSAGE_SECONDS", 1)
+    monkeypatch.setattr(slurm_nodes, "MESSAGE_SECONDS", 1)
     with SlurmNodes(None) as taken:
         port = taken._server.getsockname()[1]
-        with on_slurm.socket.create_connection(("127.0.0.1", port)) as stranger:
+        with slurm_nodes.socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"\0\0\0\4junk")
             assert list(taken.ask("builtins:len", "four").values()) == [4]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import worker_tasks
 
-from latbench.runners import worker_process as local
+from latbench.runners import worker_process
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 
 TASKS = Path(worker_tasks.__file__)
@@ -151,8 +151,8 @@ OF_A_FORK = ("crash", "segfault", "killed_for_memory", "end_well", "hang_up")
 def test_a_death_is_told_with_its_reason_and_the_next_call_works(
     worker: Worker, name: str, forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "END_SECONDS", 0.1)
-    monkeypatch.setattr(local, "MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(worker_process, "END_SECONDS", 0.1)
+    monkeypatch.setattr(worker_process, "MESSAGE_SECONDS", 0.1)
     if forked:
         worker.renew(task("add"))
     prepared = worker.prepare(task("make_counter"), 0)
@@ -170,7 +170,7 @@ def test_a_death_is_told_with_its_reason_and_the_next_call_works(
 def test_a_request_ends_with_the_time_that_its_caller_has(
     worker: Worker, left: float | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(worker_process, "LEAST_SECONDS", 0.1)
     assert worker.call(task("add"), 1, 1) == 2
     worker.seconds_left = lambda: left
     began = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_worker_that_is_stopped_is_a_hang(worker: Worker) -> None:
 
 
 def test_of_a_long_log_only_the_end_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_QUOTED_BYTES", 20)
+    monkeypatch.setattr(worker_process, "_QUOTED_BYTES", 20)
     with pytest.raises(WorkerDied, match="exit code 7: the last words"):
         worker.call(task("crash"))
 

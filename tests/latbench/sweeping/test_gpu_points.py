@@ -2,7 +2,7 @@
 
 import pytest
 
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import (
     GPU_SPARSITIES,
     build_gpu_point,
@@ -26,9 +26,9 @@ def standard() -> list[list[Point]]:
 
 def test_the_standard_sweep_is_bounded_and_of_one_shape_a_block(standard: list[list[Point]]) -> None:
     every = [each for block in standard for each in block]
-    assert 400 <= len(every) <= points.MOST_POINTS and len({each.id for each in every}) == len(every)
+    assert 400 <= len(every) <= gpu_points.MOST_POINTS and len({each.id for each in every}) == len(every)
     for block in standard:
-        assert 1 <= len(block) <= points.BLOCK_POINTS and len({each.shape for each in block}) == 1
+        assert 1 <= len(block) <= gpu_points.BLOCK_POINTS and len({each.shape for each in block}) == 1
 
 
 def test_what_tells_most_comes_first(standard: list[list[Point]]) -> None:
@@ -41,7 +41,7 @@ def test_what_tells_most_comes_first(standard: list[list[Point]]) -> None:
     }
     # The first shape meets every backend, in well under a quarter of the points.
     of_first = [each for block in standard for each in block if each.shape == first[0].shape]
-    assert {each.backend for each in of_first} == set(points.GPU_ENGINES) and len(of_first) < 100
+    assert {each.backend for each in of_first} == set(gpu_points.GPU_ENGINES) and len(of_first) < 100
 
 
 def test_what_the_kernels_have_to_show_are_the_first_blocks(standard: list[list[Point]]) -> None:
@@ -65,7 +65,7 @@ def test_what_the_kernels_have_to_show_are_the_first_blocks(standard: list[list[
 def test_then_come_all_shapes_large_ones_first(standard: list[list[Point]]) -> None:
     shapes = list(dict.fromkeys(block[0].shape for block in standard))
     assert shapes == list_standard_shapes()
-    assert tuple(shapes[: len(points.LARGE)]) == points.LARGE and isinstance(shapes[-1], Conv2dShape)
+    assert tuple(shapes[: len(gpu_points.LARGE)]) == gpu_points.LARGE and isinstance(shapes[-1], Conv2dShape)
 
 
 def test_a_search_that_takes_long_is_made_for_few_shapes(standard: list[list[Point]]) -> None:
@@ -102,7 +102,7 @@ def test_only_installed_backends_are_asked() -> None:
 
 
 def test_numba_is_launched_because_it_cannot_be_captured() -> None:
-    assert build_gpu_point("x", SHAPE, Dense(), 0.0, points.NUMBA[0]).launch_mode == "call"
+    assert build_gpu_point("x", SHAPE, Dense(), 0.0, gpu_points.NUMBA[0]).launch_mode == "call"
 
 
 def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
@@ -111,7 +111,7 @@ def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
     peers = {each.kernel for each in asked if each.pattern == NM(2, 4)}
     assert peers == {"auto", "cusparselt", "cusparselt_tuned", "cutlass"}
     everything = flat(list_staged_blocks([SHAPE], "x"))
-    assert {each.backend for each in everything} == set(points.BACKENDS)
+    assert {each.backend for each in everything} == set(gpu_points.BACKENDS)
     of_vectors = {each.sparsity for each in everything if each.pattern == VectorWise(128)}
     assert of_vectors == set(GPU_SPARSITIES)
 
@@ -120,7 +120,9 @@ def test_a_full_sweep_begins_as_the_standard_one_and_has_all_of_it(standard: lis
     full = list_staged_blocks([*list_standard_shapes(), SHAPE], "nvidia-h200")
     assert full[:FIRST_BLOCKS] == standard[:FIRST_BLOCKS]
     assert set(flat(standard)) < set(flat(full)) and len(set(flat(full))) == len(flat(full))
-    assert all(0 < len(block) <= points.BLOCK_POINTS and len({each.shape for each in block}) == 1 for block in full)
+    assert all(
+        0 < len(block) <= gpu_points.BLOCK_POINTS and len({each.shape for each in block}) == 1 for block in full
+    )
     # What every shape has in common comes before the rest of any.
     first = {shape: number for number, block in reversed(list(enumerate(full))) for shape in [block[0].shape]}
     assert max(first.values()) < len(full) / 2
@@ -129,12 +131,12 @@ def test_a_full_sweep_begins_as_the_standard_one_and_has_all_of_it(standard: lis
 def test_a_smoke_test_has_every_kernel_of_every_engine_and_small_layers() -> None:
     smoke = list_smoke_points("x")
     kernels = {(each.backend, each.kernel, each.layout) for each in smoke}
-    every = [wish for wishes in (points.LINEAR_WISHES, points.CONV_WISHES) for wish in wishes]
+    every = [wish for wishes in (gpu_points.LINEAR_WISHES, gpu_points.CONV_WISHES) for wish in wishes]
     assert kernels == {kernel for wish in every for kernel in wish.kernels}
     ours = {each.pattern for each in smoke if each.backend == "cupy"}
     assert {each.format for each in ours} == {"vector", "shflbw", "block", "nm", "unstructured"}
     assert len(smoke) < 40 and len(set(smoke)) == len(smoke)
-    assert {each.shape for each in smoke} == {points.SMOKE_LINEAR, points.SMOKE_CONV}
+    assert {each.shape for each in smoke} == {gpu_points.SMOKE_LINEAR, gpu_points.SMOKE_CONV}
     assert {each.backend for each in list_smoke_points("x", ["cupy"])} == {"cupy"}
 
 

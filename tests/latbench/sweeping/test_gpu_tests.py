@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench.sweeping import gpu_tests as device_tests
+from latbench.sweeping import gpu_tests
 from latbench.sweeping.gpu_tests import (
     GpuTestOutcome,
     build_test_commands,
@@ -30,13 +30,13 @@ class Clock:
 
 def test_the_gpus_tests_are_judged_by_their_exit_code() -> None:
     python = sys.executable
-    passed = device_tests.run_tests(30.0, [python, "-c", "print('== 3 passed in 1.0s ==')"])
+    passed = gpu_tests.run_tests(30.0, [python, "-c", "print('== 3 passed in 1.0s ==')"])
     assert passed.status == "passed" and passed.verdict == "GPU tests: passed: 3 passed in 1.0s"
-    failed = device_tests.run_tests(30.0, [python, "-c", "print('1 failed'); raise SystemExit(1)"])
+    failed = gpu_tests.run_tests(30.0, [python, "-c", "print('1 failed'); raise SystemExit(1)"])
     assert failed.status == "failed" and failed.verdict == "GPU tests: FAILED (exit code 1): 1 failed"
-    skipped = device_tests.run_tests(30.0, [python, "-c", "print('275 skipped')"])
+    skipped = gpu_tests.run_tests(30.0, [python, "-c", "print('275 skipped')"])
     assert skipped.status == "failed" and "275 skipped" in skipped.verdict
-    none = device_tests.run_tests(30.0, [python, "-c", "raise SystemExit(5)"])
+    none = gpu_tests.run_tests(30.0, [python, "-c", "raise SystemExit(5)"])
     assert none.status == "failed" and none.verdict == "GPU tests: there are none"
 
 
@@ -64,7 +64,7 @@ def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(
 ) -> None:
     lines = [line.format(second) for line in lines]
     code = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"
-    stopped = device_tests.run_tests(1.0, [sys.executable, "-c", code])
+    stopped = gpu_tests.run_tests(1.0, [sys.executable, "-c", code])
     counts = (2, 0) if second == "PASSED" else (1, 1)
     assert stopped.status == status
     assert stopped.verdict == "GPU tests: not done after 1 s, {} passed and {} failed so far".format(*counts)
@@ -77,7 +77,7 @@ def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(
 def test_what_tests_have_started_is_stopped_with_them_and_not_waited_for() -> None:
     inner = "import time; print('began', flush=True); time.sleep(60)"
     code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True)"
-    stopped = device_tests.run_tests(2.0, [sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
+    stopped = gpu_tests.run_tests(2.0, [sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
     pid = int(stopped.output.split()[0])
     assert stopped.status == "late" and "began" in stopped.output
     end = time.monotonic() + 10
@@ -111,11 +111,8 @@ def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
 ) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that this test may run in
     (tmp_path / "test_it.py").write_text(TESTS)
-    options = [
-        str(tmp_path) if it == str(device_tests.ROOT) else it
-        for it in device_tests.PYTEST[: -len(device_tests.TESTS)]
-    ]
-    monkeypatch.setattr(device_tests, "PYTEST", [*options, str(tmp_path / "test_it.py")])
+    options = [str(tmp_path) if it == str(gpu_tests.ROOT) else it for it in gpu_tests.PYTEST[: -len(gpu_tests.TESTS)]]
+    monkeypatch.setattr(gpu_tests, "PYTEST", [*options, str(tmp_path / "test_it.py")])
     outcome = run_all_tests(60.0)
     assert outcome.status == "failed"
     assert re.fullmatch(
@@ -125,7 +122,7 @@ def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
     assert re.search(r"^\[gw\d\] \[ *\d+%\] PASSED .*::test_right\[2\]", outcome.output, re.MULTILINE)
     (told,) = list_failures(outcome.output)
     assert re.match(r"FAILED .*test_it.py::test_right\[1\] - ", told), outcome.output
-    monkeypatch.setattr(device_tests.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_tests.importlib.util, "find_spec", lambda name: None)
     assert [("-n" in command, command.count("-m")) for command in build_test_commands()] == [(False, 2)] * 2
 
 
@@ -151,7 +148,7 @@ def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.Mo
         clock.now += 50.0
         return GpuTestOutcome("passed", name, "")
 
-    monkeypatch.setattr(device_tests, "run_tests", run_tests)
+    monkeypatch.setattr(gpu_tests, "run_tests", run_tests)
     run_all_tests(189.0, clock)
     assert given == [pytest.approx(0.7 * 189), pytest.approx(139)]
 
@@ -159,9 +156,9 @@ def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.Mo
 def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() -> None:
     collected = []
     for command in (
-        [sys.executable, "-P", *device_tests.PYTEST, "-m", which] for which in ("gpu and not timed", "gpu and timed")
+        [sys.executable, "-P", *gpu_tests.PYTEST, "-m", which] for which in ("gpu and not timed", "gpu and timed")
     ):
-        outcome = device_tests.run_tests(60.0, [*command, "--collect-only", "-qq"])
+        outcome = gpu_tests.run_tests(60.0, [*command, "--collect-only", "-qq"])
         collected.append([line for line in outcome.output.splitlines() if "::" in line])
     assert len(collected[1]) == 4 and all("test_gpu_device.py::" in line for line in collected[1])
     found = list(dict.fromkeys(line.partition("::")[0] for line in collected[0]))
@@ -170,7 +167,5 @@ def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() 
         "tests/latbench/backends/gpu/test_gpu_device.py",
         "tests/sparse_kernels/cuda/test_torch_layers.py",
     ], outcome
-    asked = device_tests.run_tests(
-        30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"]
-    )
+    asked = gpu_tests.run_tests(30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"])
     assert asked.verdict == "GPU tests: passed: 1 passed"

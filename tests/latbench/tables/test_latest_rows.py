@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from latbench.errors import BadData
-from latbench.tables import latest_rows as latest
-from latbench.tables import table as tables
+from latbench.tables import latest_rows, table
 from latbench.tables.latest_rows import read_latest, read_latest_arrow
 from latbench.tables.schema import TIMED
 from latbench.tables.table import BATCH_BYTES, read_part_batches, read_table, select_timed
@@ -44,13 +43,13 @@ def repeated(row: dict[str, Any], rng: np.random.Generator, count: int) -> list[
 def test_it_is_what_picking_from_the_whole_table_gives(
     tmp_path: Path, row: dict[str, Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_ROWS", 7)
-    monkeypatch.setattr(latest, "_PENDING_ROWS", 11)
+    monkeypatch.setattr(table, "BATCH_ROWS", 7)
+    monkeypatch.setattr(latest_rows, "_PENDING_ROWS", 11)
     rows = repeated(row, rng, 200)
     for start in range(0, 200, 25):
         write_part(tmp_path, rows[start : start + 25])
     expected = select_timed(read_table(tmp_path)).reset_index(drop=True)
-    found = read_latest(tmp_path, COLUMNS, per=["point_id"], useful=timed)
+    found = read_latest(tmp_path, COLUMNS, group_columns=["point_id"], accept=timed)
     assert len(found) == len(expected) < 30
     same = [name for name in COLUMNS if name not in ("point_id", "flags", "status", "env_id")]
     pd.testing.assert_frame_equal(found[same], expected[same], check_dtype=False)
@@ -64,15 +63,15 @@ def test_it_is_what_picking_from_the_whole_table_gives(
 def test_the_rows_themselves_come_with_their_samples(
     tmp_path: Path, row: dict[str, Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_ROWS", 7)
+    monkeypatch.setattr(table, "BATCH_ROWS", 7)
     rows = repeated(row, rng, 100)
     for start in range(0, 100, 25):
         write_part(tmp_path, rows[start : start + 25])
     expected = select_timed(read_table(tmp_path))[["point_id", "flags", "samples_seconds"]].reset_index(drop=True)
-    found = read_latest_arrow(tmp_path, list(expected), per=["point_id"], useful=timed).to_pandas()
+    found = read_latest_arrow(tmp_path, list(expected), group_columns=["point_id"], accept=timed).to_pandas()
     pd.testing.assert_frame_equal(found, expected)
     nothing = read_latest_arrow(
-        tmp_path, ["m"], per=["point_id"], useful=lambda piece: pa.repeat(False, piece.num_rows)
+        tmp_path, ["m"], group_columns=["point_id"], accept=lambda piece: pa.repeat(False, piece.num_rows)
     )
     assert nothing.num_rows == 0 and nothing.column_names == ["m"]
 
@@ -82,23 +81,23 @@ def test_each_status_of_a_point_may_be_kept(tmp_path: Path, row: dict[str, Any],
     every = read_table(tmp_path).sort_values("started_at", kind="stable")
     expected = every.drop_duplicates(["point_id", "status"], keep="last").sort_index()
     found = read_latest(
-        tmp_path, COLUMNS, per=["point_id", "status"], useful=lambda piece: pa.repeat(True, piece.num_rows)
+        tmp_path, COLUMNS, group_columns=["point_id", "status"], accept=lambda piece: pa.repeat(True, piece.num_rows)
     )
     assert found["flags"].tolist() == expected["flags"].tolist()
 
 
 def test_a_table_without_a_useful_row_gives_none(tmp_path: Path, row: dict[str, Any]) -> None:
     write_part(tmp_path, [row | {"status": "error", "samples_seconds": None}])
-    assert read_latest(tmp_path, COLUMNS, per=["point_id"], useful=timed).empty
+    assert read_latest(tmp_path, COLUMNS, group_columns=["point_id"], accept=timed).empty
     with pytest.raises(BadData, match="no such table"):
-        read_latest(tmp_path / "absent", COLUMNS, per=["point_id"], useful=timed)
+        read_latest(tmp_path / "absent", COLUMNS, group_columns=["point_id"], accept=timed)
 
 
 def test_sizes_are_exact_however_large(tmp_path: Path, row: dict[str, Any]) -> None:
     sizes = [None, 3, 2**24, 2**24 + 1]
     for number, size in enumerate(sizes):
         write_part(tmp_path, [row | {"m": number + 1, "batch": size, "k": 2**40 + number}])
-    found = read_latest(tmp_path, ["m", "k", "batch"], per=["point_id"], useful=timed).sort_values("m")
+    found = read_latest(tmp_path, ["m", "k", "batch"], group_columns=["point_id"], accept=timed).sort_values("m")
     assert found["k"].tolist() == [2**40 + number for number in range(4)]
     assert found["batch"].tolist()[1:] == sizes[1:] and np.isnan(found["batch"].iloc[0])
 
@@ -106,7 +105,7 @@ def test_sizes_are_exact_however_large(tmp_path: Path, row: dict[str, Any]) -> N
 def test_rows_of_many_samples_come_in_smaller_pieces(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(table, "BATCH_BYTES", 1 << 16)
     part = write_part(tmp_path, [row | {"m": m, "samples_seconds": [1e-3 + m] * 1000} for m in range(1, 41)])
     pieces = [piece for _, piece in read_part_batches(part)]
     assert max(piece.nbytes for piece in pieces) <= 1.5 * BATCH_BYTES

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench.tables import merge as merging
+from latbench.tables import merge
 from latbench.tables import table as tables
 from latbench.tables.merge import merge_tables
 from latbench.tables.schema import SCHEMA_VERSION
@@ -39,7 +39,7 @@ def test_a_merge_keeps_every_row_once(tmp_path: Path, row: dict[str, Any]) -> No
 def test_a_large_merge_is_written_in_parts(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "PART_ROWS", 4)
+    monkeypatch.setattr(merge, "PART_ROWS", 4)
     monkeypatch.setattr(tables, "BATCH_ROWS", 3)
     write_part(tmp_path / "a", [row | {"m": m} for m in range(1, 8)])
     write_part(tmp_path / "b", [row | {"m": m} for m in range(8, 12)])
@@ -54,7 +54,7 @@ def test_a_large_merge_is_written_in_parts(
 def test_an_interrupted_merge_leaves_no_table_that_looks_whole(
     latbench: Any, tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "PART_ROWS", 1)
+    monkeypatch.setattr(merge, "PART_ROWS", 1)
     write_part(tmp_path / "a", [row | {"m": m} for m in (1, 2, 3)])
     write, out = write_rows, tmp_path / "out"
 
@@ -78,7 +78,7 @@ def test_an_interrupted_merge_leaves_no_table_that_looks_whole(
 def test_parts_of_a_merge_are_bounded_by_bytes_too(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "PART_BYTES", 100_000)
+    monkeypatch.setattr(merge, "PART_BYTES", 100_000)
     rows = [row | {"m": m, "samples_seconds": [1e-3 + m] * 2000} for m in range(1, 21)]  # 16 kB each
     write_part(tmp_path / "a", rows)
     merged = merge_tables([tmp_path / "a"], tmp_path / "out")

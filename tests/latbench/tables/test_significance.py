@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from latbench.tables import significance as compare_samples
+from latbench.tables import significance
 from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
 
 DIFFERENCES = {"SAME": 1.0, "SLOWER": 1.05, "FASTER": 1 / 1.05}
@@ -107,13 +107,13 @@ def test_the_median_of_resamples_is_distributed_as_drawing_them_shows(count, blo
     each = [
         np.quantile(block, (np.arange(most) + 0.5) / most, method="hazen")
         for block in np.array_split(times, blocks)
-        for most in [min(compare_samples.MOST_OF_A_BLOCK, count // blocks)]
+        for most in [min(significance.MOST_OF_A_BLOCK, count // blocks)]
     ]
     drawn = np.sort(
         [np.median(np.concatenate([each[i] for i in rng.integers(blocks, size=blocks)])) for _ in range(20_000)]
     )
     shares = np.array([0.025, 0.2, 0.5, 0.8, 0.975])
-    found = compare_samples._medians(times, shares)
+    found = significance._medians(times, shares)
     # A median between two values stands for either of them here.
     below, above = (np.searchsorted(drawn, found * edge) / len(drawn) for edge in (1 - 1e-2, 1 + 1e-2))
     assert (below - 0.011 <= shares).all() and (shares <= above + 0.011).all()

@@ -9,7 +9,7 @@ from pyarrow import fs
 
 from latbench.base.bundled_data import list_bundled_tables
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.tables import storage as places
+from latbench.tables import storage
 from latbench.tables.storage import parse_place
 from latbench.tables.table import has_rows, has_table, hash_table, list_environments, list_parts, read_table
 from latbench.tables.writer import write_environment, write_part
@@ -24,7 +24,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         filesystem = fs._MockFileSystem()
     else:
         filesystem = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    monkeypatch.setattr(places, "_filesystem", lambda uri: (filesystem, uri.removeprefix("s3://")))
+    monkeypatch.setattr(storage, "_filesystem", lambda uri: (filesystem, uri.removeprefix("s3://")))
     return filesystem
 
 
@@ -109,8 +109,8 @@ def test_what_is_secret_in_a_uri_is_not_printed(latbench: Any, uri: str) -> None
 def test_what_is_secret_in_a_uri_is_in_no_report(
     latbench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    plain = places._filesystem
-    monkeypatch.setattr(places, "_filesystem", lambda uri: plain(uri.partition("?")[0]))
+    plain = storage._filesystem
+    monkeypatch.setattr(storage, "_filesystem", lambda uri: plain(uri.partition("?")[0]))
     write_part("s3://bucket/a", [row, row | DENSE])
     assert latbench("report", "s3://bucket/a?secret_key=sesame", "-o", tmp_path / "report.html").code == 0
     text = (tmp_path / "report.html").read_text()
@@ -139,7 +139,7 @@ def test_a_store_that_refuses_is_said_with_where_credentials_come_from(
     for name in Refusing.__abstractmethods__:
         setattr(Refusing, name, lambda self, *_: None)
     Refusing.__abstractmethods__ = frozenset()
-    monkeypatch.setattr(places, "_filesystem", lambda _: (fs.PyFileSystem(Refusing()), "bucket/table"))
+    monkeypatch.setattr(storage, "_filesystem", lambda _: (fs.PyFileSystem(Refusing()), "bucket/table"))
     refused = latbench("validate", uri).refused(3)
     assert f"cannot use {uri}: " in refused and "ACCESS_DENIED during HeadObject" in refused and advice in refused
     with pytest.raises(EnvironmentUnusable, match="ACCESS_DENIED"):
@@ -148,7 +148,7 @@ def test_a_store_that_refuses_is_said_with_where_credentials_come_from(
 
 def test_google_is_not_asked_for_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(places, "_filesystem", lambda uri: (asked.append(uri), (fs._MockFileSystem(), "x"))[1])
+    monkeypatch.setattr(storage, "_filesystem", lambda uri: (asked.append(uri), (fs._MockFileSystem(), "x"))[1])
     parse_place("gs://bucket/table")
     parse_place("gcs://bucket/table?anonymous=true")
     assert asked == [

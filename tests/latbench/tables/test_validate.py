@@ -16,7 +16,7 @@ from latbench.base.environments import hash_environment
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment
 from latbench.tables import table as tables
-from latbench.tables import validate as validation
+from latbench.tables import validate
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import list_environment_files, list_environments, read_table
 from latbench.tables.time_summary import summarise_sample_rows, summarise_samples
@@ -257,7 +257,7 @@ def test_a_time_of_unknown_origin_is_noted(whole: Path, column: str) -> None:
 def test_what_is_wrong_everywhere_is_not_told_of_every_row(
     whole: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(validation, "MOST_OF_A_FILE", 2)
+    monkeypatch.setattr(validate, "MOST_OF_A_FILE", 2)
     write_part(whole.parent, [row | {"pattern_seed": 10 + i, "m": 0} for i in range(3) for row in rows])
     found = _found(whole.parent)
     assert len(found) == 3 and found[2].endswith("more findings of this kind are not listed")

@@ -4,7 +4,7 @@ import emulator
 import numpy as np
 import pytest
 
-from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
+from latbench.timing import gpu_ceiling_kernels
 from latbench.timing.gpu_ceiling_kernels import CHAINS, PIECE_BYTES, SOURCE, THREADS, build_multiply_adds, build_reads
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
@@ -47,5 +47,5 @@ def test_what_a_sweep_launches_keeps_every_multiprocessor_busy_for_a_while():
             (blocks, _, _), (threads, _, _) = fixed.launch.grid, fixed.launch.block
             assert blocks % multiprocessors == 0 and threads == THREADS
             assert fixed.threads == blocks * threads and fixed.done >= 1e9
-    assert all(variant.source == str(SOURCE) for variant in ceiling_kernels.VARIANTS)
-    assert all(variant.architectures == ARCHITECTURES for variant in ceiling_kernels.VARIANTS)
+    assert all(variant.source == str(SOURCE) for variant in gpu_ceiling_kernels.VARIANTS)
+    assert all(variant.architectures == ARCHITECTURES for variant in gpu_ceiling_kernels.VARIANTS)

@@ -13,12 +13,12 @@ import pytest
 
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import WorkerDied
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace, choose_units
 from latbench.tables.plausibility import explain_too_fast
-from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing import gpu_ceilings
 from latbench.timing.gpu_ceilings import ORDINARY, WORKING_SETS, CeilingWork, GpuCeilings, measure_gpu_ceilings
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
@@ -31,7 +31,10 @@ DENSE_FLOP = 2 * SHAPE.m * SHAPE.k * SHAPE.n
 TENSOR, CORES = 8e14, 6e13
 L2, MEMORY = 6e12, 3e12
 HELD = 2**25  # bytes that the made up L2 holds
-PRODUCT, READS = 2.0 * ceilings.PACE_SIZE**3 / TENSOR, ceilings.PACE_BYTES / MEMORY  # seconds at the usual pace
+PRODUCT, READS = (
+    2.0 * gpu_ceilings.PACE_SIZE**3 / TENSOR,
+    gpu_ceilings.PACE_BYTES / MEMORY,
+)  # seconds at the usual pace
 FOUND = GpuCeilings(
     {"float16": TENSOR, "bfloat16": TENSOR}, CORES, {2**20: L2, 2 * HELD: MEMORY}, product_seconds=PRODUCT,
     sum_seconds=READS,
@@ -41,15 +44,15 @@ FOUND = GpuCeilings(
 class FakeWorks:
     """Works of a device whose rates are known: the library's second product is the faster one."""
 
-    def __init__(self, device: Any, dtypes: tuple[str, ...] = ceilings.DTYPES) -> None:
+    def __init__(self, device: Any, dtypes: tuple[str, ...] = gpu_ceilings.DTYPES) -> None:
         self.device, self.dtypes = device, dtypes
 
     def products(self, dtype: str) -> Iterator[CeilingWork]:
         for rate in (TENSOR / 2, TENSOR) if dtype in self.dtypes else ():
-            yield self._work(2.0 * ceilings.PRODUCT_SIZE**3, rate)
+            yield self._work(2.0 * gpu_ceilings.PRODUCT_SIZE**3, rate)
 
     def pace_product(self) -> CeilingWork:
-        return self._work(2.0 * ceilings.PACE_SIZE**3, TENSOR)
+        return self._work(2.0 * gpu_ceilings.PACE_SIZE**3, TENSOR)
 
     def multiply_adds(self) -> CeilingWork:
         return self._work(3e10, CORES)
@@ -68,7 +71,7 @@ def found(*dtypes: str) -> tuple[GpuCeilings, Any]:
 
 
 def test_the_ceilings_of_a_device_are_its_rates() -> None:
-    its, device = found(*ceilings.DTYPES)
+    its, device = found(*gpu_ceilings.DTYPES)
     assert its.tensor_flop_per_second == pytest.approx(FOUND.tensor_flop_per_second, rel=0.01)
     assert its.ordinary_flop_per_second == pytest.approx(CORES, rel=0.01)
     expected = {size: MEMORY if size > HELD else L2 for size in WORKING_SETS}
@@ -106,30 +109,30 @@ def least(point: Point, kernel: str = "", density: float = 1.0, size: float = 0.
     return GpuPace(None, Kept(FOUND)).seconds(point, kernel, density * DENSE_FLOP, size + written)  # type: ignore[arg-type]
 
 
-def point(kernel: points.Kernel, pattern: Any = DENSE, shape: Shape = SHAPE) -> Point:
+def point(kernel: gpu_points.Kernel, pattern: Any = DENSE, shape: Shape = SHAPE) -> Point:
     return build_gpu_point("nvidia-h200", shape, pattern, getattr(pattern, "sparsity", 0.0), kernel)
 
 
 def test_2_to_4_weights_may_be_twice_as_fast_as_dense_ones_and_not_more() -> None:
     dense_seconds = DENSE_FLOP / TENSOR
-    of_sparse = least(point(points.CUSPARSELT[0], NM(2, 4)), density=0.5)
-    assert least(point(points.DENSE[0])) == pytest.approx(dense_seconds)
+    of_sparse = least(point(gpu_points.CUSPARSELT[0], NM(2, 4)), density=0.5)
+    assert least(point(gpu_points.DENSE[0])) == pytest.approx(dense_seconds)
     assert explain_too_fast(dense_seconds / 2, of_sparse) is None
     assert explain_too_fast(dense_seconds / 2.6, of_sparse) is not None
-    assert explain_too_fast(dense_seconds / 1.3, least(point(points.DENSE[0]))) is not None
+    assert explain_too_fast(dense_seconds / 1.3, least(point(gpu_points.DENSE[0]))) is not None
 
 
 @pytest.mark.parametrize(
     ("kernel", "pattern", "used", "expected"),
     [
-        (points.OURS[0], VectorWise(64), "cuda.vector.sm_80", "float16"),
-        (points.OURS[0], Unstructured(), "cuda.csr.sm_80", ORDINARY),
-        (points.NUMBA[0], VectorWise(64), "numba_cuda.vector", ORDINARY),
-        (points.CSR[0], Unstructured(), "cusparse.csr", "float16"),  # nobody knows what a library uses
+        (gpu_points.OURS[0], VectorWise(64), "cuda.vector.sm_80", "float16"),
+        (gpu_points.OURS[0], Unstructured(), "cuda.csr.sm_80", ORDINARY),
+        (gpu_points.NUMBA[0], VectorWise(64), "numba_cuda.vector", ORDINARY),
+        (gpu_points.CSR[0], Unstructured(), "cusparse.csr", "float16"),  # nobody knows what a library uses
     ],
 )
 def test_only_kernels_known_to_use_no_tensor_cores_are_bound_by_ordinary_ones(
-    kernel: points.Kernel, pattern: Any, used: str, expected: str
+    kernel: gpu_points.Kernel, pattern: Any, used: str, expected: str
 ) -> None:
     it = point(kernel, pattern)
     assert choose_units(it, used) == expected
@@ -139,13 +142,13 @@ def test_only_kernels_known_to_use_no_tensor_cores_are_bound_by_ordinary_ones(
 
 @pytest.mark.parametrize(("size", "rate"), [(2**10, L2), (HELD, L2), (2 * HELD, MEMORY), (2**40, MEMORY)])
 def test_what_is_read_comes_from_the_l2_at_best_and_what_is_written_is_free(size: int, rate: float) -> None:
-    assert least(point(points.DENSE[0]), density=0.0, size=size) == pytest.approx(size / rate)
+    assert least(point(gpu_points.DENSE[0]), density=0.0, size=size) == pytest.approx(size / rate)
 
 
 def test_a_library_may_do_with_fewer_products_where_filters_overlap() -> None:
     wide, narrow = Conv2dShape(16, 64, 14, 14, 64, 3, 3), Conv2dShape(16, 64, 14, 14, 64, 1, 1)
-    assert least(point(points.DENSE_CONV[0], shape=wide), size=L2) == pytest.approx(L2 / MEMORY)  # Winograd
-    for it in (point(points.DENSE_CONV[0], shape=narrow), point(points.OURS_CONV[0], VectorWise(64), wide)):
+    assert least(point(gpu_points.DENSE_CONV[0], shape=wide), size=L2) == pytest.approx(L2 / MEMORY)  # Winograd
+    for it in (point(gpu_points.DENSE_CONV[0], shape=narrow), point(gpu_points.OURS_CONV[0], VectorWise(64), wide)):
         assert least(it) == pytest.approx(DENSE_FLOP / TENSOR)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from latbench.machines.nvml import GpuState, summarise_gpu_states
-from latbench.timing import gpu_events as timing
+from latbench.timing import gpu_events
 from latbench.timing.gpu_events import (
     BatchPlan,
     EventTimer,
@@ -58,7 +58,7 @@ def test_without_a_head_start_the_hosts_latency_is_timed() -> None:
 def test_a_sample_is_long_beside_the_tick_of_events(mode: TimingMode, seconds: float) -> None:
     device = fakes.FakeDevice(tick=5e-7)
     timer = ready(device, mode, device.kernel(seconds))
-    assert timer.inner_loops * seconds >= 0.9 * timing.SHORTEST_SAMPLE_SECONDS
+    assert timer.inner_loops * seconds >= 0.9 * gpu_events.SHORTEST_SAMPLE_SECONDS
     assert np.allclose(timer.burst(0.01).samples, seconds, rtol=0.005)
 
 
@@ -194,9 +194,9 @@ def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generat
 def test_a_batch_never_fills_the_stream() -> None:
     device = fakes.FakeDevice(launch=1e-6)
     timer = ready(device, COLD, device.kernel(1e-7))
-    assert timer.samples <= timing.MOST_SAMPLES_A_BATCH and timer.flushes <= timing.MOST_FLUSHES
+    assert timer.samples <= gpu_events.MOST_SAMPLES_A_BATCH and timer.flushes <= gpu_events.MOST_FLUSHES
     graph = ready(device, GRAPH, device.kernel(1e-9))
-    assert graph.inner_loops <= timing.MOST_LOOPS
+    assert graph.inner_loops <= gpu_events.MOST_LOOPS
 
 
 @pytest.mark.parametrize("each", [1, 1000, 2**20, 11 * 2**20, 40 * 2**20, 2**30])

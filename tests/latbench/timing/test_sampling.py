@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from latbench.machines.devices import CpuTimes
-from latbench.timing import sampling as measure
+from latbench.timing import sampling
 from latbench.timing.sampling import (
     BUDGET_STRETCH,
     FEWEST_ROUNDS,
@@ -69,8 +69,8 @@ def test_a_steady_run_converges_at_once(clock: FakeClock) -> None:
 @pytest.mark.parametrize("seconds", [1e-9, 3e-7, 9e-5, 1.1e-4, 0.2])
 def test_a_sample_is_long_enough_to_be_read(clock: FakeClock, seconds: float) -> None:
     loops = calibrate_inner_loops(clock.run(lambda: seconds), clock=clock)
-    longest_needed = max(1, round(measure.SHORTEST_SAMPLE_SECONDS / seconds))
-    assert min(longest_needed, measure.MOST_INNER_LOOPS) <= loops <= 2 * longest_needed + 1
+    longest_needed = max(1, round(sampling.SHORTEST_SAMPLE_SECONDS / seconds))
+    assert min(longest_needed, sampling.MOST_INNER_LOOPS) <= loops <= 2 * longest_needed + 1
     samples = sample_burst(clock.run(lambda: seconds), 0.0, loops, clock=clock, usage=alone)
     assert samples.samples == pytest.approx([seconds], rel=1e-6)
 
@@ -79,11 +79,11 @@ def test_one_long_reading_makes_no_sample_short(clock: FakeClock) -> None:
     """As when another process takes the core once: the first time that many calls are timed."""
     costs = itertools.chain([1e-6, 1e-2], itertools.repeat(1e-6))
     loops = calibrate_inner_loops(clock.run(lambda: next(costs)), clock=clock)
-    assert loops * 1e-6 >= 0.99 * measure.SHORTEST_SAMPLE_SECONDS
+    assert loops * 1e-6 >= 0.99 * sampling.SHORTEST_SAMPLE_SECONDS
 
 
 def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
-    assert calibrate_inner_loops(clock.run(lambda: 0.0), clock=clock) == measure.MOST_INNER_LOOPS
+    assert calibrate_inner_loops(clock.run(lambda: 0.0), clock=clock) == sampling.MOST_INNER_LOOPS
 
 
 def test_the_first_sample_of_a_burst_is_not_kept(clock: FakeClock) -> None:
@@ -192,9 +192,9 @@ def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeCl
             renew=lambda session: happened.append(f"session {session}"),
         )
     )
-    rounds = 2 * measure.SESSION_ROUNDS
+    rounds = 2 * sampling.SESSION_ROUNDS
     assert happened[rounds] == "session 1" and happened[2 * rounds + 1] == "session 2"
-    assert sorted(happened) == sorted(["a", "b"] * 3 * measure.SESSION_ROUNDS + ["session 1", "session 2"])
+    assert sorted(happened) == sorted(["a", "b"] * 3 * sampling.SESSION_ROUNDS + ["session 1", "session 2"])
     assert {timing.stop_reason for timing in finished.values()} == {"relative_error"}
 
 
@@ -210,7 +210,7 @@ def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: 
     timings = dict(found)
     sessions = "".join(name[0] for name in happened).split("|")
     assert [each.count("s") for each in sessions] == [7, 7, 7]
-    assert [each.count("q") for each in sessions] == [measure.SESSION_ROUNDS] * 3
+    assert [each.count("q") for each in sessions] == [sampling.SESSION_ROUNDS] * 3
     assert len(timings["slow"].bursts) == 21 and timings["slow"].stop_reason == "relative_error"
 
 
@@ -310,7 +310,7 @@ def test_this_process_knows_how_long_it_waited_for_a_core() -> None:
 
 def test_a_burst_at_a_low_clock_does_not_count(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     hertz = iter([3e9, 2.9e9, 2.2e9, 2.3e9, None])
-    monkeypatch.setattr(measure, "read_scaling_hertz", lambda: next(hertz))
+    monkeypatch.setattr(sampling, "read_scaling_hertz", lambda: next(hertz))
     monkeypatch.setattr("latbench.timing.sampling.sample_burst", lambda *args: Burst([1e-3], reasons=()))
     timer = WallClock(lambda: None)
     bursts = [timer.burst(0.01) for _ in range(5)]

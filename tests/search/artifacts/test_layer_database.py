@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from latbench.errors import BadData, EnvironmentUnusable
 from search.artifacts import layer_database as database
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 
 
 def entry(rng: np.random.Generator, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def test_wrong_kinds_are_refused(tmp_path: Path) -> None:
 def test_the_model_hash_sees_every_tensor() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
-    before = model_hash(model)
-    assert before == model_hash(model)
+    before = hash_model(model)
+    assert before == hash_model(model)
     model[1].num_batches_tracked += 1
-    assert model_hash(model) != before
+    assert hash_model(model) != before

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from latbench.errors import LatbenchError
-from search.artifacts.onnx_export import export, layer_values
-from search.whole_model.model_engines import check_outputs, tensors
+from search.artifacts.onnx_export import export_onnx, find_layer_values
+from search.whole_model.model_engines import check_outputs, list_tensors
 from sparse_kernels.oracle import WrongResult
 
 
@@ -90,7 +90,7 @@ def run(path: Path, x: torch.Tensor) -> np.ndarray:
 
 
 def test_a_file_is_one_that_deepsparse_reads_and_computes_the_same(images: nn.Module, tmp_path: Path) -> None:
-    export(images, (PICTURES,), tmp_path / "model.onnx")
+    export_onnx(images, (PICTURES,), tmp_path / "model.onnx")
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert model.ir_version <= 9
     assert all(imported.version <= 19 for imported in model.opset_import)
@@ -103,7 +103,7 @@ def test_a_file_is_one_that_deepsparse_reads_and_computes_the_same(images: nn.Mo
 
 
 def test_norms_are_written_out(tmp_path: Path) -> None:
-    export(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).eval(), (X,), tmp_path / "model.onnx")
+    export_onnx(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).eval(), (X,), tmp_path / "model.onnx")
     assert "LayerNormalization" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
 
 
@@ -113,9 +113,9 @@ def test_pruned_weights_stay_zero_where_a_norm_is_folded_into_them(images: nn.Mo
     mask = torch.arange(weight.numel()).view_as(weight) % 3 == 0
     with torch.no_grad():
         weight.mul_(mask)
-    export(pruned, (PICTURES,), tmp_path / "model.onnx")
+    export_onnx(pruned, (PICTURES,), tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
-    (value,) = [value for value, layer in layer_values(pruned, (PICTURES,), tmp_path / "model.onnx").items()
+    (value,) = [value for value, layer in find_layer_values(pruned, (PICTURES,), tmp_path / "model.onnx").items()
                 if layer == "first"]  # fmt: skip
     (node,) = [node for node in graph.node if node.output[0] == value]
     (stored,) = [numpy_helper.to_array(it) for it in graph.initializer if it.name == node.input[1]]
@@ -126,8 +126,8 @@ def test_pruned_weights_stay_zero_where_a_norm_is_folded_into_them(images: nn.Mo
 def test_layers_are_found_again_wherever_they_are(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Outer().eval()
-    export(model, (X,), tmp_path / "model.onnx")
-    found = layer_values(model, (X,), tmp_path / "model.onnx")
+    export_onnx(model, (X,), tmp_path / "model.onnx")
+    found = find_layer_values(model, (X,), tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     weights = {it.name: numpy_helper.to_array(it) for it in graph.initializer}
     computed_by = {node.output[0]: node for node in graph.node}
@@ -140,15 +140,15 @@ def test_layers_are_found_again_wherever_they_are(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_called_twice_computes_two_values(images: nn.Module, tmp_path: Path) -> None:
-    export(images, (PICTURES,), tmp_path / "model.onnx")
-    found = layer_values(images, (PICTURES,), tmp_path / "model.onnx")
+    export_onnx(images, (PICTURES,), tmp_path / "model.onnx")
+    found = find_layer_values(images, (PICTURES,), tmp_path / "model.onnx")
     assert list(found.values()) == ["first", "depthwise", "point", "point", "head"]
 
 
 def test_a_layer_without_surroundings_is_found(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3)).eval()
-    export(model, (X[0],), tmp_path / "model.onnx")
-    assert list(layer_values(model, (X[0],), tmp_path / "model.onnx").values()) == ["0"]
+    export_onnx(model, (X[0],), tmp_path / "model.onnx")
+    assert list(find_layer_values(model, (X[0],), tmp_path / "model.onnx").values()) == ["0"]
 
 
 class NoOnnx(nn.Module):
@@ -163,7 +163,7 @@ def test_attention_is_written_out(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return scaled_dot_product_attention(x, x, x)
 
-    export(Attention(), (X,), tmp_path / "model.onnx")
+    export_onnx(Attention(), (X,), tmp_path / "model.onnx")
     expected = scaled_dot_product_attention(X, X, X).numpy()
     np.testing.assert_allclose(run(tmp_path / "model.onnx", X), expected, rtol=1e-5, atol=1e-6)
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(
 ) -> None:
     said = "^the model cannot be exported to ONNX: UnsupportedOperatorError: .*fft_fft.* is not supported$"
     with pytest.raises(LatbenchError, match=said):
-        export(NoOnnx(), (X,), tmp_path / "model.onnx")
+        export_onnx(NoOnnx(), (X,), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(
     [(X, 1), ((X, X), 2), ([X, (X,)], 2), ({"a": X, "b": None}, 1), (None, 0)],
 )
 def test_a_models_output_is_flat(output: Any, count: int) -> None:
-    assert [array.shape for array in tensors(output)] == [tuple(X.shape)] * count
+    assert [array.shape for array in list_tensors(output)] == [tuple(X.shape)] * count
 
 
 def test_wrong_outputs_are_told_from_rounded_ones(rng: np.random.Generator) -> None:
@@ -192,9 +192,9 @@ def test_wrong_outputs_are_told_from_rounded_ones(rng: np.random.Generator) -> N
     check_outputs([np.zeros((0, 5), np.float32)], [np.zeros((0, 5), np.float32)], "it")
     wrong = [np.broadcast_to(y[:1], y.shape), y[::-1], y + 0.01 * np.abs(y).max(), np.full_like(y, np.nan)]
     for other in wrong:
-        with pytest.raises(WrongResult, match="it computes something else than torch"):
+        with pytest.raises(WrongResult, match="it and torch compute different outputs"):
             check_outputs([other], [y], "it")
-    with pytest.raises(WrongResult, match=r"returns shapes \[\(5, 3\)\], torch \[\(3, 5\)\]"):
+    with pytest.raises(WrongResult, match=r"returns outputs of shapes \[\(5, 3\)\], torch \[\(3, 5\)\]"):
         check_outputs([y.T], [y], "it")
-    with pytest.raises(WrongResult, match="returns shapes"):
+    with pytest.raises(WrongResult, match="returns outputs of shapes"):
         check_outputs([], [y], "it")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from latbench.errors import BadData
-from search.artifacts.profile import LayerChoice, Profile, Weights, load
+from search.artifacts.profile import LayerChoice, Profile, Weights, read_profile
 
 
 def example() -> Profile:
@@ -29,7 +29,7 @@ def example() -> Profile:
 
 def test_a_profile_comes_back(tmp_path: Path) -> None:
     example().save(tmp_path / "p.json")
-    assert load(tmp_path / "p.json") == example()
+    assert read_profile(tmp_path / "p.json") == example()
     assert json.loads((tmp_path / "p.json").read_text())["version"] == 2
 
 
@@ -37,13 +37,13 @@ def test_a_second_budget_is_in_it_where_there_is_one(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     asked = replace(example(), most_bytes=1e6, weight_bytes=9e5, dense_bytes=4e6)
     asked.save(path)
-    assert load(path) == asked
+    assert read_profile(path) == asked
     assert asked.weights == Weights(dense=4e6, packed=9e5, most=1e6)
     assert asked.weights.sentence() == "all weights take 900,000 of 1,000,000 bytes allowed, 4,000,000 dense"
     content = json.loads(path.read_text())
     del content["most_bytes"], content["weight_bytes"], content["dense_bytes"]
     path.write_text(json.dumps(content))
-    assert load(path) == example()
+    assert read_profile(path) == example()
     assert example().weights is None
 
 
@@ -77,29 +77,29 @@ LAYER = {"pattern": "dense", "sparsity": 0.0, "seconds": 1.0, "seconds_low": 1.0
         ({"version": 1}, "another profile version than 2"),
         ({"version": None}, "not a profile, which"),
         ({"layers": None}, "not a profile, which"),  # as a model file of `latbench fit`, which has a version too
-        ({"target": None}, "target missing"),
+        ({"target": None}, "missing entry target"),
         ({"target": "2"}, "target must be of kind float, not '2'"),
         ({"target": float("nan")}, "target must be of kind float, not nan"),
         ({"threads": True}, "threads must be of kind int"),
         ({"surprise": 1}, "unknown entry surprise"),
-        ({"layers": {}}, "a profile has layers"),
+        ({"layers": {}}, "the entry `layers` must be a JSON object"),
         ({"layers": {"fc": 3}}, "layer fc: expected a JSON object, not 3"),
         ({"layers": {"fc": LAYER | {"pattern": "vector:x"}}}, "layer fc: unknown pattern 'vector:x'"),
-        ({"layers": {"fc": LAYER | {"sparsity": 1.0}}}, r"layer fc: a sparsity lies in \[0, 1\)"),
+        ({"layers": {"fc": LAYER | {"sparsity": 1.0}}}, r"layer fc: a sparsity must lie in \[0, 1\)"),
     ],
 )
 def test_anything_else_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BadData, match=sentence):
-        load(changed(tmp_path / "p.json", **changes))
+        read_profile(changed(tmp_path / "p.json", **changes))
 
 
 def test_missing_and_broken_files_are_said(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="does not exist: `latbench search` writes"):
-        load(tmp_path / "absent.json")
+        read_profile(tmp_path / "absent.json")
     path = tmp_path / "broken.json"
     path.write_text('{"version": 1, ')
     with pytest.raises(BadData, match="not a JSON file"):
-        load(path)
+        read_profile(path)
     path.write_text("[1]")
     with pytest.raises(BadData, match="not a profile, which"):
-        load(path)
+        read_profile(path)

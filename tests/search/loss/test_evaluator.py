@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from search.artifacts.layer_database import Database
-from search.loss.evaluator import THREADS, Held, Judge
+from search.loss.evaluator import THREADS, LossEvaluator, ProfileOptions
 from search.problem.layers import DENSE, Option
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -19,8 +19,11 @@ from sparse_kernels.nn import set_weight_matrix, weight_matrix
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("unstructured", 0.9))
 
 
+Evaluated = tuple[LossEvaluator, nn.Module, Database, list[tuple[int, ...]]]
+
+
 @pytest.fixture
-def judged(tmp_path: Path, rng: np.random.Generator) -> tuple[Judge, nn.Module, Database, list[tuple[int, ...]]]:
+def evaluated(tmp_path: Path, rng: np.random.Generator) -> Evaluated:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 5)).eval()
     batches = [torch.randn(4, 1, 3, 3) for _ in range(2)]
@@ -37,19 +40,19 @@ def judged(tmp_path: Path, rng: np.random.Generator) -> tuple[Judge, nn.Module, 
         for option in OPTIONS[1:]:
             mask = torch.from_numpy(rng.random(tuple(matrix.shape)) > option.sparsity)
             database.put(name, option.pattern, option.sparsity, matrix * mask * 1.5, mask, 0.1)
-    return Judge(task, model, ["0", "2"], database), model, database, calls
+    return LossEvaluator(task, model, ["0", "2"], database), model, database, calls
 
 
-def held(choice: tuple[int, ...]) -> Held:
+def options_of_choice(choice: tuple[int, ...]) -> ProfileOptions:
     return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
 
 
 def test_losses_are_those_of_a_model_built_anew(
-    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
+    evaluated: Evaluated,
 ) -> None:
-    judge, model, database, _ = judged
+    evaluator, model, database, _ = evaluated
     dense = copy.deepcopy(model)
-    batches = judge._batches
+    batches = evaluator._batches
     for choice in [(0, 0), (1, 2), (1, 0), (2, 2), (0, 1), (0, 0)]:
         fresh = copy.deepcopy(dense)
         for name, j in zip(("0", "2"), choice, strict=True):
@@ -58,7 +61,7 @@ def test_losses_are_those_of_a_model_built_anew(
                 set_weight_matrix(fresh.get_submodule(name), entry.weight)
         with torch.no_grad():
             expected = [float(fresh(batch).square().mean()) for batch in batches]
-        assert judge.losses(held(choice), range(2)) == pytest.approx(expected, rel=1e-6)
+        assert evaluator.losses(options_of_choice(choice), range(2)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path) -> None:
@@ -70,28 +73,28 @@ def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path) ->
         types.SimpleNamespace(calibration=lambda: [batch], loss=lambda model, batch: model(batch).square().mean()),
     )  # fmt: skip
     running = model[1].running_mean.clone()
-    judge = Judge(task, model, ["0"], Database(tmp_path, "hash"))
-    assert judge.losses(held((0,)), range(1)) == pytest.approx([1.0], rel=1e-4)
+    evaluator = LossEvaluator(task, model, ["0"], Database(tmp_path, "hash"))
+    assert evaluator.losses(options_of_choice((0,)), range(1)) == pytest.approx([1.0], rel=1e-4)
     assert torch.equal(model[1].running_mean, running)
 
 
 def test_a_batch_has_the_same_loss_whichever_are_judged_with_it(
-    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
+    evaluated: Evaluated,
 ) -> None:
-    judge, _, _, calls = judged
-    both = judge.losses(held((1, 1)), range(2))
-    assert judge.losses(held((1, 1)), range(1, 2)) == both[1:]
+    evaluator, _, _, calls = evaluated
+    both = evaluator.losses(options_of_choice((1, 1)), range(2))
+    assert evaluator.losses(options_of_choice((1, 1)), range(1, 2)) == both[1:]
     assert len(calls) == 3
 
 
 @pytest.mark.parametrize(("room", "reads"), [(0, 6), (1 << 20, 3)])
 def test_weights_are_read_once_while_there_is_room(
-    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
+    evaluated: Evaluated,
     room: int,
     reads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, model, database, _ = judged
+    _, model, database, _ = evaluated
     read: list[tuple[object, ...]] = []
     get = Database.get
 
@@ -101,12 +104,12 @@ def test_weights_are_read_once_while_there_is_room(
 
     monkeypatch.setattr(Database, "get", counted)
     task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [0], loss=lambda model, batch: 0.0))
-    judge = Judge(task, model, ["0", "2"], database, memory_bytes=room)
+    evaluator = LossEvaluator(task, model, ["0", "2"], database, memory_bytes=room)
     dense = [weight_matrix(model.get_submodule(name)).clone() for name in ("0", "2")]
     for choice in [(1, 1), (0, 0), (1, 1), (0, 0), (2, 1)]:
-        judge._swap(held(choice))
+        evaluator._swap_layers(options_of_choice(choice))
     assert len(read) == reads
-    judge._swap(held((0, 0)))
+    evaluator._swap_layers(options_of_choice((0, 0)))
     assert all(torch.equal(weight_matrix(model.get_submodule(n)), w) for n, w in zip(("0", "2"), dense, strict=True))
 
 
@@ -119,6 +122,8 @@ def test_it_uses_its_number_of_threads_and_gives_the_others_back(tmp_path: Path)
 
     before = torch.get_num_threads()
     task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [0], loss=loss))
-    Judge(task, nn.Sequential(nn.Linear(2, 2)), ["0"], Database(tmp_path, "hash")).losses(held((0,)), range(1))
+    LossEvaluator(task, nn.Sequential(nn.Linear(2, 2)), ["0"], Database(tmp_path, "hash")).losses(
+        options_of_choice((0,)), range(1)
+    )
     assert seen == [THREADS]
     assert torch.get_num_threads() == before

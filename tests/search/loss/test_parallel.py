@@ -14,34 +14,33 @@ import torch
 
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, WorkerDied
-from search import task as tasks
-from search.artifacts.layer_database import Database, model_hash
-from search.loss.cache import Trials, key_of
-from search.loss.evaluation_worker import Opening
-from search.loss.evaluator import Held, Judge, on_device
-from search.loss.parallel import Judges, _split
-from search.loss.pools import panel
-from search.loss.process_pool import _said
+from search.artifacts.layer_database import Database, hash_model
+from search.loss.cache import LossCache, hash_loss_inputs
+from search.loss.evaluation_worker import EvaluatorSource
+from search.loss.evaluator import LossEvaluator, ProfileOptions, move_to_device
+from search.loss.parallel import ParallelEvaluator, Workers, _split
+from search.loss.pools import open_pool
+from search.loss.process_pool import _as_raised_there
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
 from search.strategies.run_strategy import StrategySettings, run_strategy
-from search.task import Task
+from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 
-TASK = tasks.load(str(Path(__file__).parents[1] / "pruning_task.py"))
+TASK = load_task(str(Path(__file__).parents[1] / "pruning_task.py"))
 OPTIONS = (Option(DENSE, 0.0), *(Option("unstructured", s) for s in (0.5, 0.75, 0.9)))
 SECONDS = np.array([1.0, 0.6, 0.35, 0.2])
 LAYERS = tuple(
     LayerOptions(name, OPTIONS, SECONDS, SECONDS, SECONDS, np.array([0.0, 0.1, 0.3, 0.7])) for name in ("conv", "fc")
 )
 PROBLEM = Problem(LAYERS, Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
-HELD = (("unstructured", 0.5), (DENSE, 0.0))
+PROFILE = (("unstructured", 0.5), (DENSE, 0.0))
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> Database:
     model = TASK.model()
-    made, generator = Database(tmp_path, model_hash(model)), np.random.default_rng(0)
+    made, generator = Database(tmp_path, hash_model(model)), np.random.default_rng(0)
     for layer in LAYERS:
         weight = weight_matrix(model.get_submodule(layer.name))
         for option in OPTIONS[1:]:
@@ -51,16 +50,18 @@ def database(tmp_path: Path) -> Database:
 
 
 @contextmanager
-def judges(database: Database, trials: Trials, processes: int = 1, place: str = "cpu") -> Iterator[Judges]:
-    with Judges(TASK, TASK.model(), LAYERS, database, trials, processes=processes, place=place) as found:
+def evaluating(
+    database: Database, cache: LossCache, processes: int = 1, pool: str = "cpu"
+) -> Iterator[ParallelEvaluator]:
+    with ParallelEvaluator(TASK, TASK.model(), LAYERS, database, cache, Workers(processes, pool)) as found:
         yield found
 
 
-def trials(folder: Path, key: str = "key") -> Trials:
-    return Trials([layer.name for layer in LAYERS], folder / "trials.jsonl", key)
+def cached(folder: Path, key: str = "key") -> LossCache:
+    return LossCache([layer.name for layer in LAYERS], folder / "trials.jsonl", key)
 
 
-def held(choice: tuple[int, ...]) -> Held:
+def options_of_choice(choice: tuple[int, ...]) -> ProfileOptions:
     return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
 
 
@@ -68,9 +69,11 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
     every = [(i, j) for i in range(4) for j in range(4)]
     answers, found = [], []
     for processes in (1, 2):
-        with judges(database, trials(tmp_path / str(processes)), processes) as judge:
-            answers.append(judge.losses(every[:1], 1) + judge.losses(every, 3) + judge.losses(every[3:5], 6))
-            found.append(run_strategy(StrategySettings("staged", 8, 0), PROBLEM, 2.0, judge))
+        with evaluating(database, cached(tmp_path / str(processes)), processes) as evaluator:
+            answers.append(
+                evaluator.losses(every[:1], 1) + evaluator.losses(every, 3) + evaluator.losses(every[3:5], 6)
+            )
+            found.append(run_strategy(StrategySettings("staged", 8, 0), PROBLEM, 2.0, evaluator))
     assert answers[0] == answers[1]  # bit for bit
     assert found[0] == found[1]
     files = [(tmp_path / str(processes) / "trials.jsonl").read_text() for processes in (1, 2)]
@@ -81,45 +84,47 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
 def test_what_fails_is_said_alike_here_and_in_a_process(database: Database, tmp_path: Path, processes: int) -> None:
     (database.folder / "fc" / "unstructured@0.9.safetensors").write_bytes(b"damaged")
     said = pytest.raises(BadData, match=r"^(?!BadData).*fc.*damaged; delete it")
-    with judges(database, trials(tmp_path), processes) as judge, said as raised:
-        judge.losses([(0, 0), (0, 3)], 2)
+    with evaluating(database, cached(tmp_path), processes) as evaluator, said as raised:
+        evaluator.losses([(0, 0), (0, 3)], 2)
     assert raised.value.exit_code == 5
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_a_number_is_infinite(bad: float, database: Database, tmp_path: Path) -> None:
-    known = trials(tmp_path)
-    known.add(HELD, [0.5, bad])
-    with judges(database, known) as judge:
-        assert judge.losses([(1, 0)], 1) == [0.5]
-        assert judge.losses([(1, 0)], 2) == [math.inf]
+    known = cached(tmp_path)
+    known.add(PROFILE, [0.5, bad])
+    with evaluating(database, known) as evaluator:
+        assert evaluator.losses([(1, 0)], 1) == [0.5]
+        assert evaluator.losses([(1, 0)], 2) == [math.inf]
 
 
 def test_what_one_judge_here_answered_is_kept_when_it_is_interrupted(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with judges(database, trials(tmp_path / "whole")) as judge:
-        judge.losses([(1, 0), (2, 0)], 4)
+    with evaluating(database, cached(tmp_path / "whole")) as evaluator:
+        evaluator.losses([(1, 0), (2, 0)], 4)
     calls = itertools.count()
-    whole = Judge.losses
+    whole = LossEvaluator.losses
 
-    def interrupted(self: Judge, held: Held, batches: range) -> list[float]:
+    def interrupted(self: LossEvaluator, held: ProfileOptions, batches: range) -> list[float]:
         if next(calls) == 6:
             raise KeyboardInterrupt
         return whole(self, held, batches)
 
-    monkeypatch.setattr(Judge, "losses", interrupted)
-    with judges(database, trials(tmp_path)) as judge, pytest.raises(KeyboardInterrupt):
-        judge.losses([(1, 0), (2, 0)], 4)
-    found, expected = trials(tmp_path), trials(tmp_path / "whole")
+    monkeypatch.setattr(LossEvaluator, "losses", interrupted)
+    with evaluating(database, cached(tmp_path)) as evaluator, pytest.raises(KeyboardInterrupt):
+        evaluator.losses([(1, 0), (2, 0)], 4)
+    found, expected = cached(tmp_path), cached(tmp_path / "whole")
     for choice, count in (((1, 0), 4), ((2, 0), 2)):
-        assert list(found.losses(held(choice))) == list(expected.losses(held(choice)))[:count]
+        assert (
+            list(found.losses(options_of_choice(choice))) == list(expected.losses(options_of_choice(choice)))[:count]
+        )
 
 
 class Elsewhere:
     """Two judges who answered some of what they were given when the wait for an answer was interrupted or failed."""
 
-    width = 2
+    workers = 2
 
     def __init__(self, waiting: BaseException) -> None:
         self._waiting, self._given = waiting, 0
@@ -130,21 +135,21 @@ class Elsewhere:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def give(self, opening: Opening, held: Held, batches: range) -> tuple[int, range]:
+    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> tuple[int, range]:
         self._given += 1
         return self._given, batches
 
-    def answered(self, given: tuple[int, range]) -> bool:
+    def is_done(self, given: tuple[int, range]) -> bool:
         return given[0] not in (2, 6)
 
-    def answer(self, given: tuple[int, range]) -> list[float]:
-        if not self.answered(given):
+    def result(self, given: tuple[int, range]) -> list[float]:
+        if not self.is_done(given):
             raise self._waiting
         if given[0] == 3:
             raise BadData("damaged")
         return [given[0] + number / 10 for number in given[1]]
 
-    def drop(self, given: tuple[int, range]) -> None:
+    def cancel(self, given: tuple[int, range]) -> None:
         pass
 
 
@@ -152,40 +157,41 @@ class Elsewhere:
 def test_what_judges_elsewhere_answered_is_kept_when_the_wait_is_interrupted(
     waiting: BaseException, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.loss.parallel.panel", lambda place, processes: Elsewhere(waiting))
-    known = trials(tmp_path)
-    known.add(HELD, [0.5, 0.5, 0.5])
+    monkeypatch.setattr("search.loss.parallel.open_pool", lambda kind, processes: Elsewhere(waiting))
+    known = cached(tmp_path)
+    known.add(PROFILE, [0.5, 0.5, 0.5])
     choices = [(2, 0), (1, 0), (3, 0), (0, 1), (0, 2), (0, 3)]
-    with judges(database, known, 2) as judge, pytest.raises(type(waiting)):
-        judge.losses(choices, 4)
-    found = trials(tmp_path)
-    kept = [list(found.losses(held(choice))) for choice in choices]
+    with evaluating(database, known, 2) as evaluator, pytest.raises(type(waiting)):
+        evaluator.losses(choices, 4)
+    found = cached(tmp_path)
+    kept = [list(found.losses(options_of_choice(choice))) for choice in choices]
     # A part a profile, as there are more profiles than judges: the second was waited for, the third is damaged, the
     # sixth is not there yet.
     assert kept == [[1.0, 1.1, 1.2, 1.3], [0.5, 0.5, 0.5], [], [4.0, 4.1, 4.2, 4.3], [5.0, 5.1, 5.2, 5.3], []]
 
 
 @pytest.mark.parametrize(
-    "error", [WorkerDied("oom", "the judge 0 worker was killed"), TaskFailed("MemoryError", "Unable to allocate", "")]
+    "error",
+    [WorkerDied("oom", "the evaluator 0 worker was killed"), TaskFailed("MemoryError", "Unable to allocate", "")],
 )
 def test_where_memory_ran_out_fewer_processes_are_advised(error: WorkerDied | TaskFailed) -> None:
-    said = _said(error)
+    said = _as_raised_there(error)
     assert isinstance(said, EnvironmentUnusable)
     assert str(said).startswith(str(error)) and str(said).endswith("; fewer --processes need less memory")
 
 
 def test_what_nobody_foresaw_stays_what_it_was() -> None:
     for error in (WorkerDied("crash", "ended by signal 11"), TaskFailed("ZeroDivisionError", "division by zero", "")):
-        assert _said(error) is error
+        assert _as_raised_there(error) is error
 
 
 def test_every_gpu_has_a_process_and_without_one_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(EnvironmentUnusable, match="needs a GPU that torch sees, and there is none"):
-        panel("gpu", 4)
+    with pytest.raises(EnvironmentUnusable, match="needs a GPU, but torch finds none"):
+        open_pool("gpu", 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with panel("gpu", 1) as found:
-        assert found.width == 3
+    with open_pool("gpu", 1) as found:
+        assert found.workers == 3
 
 
 class Pair(NamedTuple):
@@ -195,7 +201,7 @@ class Pair(NamedTuple):
 
 def test_batches_move_with_whatever_holds_their_tensors() -> None:
     x = torch.zeros(2)
-    moved = on_device([Pair(x, 3), {"x": (x, "text")}, None], "meta")
+    moved = move_to_device([Pair(x, 3), {"x": (x, "text")}, None], "meta")
     assert isinstance(moved, list) and isinstance(moved[0], Pair) and isinstance(moved[1]["x"], tuple)
     assert [it.device.type for it in (moved[0].x, moved[1]["x"][0])] == ["meta", "meta"]
     assert (moved[0].label, moved[1]["x"][1], moved[2]) == (3, "text", None)
@@ -208,22 +214,22 @@ def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
 ) -> None:
     _, other = ray_head.small_node(num_cpus=1), ray_head.small_node(num_cpus=1)
     every = [(i, j) for i in range(4) for j in range(4)]
-    with judges(database, trials(tmp_path / "here")) as judge:
-        expected = judge.losses(every, 3)
-    with judges(database, trials(tmp_path / "there"), place="ray") as judge:
-        found = judge.losses(every[:6], 3)
+    with evaluating(database, cached(tmp_path / "here")) as evaluator:
+        expected = evaluator.losses(every, 3)
+    with evaluating(database, cached(tmp_path / "there"), pool="ray") as evaluator:
+        found = evaluator.losses(every[:6], 3)
         ray_head.remove_node(other, allow_graceful=False)
-        assert found + judge.losses(every[6:], 3) == expected
+        assert found + evaluator.losses(every[6:], 3) == expected
     (database.folder / "fc" / "unstructured@0.9.safetensors").write_bytes(b"damaged")
     said = pytest.raises(BadData, match=r"^[^\n]*fc[^\n]*damaged; delete it")
-    with judges(database, trials(tmp_path / "damaged"), place="ray") as judge, said:
-        judge.losses([(0, 0), (0, 3)], 2)
+    with evaluating(database, cached(tmp_path / "damaged"), pool="ray") as evaluator, said:
+        evaluator.losses([(0, 0), (0, 3)], 2)
 
 
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database: Database, tmp_path: Path) -> None:
-    with judges(database, Trials(["conv", "fc"])) as judge:
-        expected = run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge)
+    with evaluating(database, LossCache(["conv", "fc"])) as evaluator:
+        expected = run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator)
 
     class Interrupted(Exception):
         pass
@@ -232,61 +238,61 @@ def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database:
         if done is not None and done >= 4:
             raise Interrupted
 
-    with judges(database, trials(tmp_path)) as judge, pytest.raises(Interrupted):
-        run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge, progress=stop_at_four)
+    with evaluating(database, cached(tmp_path)) as evaluator, pytest.raises(Interrupted):
+        run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator, progress=stop_at_four)
     path = tmp_path / "trials.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-20])  # killed in the middle of a line
     whole = len(before.splitlines()) - 1
-    with judges(database, trials(tmp_path)) as judge:
-        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge) == expected
+    with evaluating(database, cached(tmp_path)) as evaluator:
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator) == expected
     after = path.read_bytes().splitlines()
     assert after[:whole] == before.splitlines()[:whole]
     judged = [tuple(json.loads(line)[part] for part in ("held", "first")) for line in after if line.endswith(b"}")]
     assert len({str(one) for one in judged}) == len(judged)  # nothing was judged twice
-    with judges(database, trials(tmp_path)) as judge:  # and a third time nothing is
-        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, judge) == expected
+    with evaluating(database, cached(tmp_path)) as evaluator:  # and a third time nothing is
+        assert run_strategy(StrategySettings("staged", 8, 3), PROBLEM, 2.0, evaluator) == expected
     assert path.read_bytes().splitlines() == after
 
 
 def test_losses_are_known_again_batch_by_batch(tmp_path: Path) -> None:
-    written = trials(tmp_path)
-    written.add(HELD, [0.25, 1e-300])
-    written.add(HELD, [float("inf")])
-    assert list(trials(tmp_path).losses(HELD)) == [0.25, 1e-300, float("inf")]
-    assert list(trials(tmp_path).losses(HELD[::-1])) == []
-    assert list(trials(tmp_path, "another").losses(HELD)) == []
+    written = cached(tmp_path)
+    written.add(PROFILE, [0.25, 1e-300])
+    written.add(PROFILE, [float("inf")])
+    assert list(cached(tmp_path).losses(PROFILE)) == [0.25, 1e-300, float("inf")]
+    assert list(cached(tmp_path).losses(PROFILE[::-1])) == []
+    assert list(cached(tmp_path, "another").losses(PROFILE)) == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"key": "key", "held": 3}\n', b"\xff\xfe\n", b'{"key": "key"}'])
 def test_a_damaged_end_is_dropped_and_the_file_goes_on(tmp_path: Path, damage: bytes) -> None:
-    trials(tmp_path).add(HELD, [0.5])
+    cached(tmp_path).add(PROFILE, [0.5])
     path = tmp_path / "trials.jsonl"
     path.write_bytes(path.read_bytes() + damage)
-    found = trials(tmp_path)
-    assert list(found.losses(HELD)) == [0.5]
-    found.add(HELD, [0.75])
-    assert list(trials(tmp_path).losses(HELD)) == [0.5, 0.75]
+    found = cached(tmp_path)
+    assert list(found.losses(PROFILE)) == [0.5]
+    found.add(PROFILE, [0.75])
+    assert list(cached(tmp_path).losses(PROFILE)) == [0.5, 0.75]
 
 
 def test_two_searches_that_judged_the_same_agree(tmp_path: Path) -> None:
-    one, other = trials(tmp_path), trials(tmp_path)
-    one.add(HELD, [0.5, 0.6])
-    other.add(HELD, [0.5])
-    other.add(HELD, [0.6, 0.7])
-    found = trials(tmp_path)
-    assert list(found.losses(HELD)) == [0.5, 0.6]
-    found.add(HELD, [0.7])
-    assert list(trials(tmp_path).losses(HELD)) == [0.5, 0.6, 0.7]
+    one, other = cached(tmp_path), cached(tmp_path)
+    one.add(PROFILE, [0.5, 0.6])
+    other.add(PROFILE, [0.5])
+    other.add(PROFILE, [0.6, 0.7])
+    found = cached(tmp_path)
+    assert list(found.losses(PROFILE)) == [0.5, 0.6]
+    found.add(PROFILE, [0.7])
+    assert list(cached(tmp_path).losses(PROFILE)) == [0.5, 0.6, 0.7]
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "trials.jsonl").mkdir()
     with pytest.raises(EnvironmentUnusable, match=r"cannot read .*trials.jsonl"):
-        trials(tmp_path)
+        cached(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentUnusable, match=r"cannot write .*trials.jsonl"):
-        trials(tmp_path / "file").add(HELD, [1.0])
+        cached(tmp_path / "file").add(PROFILE, [1.0])
 
 
 EDITED = """
@@ -305,13 +311,13 @@ def score(model): return 1.0
 """
 
 
-def key(task: Task, model_hash: str = "a", made_by: str = "r") -> str:
-    return key_of(task, task.model(), model_hash, made_by)
+def key(task: Task, model_hash: str = "a", provenance: str = "r") -> str:
+    return hash_loss_inputs(task, task.model(), model_hash, provenance)
 
 
 def test_the_key_is_of_weights_of_what_made_the_database_and_of_the_task(tmp_path: Path) -> None:
     (tmp_path / "edited.py").write_text(EDITED)
-    keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(tasks.load(str(tmp_path / "edited.py")))}
+    keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(load_task(str(tmp_path / "edited.py")))}
     assert len(keys) == 4
     assert key(TASK) in keys
 
@@ -325,9 +331,9 @@ def test_the_key_changes_with_whatever_the_loss_uses_in_the_task_s_file(
 ) -> None:
     path = tmp_path / "edited.py"
     path.write_text(EDITED)
-    before = key(tasks.load(str(path)))
+    before = key(load_task(str(path)))
     path.write_text(EDITED.replace(was, becomes))
-    assert (key(tasks.load(str(path))) == before) == (was == becomes)
+    assert (key(load_task(str(path))) == before) == (was == becomes)
 
 
 def test_the_key_changes_with_the_file_of_the_model_s_class(tmp_path: Path) -> None:
@@ -336,9 +342,9 @@ def test_the_key_changes_with_the_file_of_the_model_s_class(tmp_path: Path) -> N
     path.write_text(EDITED.replace("import torch", "import torch\nimport edited_network").replace(
         "return Model(", "return edited_network.Model("
     ))  # fmt: skip
-    before = key(tasks.load(str(path)))
+    before = key(load_task(str(path)))
     (tmp_path / "edited_network.py").write_text(EDITED.replace("(x) * 2", "(x) * 30"))
-    assert key(tasks.load(str(path))) != before
+    assert key(load_task(str(path))) != before
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])

@@ -2,8 +2,9 @@
 
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +13,42 @@ from torch import nn
 
 from latbench.errors import BadData, UsageError
 from latbench.tables.storage import parse_place
-from search import task as tasks
 from search.artifacts.layer_database import Database
+from search.deployment import Deployment
 from search.inputs import layer_errors
-from search.pipeline import search_job as job
-from search.pipeline.search_job import Inputs, Settings, prunable_layers
-from search.pipeline.speedup_loop import Kept, Measured
+from search.loss.parallel import Workers
+from search.pipeline import search_setup
+from search.pipeline.search_history import SearchHistory
+from search.pipeline.search_job import build_profile
+from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
+from search.pipeline.search_setup import list_prunable_layers, set_up_search
+from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
-from search.task import Task
-from search.whole_model import overhead
-from search.whole_model.end_to_end import Timings
+from search.task import Task, load_task
+from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
+from search.whole_model.timings import Timings
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
-from sparse_kernels.shapes import Shape
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:4", 0.75))
-SETTINGS = Settings(1.2, threads=1)
+
+
+def request(target: float = 1.2, **chosen: Any) -> SearchRequest:
+    """Return a request from the fields of its parts."""
+    chosen = {"threads": 1} | chosen
+
+    def part(kind: type[Any], *first: float) -> Any:
+        return kind(*first, **{it.name: chosen[it.name] for it in fields(kind) if it.name in chosen})
+
+    return SearchRequest(part(Promise, target), *map(part, (Deployment, CandidateOptions, SearchPlan, Workers)))
+
+
+REQUEST = request()
 LIMITS = {"tied_in_each": [["*.q", "*.k"]], "maximum": {"1.*": 0.5}, "excluded": ["head"]}
 TASK = f"""
 import torch
@@ -61,14 +77,14 @@ def score(model): return 1.0
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     """A task with limits; layers that take 1 s dense, in a model that takes 5 s."""
     (tmp_path / "attention.py").write_text(TASK)
-    task = tasks.load(str(tmp_path / "attention.py"))
+    task = load_task(str(tmp_path / "attention.py"))
 
-    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[LayerOptions, ...]:
+    def build_layers(*arguments: Any) -> tuple[LayerOptions, ...]:
         t = np.array([1.0, 0.5, 0.25])
-        return tuple(LayerOptions(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in shapes)
+        return tuple(LayerOptions(name, OPTIONS, t, t, t, np.full(3, np.nan)) for name in arguments[-1])
 
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
@@ -76,25 +92,25 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     names = ("0.q", "0.k", "1.q", "1.k")
     profiles = {f"all {it}": dict.fromkeys(names, (it.pattern, it.sparsity)) for it in (OPTIONS[0], OPTIONS[2])}
     blocks = dict(zip(profiles, (steady(5.0), steady(2.0)), strict=True))
-    monkeypatch.setattr(job, "timed_layers", timed_layers)
+    monkeypatch.setattr(search_setup, "build_layers", build_layers)
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
-    monkeypatch.setattr(job, "_whole_model", lambda *arguments: probes)
+    monkeypatch.setattr(search_setup, "_find_probes", lambda *arguments: probes)
     table = parse_place(tmp_path / "table")
-    return Inputs(
+    return SearchInputs(
         task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", hash_pruning_inputs(task)
     )
 
 
-def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> None:
+def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs) -> None:
     dense = inputs.task.model()
-    assert list(prunable_layers(inputs.task, dense)) == ["0.q", "0.k", "1.q", "1.k"]
-    ready = job.prepare(inputs, SETTINGS)
-    problem, judge = ready.problem, ready.judge
+    assert list(list_prunable_layers(inputs.task, dense)) == ["0.q", "0.k", "1.q", "1.k"]
+    setup = set_up_search(inputs, REQUEST)
+    problem, evaluator = setup.problem, setup.evaluator
     assert [[part.name for part in layer.parts] for layer in problem.layers] == [["0.q", "0.k"], ["1.q", "1.k"]]
     assert [len(layer.options) for layer in problem.layers] == [3, 2]
     database = Database(inputs.database, "hash")
     choice = (2, 1)
-    wanted = overhead.by_name(problem.layers, choice)
+    wanted = name_options(problem.layers, choice)
     assert wanted == {
         "0.q": ("vector:4", 0.75),
         "0.k": ("vector:4", 0.75),
@@ -103,46 +119,46 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
     }
     for layer, (pattern, sparsity) in wanted.items():
         set_weight_matrix(dense.get_submodule(layer), database.get(layer, pattern, sparsity).weight)
-    with torch.no_grad(), judge:
-        [loss] = judge.losses([choice], judge.batches)
+    with torch.no_grad(), evaluator:
+        [loss] = evaluator.losses([choice], evaluator.batches)
         assert loss == pytest.approx(float(dense(*inputs.task.example()).square().mean()), rel=1e-5)
     outputs = [database.error(layer, *option) for layer, option in wanted.items()]
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
-    measured = Measured(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
-    kept = Kept(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
-    found = job._profile(inputs, "digest", SETTINGS, kept, (0.1, 0.0), 5.0)
+    measured = MeasuredSpeedup(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
+    kept = PromisedProfile(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
+    found = build_profile(inputs, REQUEST, kept, digest="digest", additivity=(0.1, 0.0), ceiling=5.0)
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])
     assert [it.error for it in found.layers.values()] == pytest.approx(outputs)
 
 
-def given_errors(path: Path, error: Callable[[str, Option], float], options: Sequence[Option]) -> Settings:
+def given_errors(path: Path, error: Callable[[str, Option], float], options: Sequence[Option]) -> SearchRequest:
     lines = [
         f"{name},{it.pattern},{it.sparsity},{error(name, it)}"
         for name in ("0.q", "0.k", "1.q", "1.k")
         for it in options
     ]
     path.write_text("\n".join(["layer,pattern,sparsity,error", *lines]))
-    return replace(SETTINGS, errors=str(path))
+    return request(errors=str(path))
 
 
 def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense = inputs.task.model()
-    problem = job.prepare(inputs, replace(SETTINGS, errors="weight")).problem
+    problem = set_up_search(inputs, request(errors="weight")).problem
     weight = weight_matrix(dense.get_submodule("1.k")).detach()
     change = weight - Database(inputs.database, "hash").get("1.k", "unstructured", 0.5).weight
     assert problem.layers[1].parts[1].errors[1] == pytest.approx(float(change.square().sum() / weight.square().sum()))
     path = tmp_path / "errors.csv"
-    settings = given_errors(path, lambda name, it: 4 * it.sparsity, OPTIONS)
-    problem = job.prepare(inputs, settings).problem
+    asked = given_errors(path, lambda name, it: 4 * it.sparsity, OPTIONS)
+    problem = set_up_search(inputs, asked).problem
     assert problem.layers[0].errors.tolist() == [0.0, 4.0, 6.0]
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
-    monkeypatch.setattr(job, "fill_database", lambda *_, **__: pytest.fail("layers were pruned"))
+    monkeypatch.setattr(search_setup, "fill_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
-        job.prepare(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), settings)
+        set_up_search(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), asked)
 
 
 @pytest.fixture
@@ -151,15 +167,15 @@ def four_options(monkeypatch: pytest.MonkeyPatch) -> tuple[Option, ...]:
     options = (*OPTIONS, Option("vector:4", 0.5))
     t = np.array([1.0, 0.5, 0.25, 0.6])
 
-    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[LayerOptions, ...]:
-        return tuple(LayerOptions(name, options, t, t, t, np.full(4, np.nan)) for name in shapes)
+    def build_layers(*arguments: Any) -> tuple[LayerOptions, ...]:
+        return tuple(LayerOptions(name, options, t, t, t, np.full(4, np.nan)) for name in arguments[-1])
 
-    monkeypatch.setattr(job, "timed_layers", timed_layers)
+    monkeypatch.setattr(search_setup, "build_layers", build_layers)
     return options
 
 
 def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
-    inputs: Inputs, four_options: tuple[Option, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, four_options: tuple[Option, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def error(name: str, it: Option) -> float:
         return np.inf if (name, it) == ("0.q", OPTIONS[1]) else float(it.sparsity)
@@ -168,7 +184,7 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
         (four_options[0], four_options[2], four_options[3]),  # 0.q, with 0.k tied to it
         (four_options[0], four_options[1]),  # 1.q and 1.k, up to a sparsity of 0.5
     ]
-    given = job.prepare(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
+    given = set_up_search(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
     assert [layer.options for layer in given.problem.layers] == expected
 
     def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
@@ -176,50 +192,50 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
         return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
 
     monkeypatch.setattr(layer_errors, "read_output_errors", read_output_errors)
-    found = job.prepare(inputs, SETTINGS)
+    found = set_up_search(inputs, REQUEST)
     assert [layer.options for layer in found.problem.layers] == expected
-    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
+    database = Database(inputs.database, inputs.model_hash, inputs.provenance)
     assert database.has("0.k", "vector:4", 0.5) and not database.has("1.k", "vector:4", 0.5)
 
 
 def test_what_a_user_says_of_errors_decides_which_options_are_looked_at(
-    inputs: Inputs, four_options: tuple[Option, ...], tmp_path: Path
+    inputs: SearchInputs, four_options: tuple[Option, ...], tmp_path: Path
 ) -> None:
     errors = dict(zip(four_options, (0.0, 0.9, 1.0, 0.1), strict=True))
     given = given_errors(tmp_path / "errors.csv", lambda name, it: errors[it], four_options)
-    assert job.prepare(inputs, given).problem.layers[0].options == four_options
+    assert set_up_search(inputs, given).problem.layers[0].options == four_options
     errors[four_options[2]] = 0.05
-    assert job.prepare(
+    assert set_up_search(
         inputs, given_errors(tmp_path / "e.csv", lambda name, it: errors[it], four_options)
     ).problem.layers[0].options == (four_options[0], four_options[2])
 
 
 def test_limits_that_contradict_are_said_before_anything_is_measured(
-    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "_whole_model", lambda *arguments: pytest.fail("it was measured"))
+    monkeypatch.setattr(search_setup, "_find_probes", lambda *arguments: pytest.fail("it was measured"))
     wrong = replace(inputs.task, limits=inputs.task.limits + Limits(minimum=(("1.q", 0.75),)))
     with pytest.raises(UsageError, match=r"layer 1\.q must have a sparsity of at least 0\.75 and of at most"):
-        job.prepare(replace(inputs, task=wrong), SETTINGS)
+        set_up_search(replace(inputs, task=wrong), REQUEST)
 
 
-def test_what_a_profile_depends_on_includes_the_limits_and_the_errors(inputs: Inputs, tmp_path: Path) -> None:
+def test_what_a_profile_depends_on_includes_the_limits_and_the_errors(inputs: SearchInputs, tmp_path: Path) -> None:
     inputs = replace(inputs, cost_model=None)
     path = tmp_path / "errors.csv"
     digests = set()
     for text in ("1", "2"):
         path.write_text(text)
-        digests.add(inputs.digest(replace(SETTINGS, errors=str(path))))
-    digests.add(inputs.digest(SETTINGS))
-    digests.add(inputs.digest(replace(SETTINGS, sparsities=(0.5, 0.6))))
-    digests.add(replace(inputs, task=replace(inputs.task, limits=Limits())).digest(SETTINGS))
+        digests.add(SearchHistory(inputs, request(errors=str(path))).digest())
+    digests.add(SearchHistory(inputs, REQUEST).digest())
+    digests.add(SearchHistory(inputs, request(sparsities=(0.5, 0.6))).digest())
+    digests.add(SearchHistory(replace(inputs, task=replace(inputs.task, limits=Limits())), REQUEST).digest())
     assert len(digests) == 5
 
 
 def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(TASK.replace("tied_in_each", "tide"))
     with pytest.raises(BadData, match=r"task .*wrong\.py: limits: unknown limit 'tide'"):
-        tasks.load(str(tmp_path / "wrong.py"))
+        load_task(str(tmp_path / "wrong.py"))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     example = types.SimpleNamespace(example=lambda: (torch.zeros(2, 4),))
     for glob, said in (
@@ -228,4 +244,4 @@ def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None
     ):
         task = Task("t", "t", "s", example, Limits(excluded=(glob,)))
         with pytest.raises(UsageError, match=said):
-            prunable_layers(task, model)
+            list_prunable_layers(task, model)

@@ -18,10 +18,17 @@ from latbench.tables.table import read_table
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_part
 from latbench.timing.sampling import Burst
-from search import task as tasks
 from search.pipeline import measure_in_network as layer_times
-from search.pipeline.measure_in_network import SPDY_LEVELS, Settings, by_layer, measure, missing_runs, of_task, rows
-from search.task import Task
+from search.pipeline.measure_in_network import (
+    SPDY_LEVELS,
+    RunSchedule,
+    build_layer_rows,
+    count_missing_runs,
+    match_operations,
+    select_task_rows,
+    time_layers_in_network,
+)
+from search.task import Task, load_task
 from sparse_kernels.shapes import LinearShape
 
 TASK = """
@@ -45,7 +52,7 @@ NOWHERE = Environment(Path("python"), Path("engine"))
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # a lock of its own
     (tmp_path / "little.py").write_text(TASK)
-    return tasks.load(str(tmp_path / "little.py"))
+    return load_task(str(tmp_path / "little.py"))
 
 
 def operation(*outputs: str, seconds: float = 1e-3, sparsity: float = 0.0, kernel: str = "gemm") -> Operation:
@@ -57,7 +64,7 @@ VALUES = {"/a/Gemm_output_0": "a", "/b/Gemm_output_0": "b", "/c/Conv_output_0": 
 
 def test_only_what_ran_as_one_layer_is_that_layers_time() -> None:
     alone = operation("/a/Gemm_output_0")
-    found = by_layer(
+    found = match_operations(
         [
             operation("<none>"),
             alone,
@@ -73,7 +80,7 @@ def test_only_what_ran_as_one_layer_is_that_layers_time() -> None:
 
 def test_an_operation_with_its_neighbours_sum_is_still_one_layers() -> None:
     fused = operation("/a/Gemm_output_0", "/a/Add_output_0")
-    assert by_layer([fused], VALUES) == {"a": fused}
+    assert match_operations([fused], VALUES) == {"a": fused}
 
 
 def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
@@ -84,7 +91,7 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
         operation("/b/Gemm_output_0", "/a/Gemm_output_0", seconds=5e-4),
     ]
     analyses = {0.0: [dense, dense], 0.7: [sparse, sparse[:1]]}
-    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
+    made = build_layer_rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
     write_part(tmp_path / "table", made)
     table = read_table(tmp_path / "table")
     assert set(table["context"]) == {"network"} and set(table["backend"]) == {"deepsparse"}
@@ -99,7 +106,7 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
     assert table["point_id"].nunique() == len(table)
 
     analyses[0.7] = [sparse[:1], sparse[:1]]
-    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
+    made = build_layer_rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
     (pruned,) = [row for row in made if (row.get("model"), row["sparsity_target"]) == ("net:a", 0.7)]
     assert (pruned["pattern"], pruned["kernel_used"], pruned["sparsity_actual"]) == (
         "unstructured",
@@ -152,17 +159,17 @@ def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
     monkeypatch.setattr(deepsparse, "time_operations", found.analyse)
     monkeypatch.setattr(deepsparse, "load_model", found.load)
-    monkeypatch.setattr(layer_times, "layer_values", lambda *_: values)
+    monkeypatch.setattr(layer_times, "find_layer_values", lambda *_: values)
     return found
 
 
-TURNS = Settings(threads=2)
+def time_layers(task: Task, folder: Path, runs: dict[float, int], **options: Any) -> list[str]:
+    return time_layers_in_network(task, folder, NOWHERE, RunSchedule(runs), threads=2, **options)
 
 
 def test_sparsities_take_turns(little: Task, fake: Fake, tmp_path: Path) -> None:
     told: list[tuple[str, int | None, int | None]] = []
-    untimed = measure(
-        little, tmp_path / "table", NOWHERE, TURNS, {0.5: 3, 0.9: 2}, progress=lambda *now: told.append(now)
+    untimed = time_layers(little, tmp_path / "table", {0.5: 3, 0.9: 2}, progress=lambda *now: told.append(now)
     )  # fmt: skip
     assert untimed == []
     rounds = [fake.asked[i:j] for i, j in ((0, 4), (4, 8), (8, 11))]
@@ -188,17 +195,17 @@ def test_what_was_run_is_kept_when_it_is_interrupted_and_the_rest_is_run_later(
     little: Task, fake: Fake, tmp_path: Path
 ) -> None:
     folder, wanted = tmp_path / "table", [0.5, 0.9]
-    assert missing_runs(little, folder, TURNS, wanted, 2) == {0.5: 2, 0.9: 2}
+    assert count_missing_runs(little, folder, 2, wanted, 2) == {0.5: 2, 0.9: 2}
     fake.interrupted_at = 6
     with pytest.raises(KeyboardInterrupt):
-        measure(little, folder, NOWHERE, TURNS, {0.5: 2, 0.9: 2})
-    missing = missing_runs(little, folder, TURNS, wanted, 2)
+        time_layers(little, folder, {0.5: 2, 0.9: 2})
+    missing = count_missing_runs(little, folder, 2, wanted, 2)
     done = [fake.asked[:5].count(sparsity) for sparsity in wanted]
     assert missing == {sparsity: 2 - count for sparsity, count in zip(wanted, done, strict=True) if count < 2}
     fake.interrupted_at = None
-    measure(little, folder, NOWHERE, TURNS, missing)
-    assert missing_runs(little, folder, TURNS, wanted, 2) == {}
-    rows = of_task(little, folder, TURNS).set_index(["model", "purpose", "sparsity_target"])
+    time_layers(little, folder, missing)
+    assert count_missing_runs(little, folder, 2, wanted, 2) == {}
+    rows = select_task_rows(little, folder, 2).set_index(["model", "purpose", "sparsity_target"])
     for sparsity in wanted:
         runs = [i for i, asked in enumerate(fake.asked) if asked == sparsity and i != 5]
         seconds = [1e-3 * (1 - sparsity) * (1 + (i + 1) / 100) for i in runs]
@@ -208,40 +215,40 @@ def test_what_was_run_is_kept_when_it_is_interrupted_and_the_rest_is_run_later(
 
     fake.interrupted_at = len(fake.asked) + 1
     with pytest.raises(KeyboardInterrupt):
-        measure(little, tmp_path / "other", NOWHERE, TURNS, {0.5: 1})
+        time_layers(little, tmp_path / "other", {0.5: 1})
     assert not (tmp_path / "other").exists()
 
 
 def test_runs_of_other_threads_batches_or_shapes_do_not_count(little: Task, fake: Fake, tmp_path: Path) -> None:
     folder = tmp_path / "table"
-    measure(little, folder, NOWHERE, TURNS, {0.5: 2})
-    assert missing_runs(little, folder, TURNS, [0.5, 0.9], 2) == {0.9: 2}
-    assert missing_runs(little, folder, TURNS, [0.5], 3) == {0.5: 1}
-    assert missing_runs(little, folder, Settings(threads=1), [0.5], 2) == {0.5: 2}
+    time_layers(little, folder, {0.5: 2})
+    assert count_missing_runs(little, folder, 2, [0.5, 0.9], 2) == {0.9: 2}
+    assert count_missing_runs(little, folder, 2, [0.5], 3) == {0.5: 1}
+    assert count_missing_runs(little, folder, 1, [0.5], 2) == {0.5: 2}
     (tmp_path / "little.py").write_text(TASK.replace("3 * 24).view(3", "5 * 24).view(5"))
-    other = tasks.load(str(tmp_path / "little.py"))
-    assert missing_runs(other, folder, TURNS, [0.5], 2) == {0.5: 2}
-    assert of_task(other, folder, TURNS).empty
+    other = load_task(str(tmp_path / "little.py"))
+    assert count_missing_runs(other, folder, 2, [0.5], 2) == {0.5: 2}
+    assert select_task_rows(other, folder, 2).empty
 
 
 def test_timing_anew_forgets_what_was_timed_before(little: Task, fake: Fake, tmp_path: Path) -> None:
-    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 2})
-    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 1}, anew=True)
-    assert set(of_task(little, tmp_path / "table", TURNS)["sample_count"]) == {1, 5}
+    time_layers(little, tmp_path / "table", {0.5: 2})
+    time_layers(little, tmp_path / "table", {0.5: 1}, remeasure=True)
+    assert set(select_task_rows(little, tmp_path / "table", 2)["sample_count"]) == {1, 5}
 
 
 def test_layers_that_never_run_alone_are_told(little: Task, fake: Fake, tmp_path: Path) -> None:
     fake.fuses_at = 0.9
     with pytest.raises(EnvironmentUnusable, match="DeepSparse runs no layer of task little by itself"):
-        measure(little, tmp_path / "table", NOWHERE, TURNS, {0.9: 1})
+        time_layers(little, tmp_path / "table", {0.9: 1})
     fake.fuses_at = None
     fake.values = ("/fc1/Gemm_output_0", "/fc2/Gemm_output_0")
-    assert measure(little, tmp_path / "table", NOWHERE, TURNS, {0.9: 1}) == ["fc3"]
+    assert time_layers(little, tmp_path / "table", {0.9: 1}) == ["fc3"]
 
 
 def test_the_times_make_a_spdy_file_that_can_be_imported(little: Task, fake: Fake, tmp_path: Path) -> None:
-    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 3, 0.9: 3})
-    table = of_task(little, tmp_path / "table", TURNS)
+    time_layers(little, tmp_path / "table", {0.5: 3, 0.9: 3})
+    table = select_task_rows(little, tmp_path / "table", 2)
     write_spdy(convert_rows_to_spdy(table, "little"), tmp_path / "little.txt")
     timings = read_spdy(tmp_path / "little.txt")
     assert list(timings.layers) == ["fc2", "fc3"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,21 @@ import torch
 from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.runners.worker import load_function
-from search import task as tasks
-from search.artifacts import profile
-from search.artifacts.profile import Profile
+from search.artifacts.profile import Profile, read_profile
+from search.deployment import Deployment
 from search.knapsack.arrays import Infeasible
+from search.loss.parallel import Workers
 from search.pipeline import search_job as job
-from search.pipeline import verify
-from search.pipeline.search_job import Inputs, Settings
+from search.pipeline import search_request, search_setup, verify
+from search.pipeline.search_history import SearchHistory
+from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import fill_database
-from search.whole_model import overhead, sessions
-from search.whole_model.end_to_end import PROCESSES, Engine, Timings
+from search.task import load_task
+from search.whole_model import overhead
+from search.whole_model.end_to_end import BUILDS, EngineBuilder
+from search.whole_model.sessions import write_sessions
+from search.whole_model.timings import Timings
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 
@@ -40,7 +44,19 @@ def score(model): return 1.0
 reference = model()
 """
 OPTIONS = (Option(DENSE, 0.0), *(Option("unstructured", s) for s in (0.25, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)))
-SETTINGS = Settings(2.0, threads=1, evaluations=20)
+
+
+def request(target: float = 2.0, **chosen: Any) -> SearchRequest:
+    """Return a request from the fields of its parts."""
+    chosen = {"threads": 1, "evaluations": 20} | chosen
+
+    def part(kind: type[Any], *first: float) -> Any:
+        return kind(*first, **{it.name: chosen[it.name] for it in fields(kind) if it.name in chosen})
+
+    return SearchRequest(part(Promise, target), *map(part, (Deployment, CandidateOptions, SearchPlan, Workers)))
+
+
+REQUEST = request()
 
 
 class Machine:
@@ -49,35 +65,35 @@ class Machine:
     def __init__(self, slowness: float = 1.0) -> None:
         self.slowness, self.sessions = slowness, 0
 
-    def time_engines(self, engines: Mapping[str, Engine], **_: Any) -> Timings:
+    def time_engines(self, engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
         self.sessions += 1
         blocks = {}
         for name, engine in engines.items():
             choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else None
-            if engine.function == "search.whole_model.model_engines:folder_pruned":
-                layers = profile.load(Path(engine.arguments[3]) / "profile.json").layers
+            if engine.function == "search.whole_model.model_engines:build_folder_pruned":
+                layers = read_profile(Path(engine.arguments[3]) / "profile.json").layers
                 choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in layers.items()}
             seconds = 8e-3
-            if engine.function == "search.whole_model.model_engines:layers_free":
+            if engine.function == "search.whole_model.model_engines:build_layers_free":
                 seconds = 1e-4
             elif choices is not None:
                 seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - sparsity) for _, sparsity in choices.values())
-            blocks[name] = [[seconds] * 5] * PROCESSES
-        return Timings(blocks, {}, tuple(range(PROCESSES)))
+            blocks[name] = [[seconds] * 5] * BUILDS
+        return Timings(blocks, {}, tuple(range(BUILDS)))
 
 
 Search = Callable[..., Profile]
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     (tmp_path / "little.py").write_text(TASK)
-    task = tasks.load(str(tmp_path / "little.py"))
+    task = load_task(str(tmp_path / "little.py"))
     seconds = np.array([4e-3 * (1 - option.sparsity) for option in OPTIONS])
     layers = tuple(LayerOptions(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
-    monkeypatch.setattr(job, "timed_layers", lambda *_: layers)
-    monkeypatch.setattr(job, "hash_table", lambda _: "table")
-    return job.read_inputs(task, tmp_path / "table", None, tmp_path / "database")
+    monkeypatch.setattr(search_setup, "build_layers", lambda *_: layers)
+    monkeypatch.setattr(search_request, "hash_table", lambda _: "table")
+    return search_request.read_inputs(task, tmp_path / "table", None, tmp_path / "database")
 
 
 @pytest.fixture
@@ -89,32 +105,52 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return found
 
 
-def test_the_same_search_again_times_nothing_and_finds_the_same(inputs: Inputs, machine: Machine) -> None:
+def test_the_same_search_again_times_nothing_and_finds_the_same(inputs: SearchInputs, machine: Machine) -> None:
     machine.slowness = 1.1
-    first = job.search(inputs, SETTINGS)
+    first = job.search(inputs, REQUEST)
     timed = machine.sessions
     assert timed >= 3  # whole models, then two rounds at least
     machine.slowness = 3.0  # would show
-    assert job.search(inputs, SETTINGS) == first
+    assert job.search(inputs, REQUEST) == first
     assert machine.sessions == timed
-    assert job.search(inputs, SETTINGS, remeasure=True) != first
+    assert job.search(inputs, REQUEST, remeasure=True) != first
     assert machine.sessions > timed
 
 
-def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: Inputs, machine: Machine) -> None:
-    assert job.search(inputs, SETTINGS).ceiling == pytest.approx(8e-3 / 1e-4)
+def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: SearchInputs, machine: Machine) -> None:
+    assert job.search(inputs, REQUEST).ceiling == pytest.approx(8e-3 / 1e-4)
     with pytest.raises(Infeasible, match=r"and 80\.00x if all layers took no time; 1% of the time is in layers that"):
-        job.search(inputs, replace(SETTINGS, target=90.0))
+        job.search(inputs, request(target=90.0))
 
 
-def test_an_edited_loss_is_another_search(inputs: Inputs, machine: Machine) -> None:
-    before = inputs.digest(SETTINGS)
+def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None:
+    """Names and order of these keys are part of the names of files."""
+    asked = request(
+        1.7, threads=2, backend="numba-bf16", patterns=("dense", "nm:2:4"), sparsities=(0.5,), errors="weight",
+        strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", risk=0.8,
+        most_bytes=1e6,
+    )  # fmt: skip
+    assert json.dumps(asked.to_record()) == (
+        '{"target": 1.7, "threads": 2, "patterns": ["dense", "nm:2:4"], "seed": 3, "evaluations": 50, "batches": 2, '
+        '"risk": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
+        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0}'
+    )
+    key = SearchHistory(inputs, asked).key()
+    assert list(key) == [
+        "model_hash", "device", "inputs", "threads", "backend", "engines", "probes", "table_hash", "cost_model",
+        "patterns", "excluded", "sparsities",
+    ]  # fmt: skip
+    assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]
+
+
+def test_an_edited_loss_is_another_search(inputs: SearchInputs, machine: Machine) -> None:
+    before = SearchHistory(inputs, REQUEST).digest()
     Path(inputs.task.reference).write_text(TASK.replace("- reference(", "- 2 * reference("))
-    assert inputs.digest(SETTINGS) != before
+    assert SearchHistory(inputs, REQUEST).digest() != before
 
 
 def test_layers_are_pruned_in_as_many_processes_as_judge(
-    inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -122,38 +158,40 @@ def test_layers_are_pruned_in_as_many_processes_as_judge(
         asked.append(processes)
         return fill_database(*arguments, **options)
 
-    monkeypatch.setattr(job, "fill_database", counted)
-    job.prepare(inputs, replace(SETTINGS, processes=3))
+    monkeypatch.setattr(search_setup, "fill_database", counted)
+    search_setup.set_up_search(inputs, request(processes=3))
     assert asked == [3]
 
 
-def test_where_nobody_can_judge_that_is_said_first(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_can_judge_that_is_said_first(inputs: SearchInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(EnvironmentUnusable, match="--judges gpu needs a GPU"):
-        job.search(inputs, replace(SETTINGS, judges="gpu"))
+        job.search(inputs, request(pool="gpu"))
     assert not inputs.database.exists()
 
 
-def test_a_task_that_judges_nothing_is_refused(inputs: Inputs, machine: Machine, tmp_path: Path) -> None:
+def test_a_task_that_judges_nothing_is_refused(inputs: SearchInputs, machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "nan.py").write_text(TASK.replace("(model(*batch) -", "float('nan') * (model(*batch) -"))
     with pytest.raises(UsageError, match="the loss of task little is nan for its own dense model"):
-        job.search(replace(inputs, task=tasks.load(str(tmp_path / "nan.py"))), SETTINGS)
+        job.search(replace(inputs, task=load_task(str(tmp_path / "nan.py"))), REQUEST)
     assert machine.sessions == 0
     ruined = "(float('nan') if any((it == 0).any() for it in model.parameters()) else 0.0) + (model(*batch) -"
     (tmp_path / "ruined.py").write_text(TASK.replace("(model(*batch) -", ruined))
     with pytest.raises(PromiseMissed, match="every profile that was tried for 2x ruins the model"):
-        job.search(replace(inputs, task=tasks.load(str(tmp_path / "ruined.py"))), SETTINGS)
+        job.search(replace(inputs, task=load_task(str(tmp_path / "ruined.py"))), REQUEST)
 
 
-def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_goes_on(
+    inputs: SearchInputs, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.slowness = 1.1
-    whole = job.search(inputs, SETTINGS)
+    whole = job.search(inputs, REQUEST)
     needed = machine.sessions
     for path in inputs.database.glob("*.json"):
         if path.name != "database.json":
             path.unlink()
 
-    def interrupted(engines: Mapping[str, Engine], **_: Any) -> Timings:
+    def interrupted(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
         if machine.sessions == needed + 2:
             raise KeyboardInterrupt
         return machine.time_engines(engines)
@@ -162,25 +200,25 @@ def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeyp
         for module in (overhead, job):
             patched.setattr(module, "time_engines", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            job.search(inputs, SETTINGS)
-    assert job.search(inputs, SETTINGS) == whole
+            job.search(inputs, REQUEST)
+    assert job.search(inputs, REQUEST) == whole
     assert machine.sessions == 2 * needed
 
 
-def test_another_target_is_another_search(inputs: Inputs, machine: Machine) -> None:
-    job.search(inputs, SETTINGS)
+def test_another_target_is_another_search(inputs: SearchInputs, machine: Machine) -> None:
+    job.search(inputs, REQUEST)
     timed = machine.sessions
-    other = job.search(inputs, replace(SETTINGS, target=1.5))
+    other = job.search(inputs, request(target=1.5))
     assert other.target == 1.5 and machine.sessions > timed
 
 
-def verification(inputs: Inputs, machine: Machine, found: Profile, folder: Path, **others: Any) -> Path:
+def verification(inputs: SearchInputs, machine: Machine, found: Profile, folder: Path, **others: Any) -> Path:
     """What `latbench verify` leaves of this profile on the machine."""
     chosen = {name: (choice.pattern, choice.sparsity) for name, choice in found.layers.items()}
-    engines = {name: Engine(name, "", ("little",)) for name in ("torch", "openvino")}
-    engines[verify.PRUNED] = Engine("pruned", "", (chosen,))
-    session = verify.as_session(machine.time_engines(engines), chosen)
-    sessions.write([session], {**inputs.conditions(SETTINGS), **others}, folder / verify.SESSION)
+    engines = {name: EngineBuilder(name, "", ("little",)) for name in ("torch", "openvino")}
+    engines[verify.PRUNED] = EngineBuilder("pruned", "", (chosen,))
+    session = verify.build_session(machine.time_engines(engines), chosen)
+    write_sessions([session], {**SearchHistory(inputs, REQUEST).conditions(), **others}, folder / verify.SESSION)
     return folder
 
 
@@ -188,45 +226,47 @@ def kept(found: Profile) -> float:
     return sum(1 - choice.sparsity for choice in found.layers.values())
 
 
-def test_a_missed_verification_is_fed_back_and_stays_known(inputs: Inputs, machine: Machine, tmp_path: Path) -> None:
-    first = job.search(inputs, SETTINGS)
+def test_a_missed_verification_is_fed_back_and_stays_known(
+    inputs: SearchInputs, machine: Machine, tmp_path: Path
+) -> None:
+    first = job.search(inputs, REQUEST)
     machine.slowness = 1.15
-    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
-    assert inputs.digest(SETTINGS) != first.inputs
+    SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
+    assert SearchHistory(inputs, REQUEST).digest() != first.inputs
     timed = machine.sessions
-    again = job.search(inputs, SETTINGS)
+    again = job.search(inputs, REQUEST)
     assert 1 <= machine.sessions - timed <= 3  # whole models were known
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(again)) >= 2.0
     assert kept(again) < kept(first)
     # Fed back twice, or not at all: it is known now, and of a good one it is told that it was good.
-    inputs.feed_back(tmp_path / "verify", SETTINGS)
-    assert inputs.digest(SETTINGS) == again.inputs
-    inputs.feed_back(verification(inputs, machine, again, tmp_path / "again"), SETTINGS)
-    third = job.search(inputs, SETTINGS)
+    SearchHistory(inputs, REQUEST).add_verification(tmp_path / "verify")
+    assert SearchHistory(inputs, REQUEST).digest() == again.inputs
+    SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, again, tmp_path / "again"))
+    third = job.search(inputs, REQUEST)
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
     assert third.loss <= again.loss
 
 
 def test_a_verification_that_was_met_leaves_nothing_to_refine(
-    inputs: Inputs,
+    inputs: SearchInputs,
     machine: Machine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = job.search(inputs, SETTINGS)
+    first = job.search(inputs, REQUEST)
     folder = verification(inputs, machine, first, tmp_path / "verify")
     dense, pruned = [[8e-3] * 5] * 3, [[3.9e-3] * 5] * 3
-    verdict = verify.conclude(
+    verdict = verify.build_verdict(
         inputs.task, first, "numba", Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
     )
     (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
-    monkeypatch.setattr(job, "read_inputs", lambda *_: inputs)
+    monkeypatch.setattr(search_request, "read_inputs", lambda *_: inputs)
     searched: list[float] = []
 
-    def search(inputs: Inputs, settings: Settings, **_: Any) -> Profile:
-        searched.append(settings.target)
-        return replace(first, inputs=inputs.digest(settings))
+    def search(inputs: SearchInputs, request: SearchRequest, **_: Any) -> Profile:
+        searched.append(request.promise.target)
+        return replace(first, inputs=SearchHistory(inputs, request).digest())
 
     monkeypatch.setattr(job, "search", search)
 
@@ -246,25 +286,26 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
     command(2.0, remeasure=True)
     (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(replace(verdict, met=False))}))
     command(2.0)
-    assert searched == [2.0, 2.5, 2.0, 2.0] and len(inputs.verified(SETTINGS)) == 1
-    with pytest.raises(BadData, match="does not go with this search: its backend is deepsparse"):
-        inputs.met(verification(inputs, machine, first, tmp_path / "verify", backend="deepsparse"), SETTINGS)
+    assert searched == [2.0, 2.5, 2.0, 2.0] and len(SearchHistory(inputs, REQUEST).read_verifications()) == 1
+    with pytest.raises(BadData, match="does not belong to this search: its backend is deepsparse"):
+        folder = verification(inputs, machine, first, tmp_path / "verify", backend="deepsparse")
+        SearchHistory(inputs, REQUEST).read_met_verdict(folder)
 
 
 def test_a_search_goes_on_from_a_verification_until_it_is_met_or_out_of_reach(
-    inputs: Inputs, machine: Machine, tmp_path: Path
+    inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    first = job.search(inputs, SETTINGS)
+    first = job.search(inputs, REQUEST)
     machine.slowness = 6.0  # as that profile says, nothing reaches the target
-    inputs.feed_back(verification(inputs, machine, first, tmp_path / "busy"), SETTINGS)
+    SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "busy"))
     timed = machine.sessions
     with pytest.raises(
-        PromiseMissed, match=r"2x was not kept when .*, the best reached 1\.6\dx.* it is out of reach"
+        PromiseMissed, match=r"no measured profile kept 2x: .*, the best reached 1\.6\dx.* it is out of reach"
     ):
-        job.search(inputs, SETTINGS)
+        job.search(inputs, REQUEST)
     assert machine.sessions > timed
     machine.slowness = 1.0  # it had been busy
-    again = job.search(inputs, SETTINGS)
+    again = job.search(inputs, REQUEST)
     assert 8e-3 / (2e-4 + 4e-3 * kept(again)) >= 2.0
 
 
@@ -278,65 +319,65 @@ def bytes_of(found: Profile) -> float:
     return total
 
 
-def test_a_search_keeps_a_budget_of_bytes_beside_the_target(inputs: Inputs, machine: Machine) -> None:
-    free = job.search(inputs, SETTINGS)
+def test_a_search_keeps_a_budget_of_bytes_beside_the_target(inputs: SearchInputs, machine: Machine) -> None:
+    free = job.search(inputs, REQUEST)
     assert (free.most_bytes, free.weight_bytes, free.dense_bytes) == (None, None, None)
     most = 0.8 * bytes_of(free)
     for strategy in ("staged", "uniform"):
-        found = job.search(inputs, replace(SETTINGS, most_bytes=most, strategy=strategy))
+        found = job.search(inputs, request(most_bytes=most, strategy=strategy))
         assert found.weight_bytes == bytes_of(found) <= found.most_bytes == most
         assert found.dense_bytes == 4 * (2 * 32 * 48 + 32 + 48)
         assert 8e-3 / (2e-4 + 4e-3 * kept(found)) >= 2.0
     timed = machine.sessions
     with pytest.raises(Infeasible, match=r"keeps bytes of all weights, 999: the .* that budget alone is too small"):
-        job.search(inputs, replace(SETTINGS, most_bytes=999.0))
+        job.search(inputs, request(most_bytes=999.0))
     assert machine.sessions == timed
 
 
 def test_a_verified_profile_that_takes_too_many_bytes_is_no_answer(
-    inputs: Inputs, machine: Machine, tmp_path: Path
+    inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    first = job.search(inputs, SETTINGS)
-    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
-    found = job.search(inputs, replace(SETTINGS, most_bytes=0.8 * bytes_of(first)))
+    first = job.search(inputs, REQUEST)
+    SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
+    found = job.search(inputs, request(most_bytes=0.8 * bytes_of(first)))
     assert bytes_of(found) <= 0.8 * bytes_of(first)
 
 
 def test_options_that_a_verification_had_need_not_be_there(
-    inputs: Inputs, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = job.search(inputs, SETTINGS)
-    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
+    first = job.search(inputs, REQUEST)
+    SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
     used = {choice.sparsity for choice in first.layers.values()}
-    layers = job.timed_layers(inputs, SETTINGS, {})
+    layers = search_setup.build_layers(inputs, REQUEST.deployment, REQUEST.candidates, 0.8, {})
     fewer = tuple(
         one.take([j for j, it in enumerate(one.options) if it.sparsity not in used - {0}]) for one in layers
     )
-    monkeypatch.setattr(job, "timed_layers", lambda *_: fewer)
+    monkeypatch.setattr(search_setup, "build_layers", lambda *_: fewer)
     inputs = replace(inputs, table_hash="another table")
-    assert used.isdisjoint({choice.sparsity for choice in job.search(inputs, SETTINGS).layers.values()} - {0})
+    assert used.isdisjoint({choice.sparsity for choice in job.search(inputs, REQUEST).layers.values()} - {0})
 
 
 def test_only_a_verification_under_the_same_conditions_is_fed_back(
-    inputs: Inputs, machine: Machine, tmp_path: Path
+    inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadData, match=r"holds no session\.json, which `latbench verify` writes there"):
-        inputs.feed_back(tmp_path / "nothing", SETTINGS)
-    first = job.search(inputs, SETTINGS)
+    with pytest.raises(BadData, match=r"has no session\.json; `latbench verify` writes it"):
+        SearchHistory(inputs, REQUEST).add_verification(tmp_path / "nothing")
+    first = job.search(inputs, REQUEST)
     for other in ({"backend": "deepsparse"}, {"threads": 7}, {"model_hash": "another"}):
         folder = verification(inputs, machine, first, tmp_path / "verify", **other)
         [(name, value)] = other.items()
-        with pytest.raises(BadData, match=f"does not go with this search: its {name} is {value}, not "):
-            inputs.feed_back(folder, SETTINGS)
+        with pytest.raises(BadData, match=f"does not belong to this search: its {name} is {value}, not "):
+            SearchHistory(inputs, REQUEST).add_verification(folder)
 
 
-def test_a_search_that_failed_is_measured_again(inputs: Inputs, machine: Machine) -> None:
-    job.search(inputs, replace(SETTINGS, target=1.2))  # whole models are known now
+def test_a_search_that_failed_is_measured_again(inputs: SearchInputs, machine: Machine) -> None:
+    job.search(inputs, request(target=1.2))  # whole models are known now
     machine.slowness = 60.0
     with pytest.raises(PromiseMissed):
-        job.search(inputs, SETTINGS)
+        job.search(inputs, REQUEST)
     machine.slowness = 1.0
-    assert job.search(inputs, SETTINGS).target == 2.0
+    assert job.search(inputs, REQUEST).target == 2.0
 
 
 # The benchmark of promises ------------------------------------------------------------------------------------------
@@ -359,7 +400,7 @@ class Scorer:
 
 
 def test_promises_are_counted_and_their_scatter_is_printed(
-    inputs: Inputs,
+    inputs: SearchInputs,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -367,13 +408,13 @@ def test_promises_are_counted_and_their_scatter_is_printed(
     monkeypatch.setattr(verify, "time_engines", machine.time_engines)
     monkeypatch.setattr(verify, "Worker", Scorer)
     report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
-    report(inputs, replace(SETTINGS, target=1.2), 3, 0)
+    report(inputs, request(target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()
     assert counted.startswith("met 3 of 3 (0 refused); overshoot +")
-    assert "0.00% between buildings of a session" in scattered and "0.00% more between sessions" in scattered
+    assert "0.00% between builds of a session" in scattered and "0.00% more between sessions" in scattered
     verified = len(list(inputs.database.glob("guarantee/*/verify/session.json")))
     assert verified == 3
     timed = machine.sessions
-    report(inputs, replace(SETTINGS, target=1.2), 3, 0)  # goes on: all is known
+    report(inputs, request(target=1.2), 3, 0)  # goes on: all is known
     assert machine.sessions == timed
     assert capsys.readouterr().out.splitlines()[-2:] == [counted, scattered]

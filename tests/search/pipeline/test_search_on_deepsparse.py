@@ -19,19 +19,21 @@ from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINE
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
-from search import task as tasks
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
+from search.deployment import Deployment
 from search.pipeline import search_job as job
-from search.pipeline import speedup_loop as promise
-from search.pipeline.measure_in_network import rows
-from search.pipeline.search_job import Inputs, Settings
+from search.pipeline.measure_in_network import build_layer_rows
+from search.pipeline.search_request import CandidateOptions, SearchInputs
+from search.pipeline.search_setup import build_layers
+from search.pipeline.speedup_loop import pool_sessions
 from search.problem.layers import DENSE, Option
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
-from search.task import Task
+from search.task import Task, load_task
 from search.whole_model import model_engines as engines
 from search.whole_model import overhead
-from search.whole_model.end_to_end import Engine, Timings
+from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.sessions import Session
+from search.whole_model.timings import Timings
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.shapes import LinearShape
 
@@ -49,10 +51,10 @@ def loss(model, batch): return model(*batch).square().mean()
 def score(model): return float(model(*example()).mean())
 """
 SHAPES = {"fc1": LinearShape(32, 24, 3), "fc2": LinearShape(5, 32, 3)}
-SETTINGS = Settings(2.0, threads=2, backend="deepsparse")
+ON_DEEPSPARSE = Deployment(2, "deepsparse")
 CHOICES = {"fc1": ("unstructured", 0.75), "fc2": (DENSE, 0.0)}
 
-IN_BFLOAT16 = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
+BFLOAT16_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
 
 
 class Compiled:
@@ -81,7 +83,7 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     (tmp_path / "little.py").write_text(TASK)
-    return tasks.load(str(tmp_path / "little.py"))
+    return load_task(str(tmp_path / "little.py"))
 
 
 @pytest.fixture
@@ -92,9 +94,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepsparse, "load_model", lambda path, inputs, **_: Compiled(path, inputs))
 
 
-def inputs_of(task: Task, table: Path, database: Path) -> Inputs:
+def inputs_of(task: Task, table: Path, database: Path) -> SearchInputs:
     model = task.model()
-    return Inputs(task, model, table, None, database, model_hash(model), "table", hash_pruning_inputs(task))
+    return SearchInputs(task, model, table, None, database, hash_model(model), "table", hash_pruning_inputs(task))
 
 
 def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:
@@ -107,32 +109,35 @@ def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:
 
 def test_layers_come_from_the_table_of_the_network(little: Task, tmp_path: Path) -> None:
     values = {name: name for name in SHAPES}
-    made = rows("little", SHAPES, values, analysed(4e-3, 1e-3), threads=2, batch=3, calls=20)
+    made = build_layer_rows("little", SHAPES, values, analysed(4e-3, 1e-3), threads=2, batch=3, calls=20)
     write_part(tmp_path / "table", made)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
-    layers = job.timed_layers(inputs, SETTINGS, SHAPES)
+    layers = build_layers(inputs, ON_DEEPSPARSE, CandidateOptions(), 0.8, SHAPES)
     assert [layer.name for layer in layers] == ["fc1", "fc2"]
     assert layers[0].options == (Option(DENSE, 0.0), Option("unstructured", 0.75))
     assert layers[1].seconds.tolist() == [4e-3, 1e-3]
     with pytest.raises(BadData, match="on deepsparse with 1 threads and batch 3: `latbench layers` measures it"):
-        job.timed_layers(inputs, Settings(2.0, threads=1, backend="deepsparse"), SHAPES)
+        build_layers(inputs, Deployment(1, "deepsparse"), CandidateOptions(), 0.8, SHAPES)
 
 
 def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(little: Task) -> None:
-    own = overhead.dense_engines(little, 2, "numba")
+    own = overhead.build_dense_engines(little, Deployment(2, "numba"))
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
-    assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
-    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *IN_BFLOAT16]
+    assert list(overhead.build_dense_engines(little, Deployment(2, "deepsparse"))) == [*own, "deepsparse"]
+    assert list(overhead.build_dense_engines(little, Deployment(2, "numba-bf16"))) == [
+        *own,
+        *BFLOAT16_ENGINES,
+    ]
 
 
 @pytest.mark.parametrize("backend", PRUNED_ENGINES)
 def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     backend: str, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Engine] = {}
+    asked: dict[str, EngineBuilder] = {}
 
-    def timed(wanted: dict[str, Engine], **_: Any) -> Timings:
+    def timed(wanted: dict[str, EngineBuilder], **_: Any) -> Timings:
         asked.update(wanted)
         times = {"deepsparse": 2e-3, "pruned": 1e-3}
         return Timings({name: [[times.get(name, 3e-3)] * 5] * 4 for name in wanted}, {})
@@ -140,20 +145,19 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     monkeypatch.setattr(job, "time_engines", timed)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
     profiles = {"pruned": CHOICES}
-    settings = Settings(2.0, threads=2, backend=backend)
-    timings = job.time_profiles(inputs, settings, profiles, {}, lambda *_: None)
-    assert asked["pruned"].function == "search.whole_model.model_engines:database_pruned"
+    timings = job.time_profiles(inputs, Deployment(2, backend), profiles, {}, lambda *_: None)
+    assert asked["pruned"].function == "search.whole_model.model_engines:build_database_pruned"
     assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
-    found = promise.measured([Session(profiles, timings)], "pruned", 0.9)
+    found = pool_sessions([Session(profiles, timings)], "pruned", 0.9)
     fastest = "deepsparse" if backend == "deepsparse" else "torch"
     assert found.dense_engine == fastest
     assert found.speedup.value == pytest.approx(2.0 if backend == "deepsparse" else 3.0)
     asked.clear()
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
-    job.time_profiles(inputs, settings, profiles, known, lambda *_: None)
+    job.time_profiles(inputs, Deployment(2, backend), profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse", *IN_BFLOAT16)] == own
-    assert (set(IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
+    assert [name for name in asked if name not in ("pruned", "deepsparse", *BFLOAT16_ENGINES)] == own
+    assert (set(BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
@@ -165,13 +169,13 @@ def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
     )
     stored = str(inputs.database), inputs.model_hash
     built: list[Any] = [
-        engines.dense_deepsparse(little.reference, 2),
-        engines.random_pruned(little.reference, 2, "deepsparse", CHOICES),
-        engines.database_pruned(little.reference, 2, "deepsparse", *stored, CHOICES),
+        engines.build_dense_deepsparse(little.reference, 2),
+        engines.build_random_pruned(little.reference, 2, "deepsparse", CHOICES),
+        engines.build_database_pruned(little.reference, 2, "deepsparse", *stored, CHOICES),
     ]
     assert [compiled.kept("fc1") for compiled in built] == [1.0, 0.25, 0.25]
     assert [compiled.kept("fc2") for compiled in built] == [1.0, 1.0, 1.0]
-    own: Any = engines.database_pruned(little.reference, 2, "numba", *stored, CHOICES)
+    own: Any = engines.build_database_pruned(little.reference, 2, "numba", *stored, CHOICES)
     np.testing.assert_allclose(own().numpy(), built[2].computed[0], rtol=1e-5, atol=1e-6)
 
 
@@ -179,8 +183,8 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     little: Task, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Compiled, "outputs", lambda self: [-y for y in self.computed])
-    with pytest.raises(WrongResult, match="DeepSparse computes something else than torch"):
-        engines.dense_deepsparse(little.reference, 2)
+    with pytest.raises(WrongResult, match="DeepSparse and torch compute different outputs"):
+        engines.build_dense_deepsparse(little.reference, 2)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (
             ["--backend", "deepsparse", "--most-bytes", "9"],
             2,
-            "--most-bytes does not go with deepsparse: nothing tells",
+            "--most-bytes does not go with deepsparse, because its packed sizes are unknown",
         ),
         (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
         (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),
@@ -236,7 +240,7 @@ def test_the_licence_is_said_before_a_search(
 
 def test_a_random_mask_never_reaches_a_dense_layer(little: Task, installed: None) -> None:
     dense = dict.fromkeys(SHAPES, (DENSE, 0.0))
-    compiled: Any = engines.random_pruned(little.reference, 2, "deepsparse", dense)
+    compiled: Any = engines.build_random_pruned(little.reference, 2, "deepsparse", dense)
     with torch.inference_mode():
         expected = little.model()(*little.example()).numpy()
     np.testing.assert_allclose(compiled.computed[0], expected, rtol=1e-5, atol=1e-6)

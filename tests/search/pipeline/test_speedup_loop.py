@@ -15,9 +15,18 @@ from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
 from search.knapsack.arrays import Choice, Infeasible, sum_in_order
-from search.pipeline import speedup_loop as promise
-from search.pipeline.search_job import Settings, prunable_layers, searcher
-from search.pipeline.speedup_loop import Kept, Measured, keep_promise, measured
+from search.pipeline.search_job import build_search_round
+from search.pipeline.search_request import SearchPlan
+from search.pipeline.search_setup import list_prunable_layers
+from search.pipeline.speedup_loop import (
+    MeasuredSpeedup,
+    PromisedProfile,
+    TimeProfiles,
+    calibrate_to,
+    interpolate,
+    pool_sessions,
+    run_speedup_loop,
+)
 from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_choice
 from search.problem.limits import Limits
 from search.problem.problem import Problem
@@ -25,8 +34,8 @@ from search.problem.second_budget import SecondBudget
 from search.strategies.evaluation_budget import SearchResult
 from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
-from search.whole_model.end_to_end import Timings
 from search.whole_model.sessions import Session
+from search.whole_model.timings import Timings
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95)
 OPTIONS = tuple(Option(DENSE if s == 0 else "vector:8", s) for s in SPARSITIES)
@@ -51,7 +60,7 @@ def loss(choice: Choice) -> float:
     return sum((1 + i) * SPARSITIES[j] ** 2 for i, j in enumerate(choice))
 
 
-class Judge:
+class Evaluator:
     """Losses by a formula; on fewer than all batches, another one. `asked` are the profiles judged on all."""
 
     def __init__(self, loss: Callable[[Choice], float] = loss, few: Callable[[Choice], float] | None = None) -> None:
@@ -66,42 +75,46 @@ class Judge:
         return list(map(self._loss, choices))
 
 
-Measure = Callable[[Sequence[Choice]], list[Measured]]
-
-
-def machine(slowness: float, noise: float = 0.01) -> tuple[Measure, list[Choice]]:
+def machine(slowness: float, noise: float = 0.01) -> tuple[TimeProfiles, list[Choice]]:
     """A machine on which the layers take `slowness` times what is predicted; and what it was asked to time."""
     asked: list[Choice] = []
 
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
+    def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         asked.extend(choice for choice in choices if choice not in asked)
         return [measure_one(choice) for choice in choices]
 
-    def measure_one(choice: Choice) -> Measured:
-        seconds = FIXED + slowness * sum_in_order(float(problem().layers[0].seconds[j]) for j in choice)
+    def measure_one(choice: Choice) -> MeasuredSpeedup:
+        seconds = FIXED + slowness * sum(float(problem().layers[0].seconds[j]) for j in choice)
         value = DENSE_SECONDS / seconds
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
-        return Measured(Interval(value, value * (1 - noise), value * (1 + noise)), dense, "onnxruntime")
+        return MeasuredSpeedup(Interval(value, value * (1 - noise), value * (1 + noise)), dense, "onnxruntime")
 
     return measure, asked
 
 
-def settings(target: float) -> Settings:
-    return Settings(target, threads=1, evaluations=150)
+PLAN = SearchPlan(evaluations=150)
 
 
 def quiet(what: str, done: int | None, total: int | None) -> None:
     return None
 
 
-def kept_promise(problem: Problem, judge: Judge, measure: Measure, settings: Settings, **options: Any) -> Kept:
-    return keep_promise(problem, searcher(settings, judge, quiet, **options), measure, settings.target)
+def promised(
+    problem: Problem,
+    evaluator: Evaluator,
+    measure: TimeProfiles,
+    target: float,
+    plan: SearchPlan = PLAN,
+    **options: Any,
+) -> PromisedProfile:  # fmt: skip
+    search = build_search_round(plan, target, evaluator, quiet, **options)
+    return run_speedup_loop(problem, search, measure, target)
 
 
 @pytest.mark.parametrize("slowness", [0.8, 0.95, 1.0, 1.1, 1.3])
 def test_what_is_returned_was_measured_to_keep_the_promise(slowness: float) -> None:
     measure, asked = machine(slowness)
-    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
+    kept = promised(problem(), Evaluator(), measure, 2.0)
     assert kept.found.choice in asked
     assert kept.measured.speedup.low >= 2.0
     assert len(asked) <= 4
@@ -113,7 +126,7 @@ def test_what_is_returned_was_measured_to_keep_the_promise(slowness: float) -> N
 
 def test_speed_to_spare_is_turned_into_accuracy() -> None:
     measure, asked = machine(0.7)
-    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
+    kept = promised(problem(), Evaluator(), measure, 2.0)
     assert loss(kept.found.choice) < loss(asked[0])
     assert kept.measured.speedup.low < measure(asked[:1])[0].speedup.low
 
@@ -121,21 +134,21 @@ def test_speed_to_spare_is_turned_into_accuracy() -> None:
 def test_a_machine_that_is_too_slow_is_said_with_what_it_reached() -> None:
     # No correction helps: whatever is timed is slow.
     dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
-    slow = Measured(Interval(1.2, 1.1, 1.3), dense, "torch")
+    slow = MeasuredSpeedup(Interval(1.2, 1.1, 1.3), dense, "torch")
     with pytest.raises((PromiseMissed, Infeasible), match=r"2x is infeasible: the best is 1\.\d+x|best reached"):
-        kept_promise(problem(), Judge(), lambda choices: [slow] * len(choices), settings(2.0))
+        promised(problem(), Evaluator(), lambda choices: [slow] * len(choices), 2.0)
 
 
 def test_a_profile_that_one_bad_session_failed_may_hold_when_it_is_timed_again() -> None:
     steady, asked = machine(1.0)
     sessions: list[int] = []
 
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
+    def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         sessions.append(len(choices))
         found = steady(choices)
         return [replace(one, speedup=Interval(1.5, 1.4, 1.6)) for one in found] if len(sessions) == 1 else found
 
-    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
+    kept = promised(problem(), Evaluator(), measure, 2.0)
     assert sessions[:2] == [1, 2]
     assert kept.found.loss == min(loss(choice) for choice in asked if steady([choice])[0].speedup.low >= 2.0)
 
@@ -149,8 +162,8 @@ def session(dense: float, name: str, *pruned: float) -> Session:
 
 def test_sessions_are_pooled_and_more_of_them_promise_more() -> None:
     first = session(4.0, "a", 1.9, 2.0, 2.1)
-    one = measured([first], "a", 0.9)
-    two = measured([first, session(4.0, "b", 1.0, 1.0, 1.0), first], "a", 0.9)
+    one = pool_sessions([first], "a", 0.9)
+    two = pool_sessions([first, session(4.0, "b", 1.0, 1.0, 1.0), first], "a", 0.9)
     assert one.speedup.value == two.speedup.value == pytest.approx(2.0, rel=2e-3)
     assert one.speedup.low < two.speedup.low < 2.0 < two.speedup.high < one.speedup.high
     assert (two.dense, two.dense_engine) == (Interval(4.0, 4.0, 4.0), "torch")
@@ -158,24 +171,24 @@ def test_sessions_are_pooled_and_more_of_them_promise_more() -> None:
 
 def test_a_speedup_is_over_the_engine_that_was_the_fastest_in_each_session() -> None:
     slow = session(12.0, "a", 2.0, 2.0, 2.0)  # there openvino is faster, with 9
-    assert measured([slow], "a", 0.9).dense_engine == "openvino"
-    both = measured([slow, session(4.5, "a", 1.0, 1.0, 1.0)], "a", 0.9)
+    assert pool_sessions([slow], "a", 0.9).dense_engine == "openvino"
+    both = pool_sessions([slow, session(4.5, "a", 1.0, 1.0, 1.0)], "a", 0.9)
     assert both.speedup.value == pytest.approx(4.5)
 
 
 def test_rounds_close_in_where_seconds_are_no_line() -> None:
     # Sparse layers are as fast as predicted, others much slower: one correction for all overshoots either way.
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
+    def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         found = []
         for choice in choices:
             layers = sum_in_order(float(problem().layers[0].seconds[j]) ** 0.6 for j in choice)
             value = DENSE_SECONDS / (FIXED + 0.9 * layers)
             dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
-            found.append(Measured(Interval(value, 0.97 * value, 1.03 * value), dense, "torch"))
+            found.append(MeasuredSpeedup(Interval(value, 0.97 * value, 1.03 * value), dense, "torch"))
         return found
 
     for target in (2.0, 2.4, 2.8):
-        kept = kept_promise(problem(), Judge(), measure, settings(target))
+        kept = promised(problem(), Evaluator(), measure, target)
         assert target <= kept.measured.speedup.low <= 1.12 * target
 
 
@@ -210,7 +223,7 @@ class Crooked:
         inside = sum_in_order(float(t[j]) for t, j in zip(self._inside, choice, strict=True))
         return self._dense / (self._around + inside)
 
-    def measure(self, choices: Sequence[Choice]) -> list[Measured]:
+    def measure(self, choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         self.sessions += 1
         answers = []
         for choice in choices:
@@ -218,7 +231,7 @@ class Crooked:
             known = self._found.setdefault(choice, [])
             known.append(log)
             value, room = math.exp(np.mean(known)), math.exp(0.03 + 0.02 / len(known))
-            answers.append(Measured(Interval(value, value / room, value * room), self.problem.dense, "torch"))
+            answers.append(MeasuredSpeedup(Interval(value, value / room, value * room), self.problem.dense, "torch"))
         return answers
 
     def find(self, problem: Problem, number: int, missed: Collection[Choice], target: float) -> SearchResult:
@@ -235,7 +248,7 @@ def test_rounds_find_what_is_to_be_had_in_few_sessions_on_any_machine() -> None:
         machine = Crooked(rng)
         target = float(rng.uniform(1.1, 0.85 * min(machine.reached, 5.0)))
         search = functools.partial(machine.find, target=target)
-        kept = keep_promise(machine.problem, search, machine.measure, target)  # never missed, never refused
+        kept = run_speedup_loop(machine.problem, search, machine.measure, target)  # never missed, never refused
         assert kept.measured.speedup.low >= target
         sessions.append(machine.sessions)
         spare.append(kept.measured.speedup.low / target - 1)
@@ -249,12 +262,12 @@ def test_no_round_leaves_what_is_bracketed_or_goes_astray(lows: tuple[float, ...
     exact, target = problem(spread=0.0), 2.0
     choices = [(j,) * LAYERS for j in (4, 3, 2)][: len(lows)]
     times = {
-        choice: Measured(Interval(1.05 * low, low, 1.1 * low), exact.dense, "torch")
+        choice: MeasuredSpeedup(Interval(1.05 * low, low, 1.1 * low), exact.dense, "torch")
         for choice, low in zip(choices, lows, strict=True)
     }
     for order in itertools.permutations(choices):
         known = {choice: times[choice] for choice in order}
-        aimed = promise._closed_in(exact, known, target, 1.0)
+        aimed = interpolate(exact, known, target, 1.0)
         most = max_seconds(exact, aimed, target)
         kept = [seconds(exact, choice) for choice in choices if known[choice].speedup.low >= target]
         missed = [seconds(exact, choice) for choice in choices if known[choice].speedup.low < target]
@@ -281,12 +294,12 @@ def test_of_an_end_that_stays_ever_less_counts() -> None:
     exact, target = problem(spread=0.0), 2.0
     far, *near = [(0,) * LAYERS, (4,) * LAYERS, (3, *(4,) * (LAYERS - 1)), (3, 3, *(4,) * (LAYERS - 2))]
     lows = {far: 0.5, near[0]: 2.2, near[1]: 2.19, near[2]: 2.18}
-    times: dict[Choice, Measured] = {}
+    times: dict[Choice, MeasuredSpeedup] = {}
     most = []
     for choice, low in lows.items():
-        times[choice] = Measured(Interval(low, low, low), exact.dense, "torch")
+        times[choice] = MeasuredSpeedup(Interval(low, low, low), exact.dense, "torch")
         if len(times) > 1:
-            aimed = promise._closed_in(exact, times, target, 1.0)
+            aimed = interpolate(exact, times, target, 1.0)
             most.append(max_seconds(exact, aimed, target) - seconds(exact, choice))
     assert most[0] < most[1] < most[2]
     assert max(most) < seconds(exact, far) - seconds(exact, near[2])
@@ -297,18 +310,16 @@ def test_before_a_target_is_refused_the_fastest_profile_is_timed() -> None:
     exact, fastest = problem(spread=0.0), (6,) * LAYERS
     solved = exact.solve(5.0).choice
     assert solved != fastest
-    kept = kept_promise(exact, Judge(), off({solved: 3.0}), settings(5.0))
+    kept = promised(exact, Evaluator(), off({solved: 3.0}), 5.0)
     assert kept.measured.speedup.low >= 5.0
     slow, asked = machine(1.9, noise=0.0)
     with pytest.raises(PromiseMissed) as said:
-        kept_promise(exact, Judge(), slow, settings(6.0))
+        promised(exact, Evaluator(), slow, 6.0)
     assert fastest in asked
     [best] = slow([fastest])
-    assert str(said.value).startswith(
-        f"6x was not kept when it was measured: of {len(asked)} profiles timed end to end"
-    )
+    assert str(said.value).startswith(f"no measured profile kept 6x: of {len(asked)} profiles timed end to end")
     assert f"the best reached {best.speedup.value:.2f}x" in str(said.value)
-    assert "it is out of reach: the fastest that there is was among them; 5% of the time is in layers that" in str(
+    assert "it is out of reach: the fastest possible profile was among them; 5% of the time is in layers that" in str(
         said.value
     )
 
@@ -317,13 +328,13 @@ def test_a_verification_does_not_refuse_what_was_not_timed() -> None:
     exact, target = problem(spread=0.0), 5.0
     solved = exact.solve(target).choice
     dense = exact.dense
-    busy = Measured(Interval(1.5, 1.5, 1.5), dense, "torch")
-    pessimistic = promise.corrected(exact, solved, busy)
+    busy = MeasuredSpeedup(Interval(1.5, 1.5, 1.5), dense, "torch")
+    pessimistic = calibrate_to(exact, solved, busy)
     with pytest.raises(Infeasible):
-        keep_promise(pessimistic, searcher(settings(target), Judge(), quiet), machine(1.0)[0], target)
-    judge = Judge()
-    kept = keep_promise(
-        pessimistic, searcher(settings(target), judge, quiet), machine(1.0, noise=0.0)[0], target,
+        run_speedup_loop(pessimistic, build_search_round(PLAN, target, Evaluator(), quiet), machine(1.0)[0], target)
+    evaluator = Evaluator()
+    kept = run_speedup_loop(
+        pessimistic, build_search_round(PLAN, target, evaluator, quiet), machine(1.0, noise=0.0)[0], target,
         before={solved: loss(solved)},
     )  # fmt: skip
     assert kept.measured.speedup.low >= target and kept.found.loss <= loss(solved)
@@ -335,17 +346,17 @@ def test_rounds_close_in_from_the_fastest_profile_as_from_any_other() -> None:
     enough = 0.8 * exact.budget(target)
     asked: list[Choice] = []
 
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
+    def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         asked.extend(choice for choice in choices if choice not in asked)
         found = []
         for choice in choices:
             value, more = exact.speedup(exact.predict(choice)).value, seconds(exact, choice) - enough
             if more > 0:
                 value = (0.995 - 0.003 * more) * target
-            found.append(Measured(Interval(value, value, value), exact.dense, "torch"))
+            found.append(MeasuredSpeedup(Interval(value, value, value), exact.dense, "torch"))
         return found
 
-    kept = keep_promise(exact, searcher(settings(target), Judge(), quiet), measure, target)
+    kept = run_speedup_loop(exact, build_search_round(PLAN, target, Evaluator(), quiet), measure, target)
     fastest = (6,) * LAYERS
     missed = asked.index(fastest)
     assert missed >= 3 and all(seconds(exact, choice) > enough for choice in asked[:missed])
@@ -361,7 +372,7 @@ def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
     def search(problem: Problem, number: int, missed: Collection[Choice]) -> SearchResult:
         return SearchResult(solved, 1.0, "staged", (), 1.0, False)
 
-    kept = keep_promise(exact, search, machine(0.79, noise=0.0)[0], target, before={better: 0.5})
+    kept = run_speedup_loop(exact, search, machine(0.79, noise=0.0)[0], target, before={better: 0.5})
     assert kept.found.choice == better
     whole = functools.reduce(np.add.outer, kept.problem.safe_seconds).ravel() + kept.problem.fixed.high
     errors = functools.reduce(np.add.outer, kept.problem.errors).ravel()
@@ -373,25 +384,25 @@ def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
 def test_infeasible_before_anything_is_measured() -> None:
     measure, asked = machine(1.0)
     with pytest.raises(Infeasible, match="target 15x is infeasible"):
-        kept_promise(problem(), Judge(), measure, settings(15.0))
+        promised(problem(), Evaluator(), measure, 15.0)
     assert asked == []
 
 
 def test_what_predictions_leave_open_is_measured_before_it_is_refused() -> None:
     target = 9.0  # as predicted the fastest profile reaches 8.0x, by the favourable ends of its layers 9.8x
-    kept = kept_promise(problem(spread=0.3), Judge(), machine(0.7, noise=0.0)[0], settings(target))
+    kept = promised(problem(spread=0.3), Evaluator(), machine(0.7, noise=0.0)[0], target)
     assert kept.measured.speedup.low >= target
     with pytest.raises(PromiseMissed, match=r"of 1 profiles timed end to end.*; it is out of reach"):
-        kept_promise(problem(spread=0.3), Judge(), machine(1.0)[0], settings(target))
+        promised(problem(spread=0.3), Evaluator(), machine(1.0)[0], target)
     with pytest.raises(Infeasible, match="target 10x is infeasible"):
-        kept_promise(problem(spread=0.3), Judge(), machine(0.7)[0], settings(10.0))
+        promised(problem(spread=0.3), Evaluator(), machine(0.7)[0], 10.0)
 
 
 def test_wide_intervals_do_not_refuse_what_measuring_can_settle() -> None:
     measure, _ = machine(1.0)
     with pytest.raises(Infeasible, match="lower end must reach the target"):
         problem(spread=9.0).budget(3.0)
-    kept = kept_promise(problem(spread=9.0), Judge(), measure, settings(3.0))
+    kept = promised(problem(spread=9.0), Evaluator(), measure, 3.0)
     assert kept.measured.speedup.low >= 3.0
 
 
@@ -400,32 +411,32 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
         # What few images say: off by up to a fifth, always the same for the same profile.
         return loss(choice) * (0.8 + 0.4 * np.random.default_rng(choice).random())
 
-    judge = Judge(few=few)
-    kept = kept_promise(problem(), judge, machine(1.0)[0], replace(settings(2.0), batches=2))
+    evaluator = Evaluator(few=few)
+    kept = promised(problem(), evaluator, machine(1.0)[0], 2.0, replace(PLAN, batches=2))
     assert kept.found.loss == loss(kept.found.choice)
     tried = {one.choice for one in kept.found.trace}
-    assert len(judge.asked) < len(tried) / 2
-    assert loss(kept.found.choice) == min(map(loss, judge.asked & tried))
+    assert len(evaluator.asked) < len(tried) / 2
+    assert loss(kept.found.choice) == min(map(loss, evaluator.asked & tried))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_keeps_a_second_budget(strategy: str) -> None:
     # What is in the first layers is heavy: without the budget they are pruned least.
     costs = {f"fc{i}": {it: (LAYERS - i) * (1 - it.sparsity) for it in OPTIONS} for i in range(LAYERS)}
-    free = run_strategy(StrategySettings(strategy, 100, 0), problem(), 2.0, Judge())
+    free = run_strategy(StrategySettings(strategy, 100, 0), problem(), 2.0, Evaluator())
     used = sum(costs[name][it] for name, it in expand_choice(problem().layers, free.choice).items())
     asked = replace(problem(), second_budget=SecondBudget(costs, 0.9 * used))
-    found = run_strategy(StrategySettings(strategy, 100, 0), asked, 2.0, Judge(), known={free.choice: "before"})
+    found = run_strategy(StrategySettings(strategy, 100, 0), asked, 2.0, Evaluator(), known={free.choice: "before"})
     assert found.trace and all(asked.keeps(one.choice, 2.0) for one in found.trace)
     assert found.loss >= free.loss
     heavy = replace(problem(), second_budget=SecondBudget(costs, 0.1))
     with pytest.raises(Infeasible, match="that budget alone is too small"):
-        run_strategy(StrategySettings(strategy, 9, 0), heavy, 2.0, Judge())
+        run_strategy(StrategySettings(strategy, 9, 0), heavy, 2.0, Evaluator())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_keeps_the_promise(strategy: str) -> None:
-    kept = kept_promise(problem(), Judge(), machine(1.1)[0], replace(settings(2.0), strategy=strategy))
+    kept = promised(problem(), Evaluator(), machine(1.1)[0], 2.0, replace(PLAN, strategy=strategy))
     assert kept.measured.speedup.low >= 2.0
     assert kept.found.loss == loss(kept.found.choice)
     if strategy == "spdy":  # not the profile of the first round, which the published search does not have
@@ -433,20 +444,20 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
 
 
 def test_a_first_round_that_ruins_the_model_is_not_the_last() -> None:
-    once = run_strategy(StrategySettings("once", 1, 0), problem(), 2.0, Judge()).choice
-    judge = Judge(lambda choice: math.inf if choice == once else loss(choice))
-    kept = kept_promise(problem(), judge, machine(1.0)[0], settings(2.0))
+    once = run_strategy(StrategySettings("once", 1, 0), problem(), 2.0, Evaluator()).choice
+    evaluator = Evaluator(lambda choice: math.inf if choice == once else loss(choice))
+    kept = promised(problem(), evaluator, machine(1.0)[0], 2.0)
     assert kept.found.choice != once and math.isfinite(kept.found.loss)
 
 
 def test_a_time_budget_counts_from_the_beginning_and_ends_all_rounds() -> None:
     moments = iter(range(1000))
-    judge = Judge()
-    limited = replace(settings(2.0), time_budget=6.5)
-    kept = kept_promise(problem(), judge, machine(1.0)[0], limited, clock=lambda: float(next(moments)))
+    evaluator = Evaluator()
+    limited = replace(PLAN, time_budget=6.5)
+    kept = promised(problem(), evaluator, machine(1.0)[0], 2.0, limited, clock=lambda: float(next(moments)))
     assert kept.measured.speedup.low >= 2.0
     assert kept.found.out_of_time
-    assert len(judge.asked) < 60
+    assert len(evaluator.asked) < 60
 
 
 def scaled(problem: Problem, by: float) -> Problem:
@@ -460,25 +471,25 @@ def fits(problem: Problem, choice: Choice, target: float) -> bool:
 
 def test_after_its_time_a_corrected_round_keeps_the_best_of_what_is_known() -> None:
     now = 0.0
-    judge = Judge()
-    search = searcher(replace(settings(2.0), time_budget=5.0), judge, quiet, clock=lambda: now)
+    evaluator = Evaluator()
+    search = build_search_round(replace(PLAN, time_budget=5.0), 2.0, evaluator, quiet, clock=lambda: now)
     first = search(problem(), 1, ())
     now = 9.0
-    judge.asked.clear()
-    spent = sum_in_order(float(problem().safe_seconds[0][j]) for j in first.choice)
+    evaluator.asked.clear()
+    spent = sum(float(problem().safe_seconds[0][j]) for j in first.choice)
     slower = scaled(problem(), 1.0001 * problem().budget(2.0) / spent)
     known = [one for one in first.trace if fits(slower, one.choice, 2.0)]
     assert first.choice not in [one.choice for one in known] != []
     second = search(slower, 2, ())
     assert second.loss == min(one.loss for one in known) < loss(slower.solve(2.0).choice)
-    assert judge.asked <= {one.choice for one in known}  # nothing new was judged
+    assert evaluator.asked <= {one.choice for one in known}  # nothing new was judged
     assert second.out_of_time and second.spent == 0
     # What missed is passed over while anything else fits.
     assert search(slower, 3, [second.choice]).loss == min(one.loss for one in known if one.choice != second.choice)
 
 
 def test_what_an_earlier_round_judged_costs_nothing() -> None:
-    search = searcher(replace(settings(2.0), evaluations=20), Judge(), quiet)
+    search = build_search_round(replace(PLAN, evaluations=20), 2.0, Evaluator(), quiet)
     first = search(problem(), 1, ())
     second = search(problem(), 2, ())
     assert first.spent == 20 and second.spent > 0
@@ -486,11 +497,11 @@ def test_what_an_earlier_round_judged_costs_nothing() -> None:
     assert second.loss <= first.loss
 
 
-def off(slow: Mapping[Choice, float]) -> Measure:
+def off(slow: Mapping[Choice, float]) -> TimeProfiles:
     """A machine on which all is as predicted, but some profiles take longer."""
     steady, _ = machine(1.0, noise=0.0)
 
-    def one(choice: Choice) -> Measured:
+    def one(choice: Choice) -> MeasuredSpeedup:
         [found] = steady([choice])
         value = found.speedup.value / slow.get(choice, 1.0)
         return replace(found, speedup=Interval(value, value, value))
@@ -499,12 +510,12 @@ def off(slow: Mapping[Choice, float]) -> Measure:
 
 
 def test_a_profile_that_missed_does_not_end_the_rounds() -> None:
-    exact, wanted = problem(spread=0.0), settings(2.0)
-    search = searcher(wanted, Judge(), quiet)
+    exact, wanted = problem(spread=0.0), 2.0
+    search = build_search_round(PLAN, wanted, Evaluator(), quiet)
     solved, best = search(exact, 0, ()), search(exact, 1, ())
     assert best.loss < solved.loss
     next_best = min(one.loss for one in best.trace if one.choice != best.choice)
-    kept = kept_promise(exact, Judge(), off({best.choice: 1.03}), wanted)
+    kept = promised(exact, Evaluator(), off({best.choice: 1.03}), wanted)
     assert kept.found.choice != best.choice
     assert next_best <= kept.found.loss < solved.loss
 
@@ -519,37 +530,37 @@ def test_what_missed_is_told_to_the_search_and_corrects_the_prediction_when_it_i
         choice = faster if number else solved
         return SearchResult(choice, loss(choice), "staged", (), 1.0, False)
 
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
+    def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
         values = [2.01 if choice == solved else 1.5 for choice in choices]
-        return [Measured(Interval(value, value, value), dense, "torch") for value in values]
+        return [MeasuredSpeedup(Interval(value, value, value), dense, "torch") for value in values]
 
-    assert keep_promise(exact, search, measure, 2.0).found.choice == solved
+    assert run_speedup_loop(exact, search, measure, 2.0).found.choice == solved
     assert [missed for _, missed in asked[:4]] == [set(), set(), {faster}, {faster}]
     assert fits(asked[2][0], faster, 2.0)  # as the profile that held says
     assert not fits(asked[3][0], faster, 2.0)
 
 
 def test_a_verified_profile_that_missed_is_not_found_again() -> None:
-    exact, wanted = problem(spread=0.0), settings(2.0)
-    best = searcher(wanted, Judge(), quiet)(exact, 1, ())
+    exact, wanted = problem(spread=0.0), 2.0
+    best = build_search_round(PLAN, wanted, Evaluator(), quiet)(exact, 1, ())
     measure = off({best.choice: 1.01})
-    search = searcher(wanted, Judge(), quiet)
-    kept = keep_promise(exact, search, measure, 2.0, before={best.choice: best.loss})
+    search = build_search_round(PLAN, wanted, Evaluator(), quiet)
+    kept = run_speedup_loop(exact, search, measure, 2.0, before={best.choice: best.loss})
     assert kept.found.choice != best.choice
     assert kept.measured.speedup.low >= 2.0
 
 
 def test_where_all_that_is_found_missed_the_prediction_is_corrected_by_it() -> None:
     # The strategy `once` has one answer, and that is slower than the layers say: the next is for fewer seconds.
-    exact, wanted = problem(spread=0.0), replace(settings(2.0), strategy="once")
-    first = searcher(wanted, Judge(), quiet)(exact, 0, ())
-    kept = kept_promise(exact, Judge(), off({first.choice: 1.03}), wanted)
+    exact, plan = problem(spread=0.0), replace(PLAN, strategy="once")
+    first = build_search_round(plan, 2.0, Evaluator(), quiet)(exact, 0, ())
+    kept = promised(exact, Evaluator(), off({first.choice: 1.03}), 2.0, plan)
     assert kept.found.choice != first.choice and kept.measured.speedup.low >= 2.0
 
 
 def test_the_same_seed_gives_the_same_profile() -> None:
-    results = [kept_promise(problem(), Judge(), machine(1.1)[0], settings(2.5)).found for _ in range(2)]
+    results = [promised(problem(), Evaluator(), machine(1.1)[0], 2.5).found for _ in range(2)]
     assert results[0] == results[1]
 
 
@@ -562,8 +573,8 @@ def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
     # The last one cannot be pruned anyway: it is no mistake to exclude it.
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 1))
     for excluded, left in (((), ["0", "2"]), (("0",), ["2"]), (("4",), ["0", "2"]), (("[0-1]", "4"), ["2"])):
-        assert list(prunable_layers(task(*excluded), model.eval())) == left
+        assert list(list_prunable_layers(task(*excluded), model.eval())) == left
     with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; the model has 0, 2, 4"):
-        prunable_layers(task("fc"), model)
+        list_prunable_layers(task("fc"), model)
     with pytest.raises(UsageError, match="no layer that can be pruned"):
-        prunable_layers(task("0", "2"), model)
+        list_prunable_layers(task("0", "2"), model)

@@ -13,25 +13,26 @@ from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
-from search import task as tasks
 from search.artifacts.profile import LayerChoice, Profile
+from search.deployment import Deployment
 from search.pipeline.verify import (
     PRUNED,
     SESSION,
-    Verdict,
-    as_session,
-    conclude,
-    load,
-    manifest_hash,
-    rows,
-    up_to_date,
+    SpeedupVerdict,
+    build_rows,
+    build_session,
+    build_verdict,
+    hash_manifest,
+    read_current_verdict,
+    read_verdict,
     verify,
 )
 from search.pruning.storage.model_folder import save_pruned
-from search.task import Task
-from search.whole_model import sessions
-from search.whole_model.end_to_end import Timings, time_engines
-from search.whole_model.overhead import conditions
+from search.task import Task, load_task
+from search.whole_model.end_to_end import RoundSchedule, time_engines
+from search.whole_model.overhead import describe_conditions
+from search.whole_model.sessions import write_sessions
+from search.whole_model.timings import Timings
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import parse
 
@@ -78,7 +79,7 @@ def timings(pruned: float) -> Timings:
 @pytest.fixture
 def little(tmp_path: Path) -> Task:
     (tmp_path / "little.py").write_text(TASK)
-    return tasks.load(str(tmp_path / "little.py"))
+    return load_task(str(tmp_path / "little.py"))
 
 
 def pruned_folder(folder: Path, task: Task, followed: Profile) -> Path:
@@ -91,10 +92,10 @@ def pruned_folder(folder: Path, task: Task, followed: Profile) -> Path:
 
 
 def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
-    met = conclude(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
+    met = build_verdict(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
     assert (met.met, met.measured_speedup, met.dense_engine, met.dense_seconds) == (True, 2.0, "onnxruntime", 4.0)
     assert (met.score_dense, met.score_pruned, met.left_out) == (0.9, 0.8, {"torch-mkldnn": "why"})
-    missed = conclude(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash")
+    missed = build_verdict(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash")
     assert not missed.met
     assert missed.sentence() == "promise missed: 1.99x (1.99-1.99x) measured against onnxruntime, 2x promised"
     assert PromiseMissed(missed.sentence()).exit_code == 1
@@ -102,11 +103,11 @@ def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
 
 def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "deepsparse": steady(3.0), PRUNED: steady(2.0)}, {})
-    verdict = conclude(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
+    verdict = build_verdict(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
         "promise missed: 1.50x (1.50-1.50x) measured on DeepSparse against deepsparse, 2x promised"
     )
-    write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]
     assert found.loc["deepsparse"].tolist() == ["deepsparse", "1.8.0", "dense"]
     assert found.loc[PRUNED].tolist() == ["deepsparse", "1.8.0", "profile"]
@@ -115,11 +116,11 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
 
 def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "torch-bf16": steady(3.0), PRUNED: steady(1.0)}, {})
-    verdict = conclude(little, profile(), "numba-bf16", timed, (0.9, 0.8), "hash")
+    verdict = build_verdict(little, profile(), "numba-bf16", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
         "promise met: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
     )
-    write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
     assert found.loc[PRUNED].tolist() == ["numba", "bf16", "bfloat16"]
     assert found.loc["torch-bf16"].tolist() == ["torch", "bf16", "bfloat16"]
@@ -142,20 +143,23 @@ def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monke
 def test_a_verdict_of_a_busy_machine_says_so(little: Task) -> None:
     known = replace(profile(), dense_engine="onnxruntime", dense_seconds=3.0)
     assert (
-        conclude(little, known, "numba", timings(2.01), (0.9, 0.8), "hash")
+        build_verdict(little, known, "numba", timings(2.01), (0.9, 0.8), "hash")
         .sentence()
-        .endswith("2x promised (dense took 1.33 times what it took in the search: a busy machine, or another)")
+        .endswith(
+            "2x promised (the dense engine took 1.33 times as long as in the search: "
+            "the machine is busy, or another one)"
+        )
     )
-    quiet = conclude(little, replace(known, dense_seconds=3.9), "numba", timings(2.01), (0.9, 0.8), "hash")
+    quiet = build_verdict(little, replace(known, dense_seconds=3.9), "numba", timings(2.01), (0.9, 0.8), "hash")
     assert quiet.sentence().endswith("2x promised")
     assert (
-        conclude(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash").slowdown is None
+        build_verdict(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash").slowdown is None
     )  # never heard of engine x
 
 
 def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
-    verdict = conclude(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
-    write_part(tmp_path / "table", rows(verdict, profile(), timings(2.0)))
+    verdict = build_verdict(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
+    write_part(tmp_path / "table", build_rows(verdict, profile(), timings(2.0)))
     found = read_table(tmp_path / "table").set_index("kernel_used")
     assert set(found.index) == {"torch", "onnxruntime", PRUNED}
     assert set(found["purpose"]) == {"verify"}
@@ -170,21 +174,21 @@ def test_a_verdict_is_of_one_model_on_one_machine(
 ) -> None:
     folder, output = pruned_folder(tmp_path / "pruned", little, profile()), tmp_path / "verify"
     output.mkdir()
-    key = conditions(little, "x", 1, "numba")
+    key = describe_conditions(little, "x", Deployment(1))
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
-        verdict = conclude(little, profile(), "numba", timings(seconds), (0.9, 0.8), manifest_hash(folder))
+        verdict = build_verdict(little, profile(), "numba", timings(seconds), (0.9, 0.8), hash_manifest(folder))
         (output / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
-        sessions.write([as_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
-        assert (up_to_date(little, folder, output, "numba") == verdict) is known
-        assert up_to_date(little, folder, output, "deepsparse") is None
+        write_sessions([build_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
+        assert (read_current_verdict(little, folder, output, "numba") == verdict) is known
+        assert read_current_verdict(little, folder, output, "deepsparse") is None
         other = pruned_folder(tmp_path / "other", little, profile(1.5))
-        assert up_to_date(little, other, output, "numba") is None
+        assert read_current_verdict(little, other, output, "numba") is None
         with monkeypatch.context() as patched:
-            patched.setattr("search.pipeline.verify.name_cpu", lambda: "another-cpu")
-            assert up_to_date(little, folder, output, "numba") is None
+            patched.setattr("search.whole_model.overhead.name_cpu", lambda: "another-cpu")
+            assert read_current_verdict(little, folder, output, "numba") is None
         edited = tmp_path / "edited.py"
         edited.write_text(TASK.replace(".mean())", ".sum())"))
-        assert up_to_date(tasks.load(str(edited)), folder, output, "numba") is None
+        assert read_current_verdict(load_task(str(edited)), folder, output, "numba") is None
 
 
 @pytest.mark.parametrize("most", [9000.0, None])
@@ -197,8 +201,8 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
 ) -> None:
     asked = replace(profile(), most_bytes=most, weight_bytes=7000.0, dense_bytes=12000.0)
     folder = pruned_folder(tmp_path / "pruned", little, asked)
-    verdict = conclude(little, asked, "numba", timings(2.0), (0.9, 0.8), "hash")
-    monkeypatch.setattr("search.pipeline.verify.up_to_date", lambda *of: verdict)
+    verdict = build_verdict(little, asked, "numba", timings(2.0), (0.9, 0.8), "hash")
+    monkeypatch.setattr("search.pipeline.verify.read_current_verdict", lambda *of: verdict)
     verify_command(little.reference, folder, tmp_path / "verify")
     said = "all weights take 7,000 of 9,000 bytes allowed, 12,000 dense\n" in capsys.readouterr().out
     assert said is (most is not None)
@@ -210,8 +214,8 @@ def test_the_command_says_what_was_predicted_for_the_backend_it_ran_on(
     asked = replace(profile(), predicted_seconds=1.9, predicted_low=1.8, predicted_high=2.1)
     folder = pruned_folder(tmp_path / "pruned", little, asked)
     for backend in ("numba", "deepsparse"):
-        verdict = conclude(little, asked, backend, timings(2.0), (0.9, 0.8), "hash")
-        monkeypatch.setattr("search.pipeline.verify.up_to_date", lambda *of, verdict=verdict: verdict)
+        verdict = build_verdict(little, asked, backend, timings(2.0), (0.9, 0.8), "hash")
+        monkeypatch.setattr("search.pipeline.verify.read_current_verdict", lambda *of, verdict=verdict: verdict)
         verify_command(little.reference, folder, tmp_path / "verify", backend=backend)
         said = "the pruned model was predicted to take 1.90 s (1.80–2.10)\n" in capsys.readouterr().out
         assert said is (backend == "numba")
@@ -222,7 +226,9 @@ def test_a_small_model_is_verified_from_its_folder(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
-    once = partial(time_engines, processes=1, rounds=4)  # what is built again and again is test_end_to_end.py's
+    once = partial(
+        time_engines, schedule=RoundSchedule(builds=1, rounds=4)
+    )  # what is built again and again is test_end_to_end.py's
     monkeypatch.setattr("search.pipeline.verify.time_engines", once)
     folder, output = pruned_folder(tmp_path / "pruned", little, profile(1e-3)), tmp_path / "verify"
     verdict = verify(little, folder, output)
@@ -231,7 +237,7 @@ def test_a_small_model_is_verified_from_its_folder(
     model = little.model()
     assert verdict.score_dense == pytest.approx(little.score(model))
     assert verdict.score_pruned != verdict.score_dense
-    assert load(output / "verify.json") == verdict
+    assert read_verdict(output / "verify.json") == verdict
     content = json.loads((output / "verify.json").read_text())
     assert content["measured_speedup"] == verdict.measured_speedup
     samples = read_table(output).set_index("kernel_used")["samples_seconds"]
@@ -243,17 +249,17 @@ def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Ta
     other = tmp_path / "other.py"
     other.write_text(TASK.replace('"little"', '"other"'))
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
-        verify(tasks.load(str(other)), folder, tmp_path / "verify")
+        verify(load_task(str(other)), folder, tmp_path / "verify")
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
-        up_to_date(tasks.load(str(other)), folder, tmp_path / "verify", "numba")
+        read_current_verdict(load_task(str(other)), folder, tmp_path / "verify", "numba")
     with pytest.raises(BadData, match="is no pruned model"):
         verify(little, tmp_path / "absent", tmp_path / "verify")
 
 
 def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    assert load(tmp_path / "absent.json") is None
+    assert read_verdict(tmp_path / "absent.json") is None
     (tmp_path / "other.json").write_text('{"version": 1}')
-    assert load(tmp_path / "other.json") is None
+    assert read_verdict(tmp_path / "other.json") is None
     for wrong in (
         {"version": 2},
         {"target": 0},
@@ -262,8 +268,8 @@ def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
         {"measured_low": -1.0},
     ):
         times = dict.fromkeys(("value", "low", "high"), 1e-3)
-        whole = {field.name: 1.0 for field in fields(Verdict)} | {"engines": {"torch": times}, "version": 1}
+        whole = {field.name: 1.0 for field in fields(SpeedupVerdict)} | {"engines": {"torch": times}, "version": 1}
         (tmp_path / "verify.json").write_text(json.dumps(whole))
-        assert load(tmp_path / "verify.json") is not None
+        assert read_verdict(tmp_path / "verify.json") is not None
         (tmp_path / "verify.json").write_text(json.dumps(whole | wrong))
-        assert load(tmp_path / "verify.json") is None
+        assert read_verdict(tmp_path / "verify.json") is None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.pruning import prune_model as pipeline
 from search.pruning.masks.apply_masks import apply_masks
@@ -39,7 +39,7 @@ from search.pruning.storage.model_folder import (
 from search.pruning.storage.packed_file import save_packed
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
-from search.task import Task, load
+from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, Unstructured, VectorWise
 
@@ -50,13 +50,13 @@ NOBODY = 999_999_999  # no process has such a number
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(TASK))
+    return load_task(str(TASK))
 
 
 @pytest.fixture
 def database(task: Task, tmp_path: Path) -> Database:
     model = task.model()
-    filled = Database(tmp_path / "database", model_hash(model))
+    filled = Database(tmp_path / "database", hash_model(model))
     fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled)
     return filled
 
@@ -69,7 +69,7 @@ def profile_of(task: Task, choices: dict[str, tuple[str, float]]) -> Profile:
         fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
         predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
         risk=0.9, additivity_before=0.1, additivity_after=0.1,
-        seed=0, table_hash="t", model_hash=model_hash(task.model()), inputs="i",
+        seed=0, table_hash="t", model_hash=hash_model(task.model()), inputs="i",
     )  # fmt: skip
 
 
@@ -365,7 +365,7 @@ def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task
     assert result.selected.score == task.score(result.model)
     assert zeros_hold(result.model, dict(result.masks))
     assert again.stages == result.stages
-    assert model_hash(again.model) == model_hash(result.model)
+    assert hash_model(again.model) == hash_model(result.model)
     alone = pipeline.prune_model(task, profile, database, settings=pipeline.PruneSettings(joint=False))
     assert alone.stages == result.stages[:2]
 
@@ -409,7 +409,7 @@ def test_joint_tuning_that_does_harm_is_undone(
     result = pipeline.prune_model(task, profile_of(task, CHOICES), database)
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global"]
     assert result.selected.name == "one-shot" and result.selected.loss == alone.selected.loss
-    assert model_hash(result.model) == model_hash(alone.model)
+    assert hash_model(result.model) == hash_model(alone.model)
 
 
 def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, database: Database) -> None:
@@ -452,16 +452,16 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
 ) -> None:
     """Shfl-BW's row groups are found by a heuristic: drawn anew from other weights they would be others."""
     choices = {"conv": ("shflbw:4", 0.5), "fc": ("vector:4", 0.75)}
-    built = Database(tmp_path, model_hash(task.model()))
+    built = Database(tmp_path, hash_model(task.model()))
     fill_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
     profile = profile_of(task, choices)
-    one_shot = model_hash(
+    one_shot = hash_model(
         pipeline.prune_model(task, profile, built, settings=pipeline.PruneSettings(joint=False)).model
     )
     started: list[str] = []
 
     def seen(task: Task, model: nn.Module, *args: Any, **kwargs: Any) -> TrainingResult:
-        started.append(model_hash(model))
+        started.append(hash_model(model))
         return train(task, model, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "train", seen)
@@ -522,7 +522,7 @@ def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Da
     masks = stitch(model, CHOICES, database)
     manifest = save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "tiny", "inputs": "x"})
     found, choices = load_pruned(tmp_path / "pruned", task.model())
-    assert model_hash(found) == model_hash(model)
+    assert hash_model(found) == hash_model(model)
     assert list(choices) == ["conv", "fc", "head"]
     assert str(choices["conv"].pattern) == "vector:4"
     assert choices["head"].mask is None
@@ -652,7 +652,7 @@ def test_another_database_or_another_task_is_pruned_anew(
     model = task.model()
 
     def run(method: str) -> str:
-        filled = Database(tmp_path / method, model_hash(model), hash_pruning_inputs(task, method))
+        filled = Database(tmp_path / method, hash_model(model), hash_pruning_inputs(task, method))
         fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
         prune_command(str(mine), profile, filled.folder, pruned, joint=False)
         return capsys.readouterr().out

@@ -15,17 +15,17 @@ from latbench.backends.cpu import openvino
 from search.problem.layers import DENSE
 from search.pruning.storage.model_folder import set_precision
 from search.whole_model.model_engines import (
-    Choices,
+    build_dense_numba_bf16,
+    build_dense_openvino_bf16,
+    build_dense_torch,
+    build_dense_torch_bf16,
+    build_layers_free,
+    build_random_pruned,
     check_outputs,
-    dense_numba_bf16,
-    dense_openvino_bf16,
-    dense_torch,
-    dense_torch_bf16,
-    exported_once,
-    layers_free,
-    random_pruned,
+    export_once,
+    list_tensors,
 )
-from search.whole_model.model_engines import tensors as engine_tensors
+from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.oracle import WrongResult
@@ -35,8 +35,8 @@ TASK = str(Path(__file__).parents[1] / "pruning_task.py")
 # One input through two layers of one convolution: it is asked for outputs of two sizes.
 TWICE = f"""
 import torch
-from search.task import load
-base = load({TASK!r})
+from search.task import load_task
+base = load_task({TASK!r})
 calibration, loss, score = base.calibration, base.loss, base.score
 class Twice(torch.torch.nn.Module):
     def __init__(self):
@@ -78,13 +78,13 @@ def tensors(output: Any) -> list[torch.Tensor]:
     ids=["layers of two kinds", "a layer called twice"],
 )
 def test_free_layers_compute_once_and_the_rest_as_always(
-    task: str, choices: Choices, layers: int, computed: list[int], tmp_path: Path
+    task: str, choices: OptionsByLayer, layers: int, computed: list[int], tmp_path: Path
 ) -> None:
     if task == "twice":
         (tmp_path / "twice.py").write_text(TWICE)
         task = str(tmp_path / "twice.py")
-    pruned: Any = random_pruned(task, 1, "numba", choices)
-    free = layers_free(task, 1, "numba", choices)
+    pruned: Any = build_random_pruned(task, 1, "numba", choices)
+    free = build_layers_free(task, 1, "numba", choices)
     expected, first = tensors(pruned()), tensors(free())
     computed.clear()
     again = tensors(free())
@@ -109,25 +109,25 @@ def test_in_bfloat16_layers_are_whose_rows_share_columns() -> None:
 
 
 def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None:
-    dense: Any = dense_torch(TASK, 1)
-    exact: Any = random_pruned(TASK, 1, "numba", CHOICES)
+    dense: Any = build_dense_torch(TASK, 1)
+    exact: Any = build_random_pruned(TASK, 1, "numba", CHOICES)
     for expected, build in (
-        (dense(), partial(dense_torch_bf16, TASK, 1)),
-        (dense(), partial(dense_numba_bf16, TASK, 1)),
-        (exact(), partial(random_pruned, TASK, 1, "numba-bf16", CHOICES)),
-        (exact(), partial(layers_free, TASK, 1, "numba-bf16", CHOICES)),
+        (dense(), partial(build_dense_torch_bf16, TASK, 1)),
+        (dense(), partial(build_dense_numba_bf16, TASK, 1)),
+        (exact(), partial(build_random_pruned, TASK, 1, "numba-bf16", CHOICES)),
+        (exact(), partial(build_layers_free, TASK, 1, "numba-bf16", CHOICES)),
     ):
         run: Any = build()
         found = run().float()
-        check_outputs(engine_tensors(found), engine_tensors(expected), "this", 0.05)
+        check_outputs(list_tensors(found), list_tensors(expected), "this", 0.05)
         with pytest.raises(WrongResult):
-            check_outputs(engine_tensors(found), engine_tensors(expected), "this", 1e-6)
+            check_outputs(list_tensors(found), list_tensors(expected), "this", 1e-6)
 
 
 def test_openvino_computes_a_model_in_bfloat16_where_the_processor_can(tmp_path: Path) -> None:
-    run: Any = dense_openvino_bf16(TASK, 1, str(tmp_path))
-    exact: Any = dense_torch(TASK, 1)
-    found, expected = run(), engine_tensors(exact())
+    run: Any = build_dense_openvino_bf16(TASK, 1, str(tmp_path))
+    exact: Any = build_dense_torch(TASK, 1)
+    found, expected = run(), list_tensors(exact())
     check_outputs(found, expected, "OpenVINO", 0.05)
     if "BF16" in openvino.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         with pytest.raises(WrongResult):
@@ -150,10 +150,10 @@ def test_a_model_is_exported_once_for_all_engines_of_a_timing(
 
     monkeypatch.setattr("torch.onnx.export", export)
     with pytest.raises(RuntimeError, match="no such operator"):
-        exported_once(torch.nn.Linear(1, 1), (), tmp_path)
+        export_once(torch.nn.Linear(1, 1), (), tmp_path)
     assert not (tmp_path / "model.onnx").exists()
     with ThreadPoolExecutor(3) as pool:
-        paths = list(pool.map(lambda _: exported_once(torch.nn.Linear(1, 1), (), tmp_path), range(3)))
+        paths = list(pool.map(lambda _: export_once(torch.nn.Linear(1, 1), (), tmp_path), range(3)))
     assert len(asked) == 2  # one that failed, one for the three
     assert {path.read_bytes() for path in paths} == {b"whole"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "model.onnx", "model.onnx.data"]

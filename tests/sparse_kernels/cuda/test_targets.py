@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
+from latbench.timing import gpu_ceiling_kernels
 from sparse_kernels import pack
 from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_sm90
 from sparse_kernels.cuda.program import DTYPES, NotSupported
@@ -13,7 +13,7 @@ from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
 from sparse_kernels.cuda.variants import FAMILIES, linear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Unstructured, VectorWise
 
-EVERYWHERE = {"vector": vector, "nm": nm, "csr": csr, "ceilings": ceiling_kernels}
+EVERYWHERE = {"vector": vector, "nm": nm, "csr": csr, "ceilings": gpu_ceiling_kernels}
 HOPPER = {"vector_sm90": vector_sm90, "nm_sm90": nm_sm90}
 PATTERNS = [
     Dense(),

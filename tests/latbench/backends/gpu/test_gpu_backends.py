@@ -18,12 +18,11 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
-from latbench.sweeping import bench
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import bench, gpu_points
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
-from latbench.timing import gpu_events as timing
+from latbench.timing import gpu_events
 from latbench.timing.gpu_events import NotCaptured
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
@@ -89,7 +88,7 @@ def _fails(work: object) -> None:
 
 
 def point(shape: Shape = LINEAR, pattern: Pattern = VECTORS, sparsity: float = 0.75, dtype: str = "float16") -> Point:
-    kernel = points.OURS_CONV[0] if isinstance(shape, Conv2dShape) else points.OURS[0]
+    kernel = gpu_points.OURS_CONV[0] if isinstance(shape, Conv2dShape) else gpu_points.OURS[0]
     return dataclasses.replace(build_gpu_point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
 
 
@@ -116,7 +115,7 @@ def test_a_wrong_result_of_any_copy_is_found(engine: SimpleNamespace, shape: Sha
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_is_checked_is_what_the_graph_computes(engine: SimpleNamespace, fresh: bool) -> None:
     engine.fresh = fresh
-    eager = engine.copies * (1 + 1 + 2 * timing.TRIALS)  # enough calls for all that comes before the capture
+    eager = engine.copies * (1 + 1 + 2 * gpu_events.TRIALS)  # enough calls for all that comes before the capture
 
     def wrong_later(y: np.ndarray, copy: int) -> np.ndarray:
         return y + np.float32(0.5) * (len(engine.ran) > eager)
@@ -179,7 +178,7 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
     with pytest.raises(NotCaptured, match=said) as caught:
         prepare_gpu_point.prepare_gpu_point(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
-    outcome = bench._failed(failure)
+    outcome = bench.classify_failure(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
@@ -189,7 +188,12 @@ def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.M
     monkeypatch.setattr(
         gpu_layers, "pack", lambda w, mask, pattern: packs.append(pattern) or packed(w, mask, pattern)
     )
-    for kernel, times in ((points.OURS[0], 1), (points.DENSE[0], 0), (points.BSR[0], 1), (points.CUSPARSELT[0], 0)):
+    for kernel, times in (
+        (gpu_points.OURS[0], 1),
+        (gpu_points.DENSE[0], 0),
+        (gpu_points.BSR[0], 1),
+        (gpu_points.CUSPARSELT[0], 0),
+    ):
         gpu_layers._layer.cache_clear()
         packs.clear()
         wanted = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, kernel)
@@ -197,7 +201,7 @@ def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.M
         prepare_gpu_point.pack_gpu_point(wanted)
         assert len(packs) == times, kernel
     prepare_gpu_point.pack_gpu_point(
-        build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0])
+        build_gpu_point("x", LINEAR, BlockWise(64, 64), 0.5, gpu_points.OURS[0])
     )  # refused when it is prepared
 
 
@@ -371,7 +375,7 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
     def refuses() -> None:
         raise RuntimeError("Supported only on GPUs with compute capability 8.x")
 
-    it = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
+    it = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, gpu_points.CUTLASS[0])
     with pytest.raises(Unsupported, match=r"^torch cutlass: Supported only on GPUs with compute capability 8\.x$"):
         _try(it, refuses)
     assert _try(it, lambda: 3) == 3
@@ -386,8 +390,8 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
-    assert bench._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
+        _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, gpu_points.CUTLASS[0]), runs_out)
+    assert bench.classify_failure(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:

@@ -12,7 +12,7 @@ import pytest
 from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.machines.gpu_discovery import list_gpus
 from latbench.runners.worker_process import START_SECONDS, PreparedTask, TaskFailed, Worker
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.sweeping.roofline_pace import READING_SECONDS, SLOW_SPELL
@@ -89,7 +89,7 @@ def workers() -> Iterator[Workers]:
 
 
 def computed(
-    workers: Workers, shape: Shape, pattern: Pattern, kernel: points.Kernel, dtype: str = "float16"
+    workers: Workers, shape: Shape, pattern: Pattern, kernel: gpu_points.Kernel, dtype: str = "float16"
 ) -> float:
     """The largest error of what a kernel computes."""
     sparsity = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else 0.8
@@ -107,26 +107,26 @@ def computed(
 @pytest.mark.parametrize("shape", LINEAR, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_our_linear_kernels_are_right(workers: Workers, pattern: Pattern, shape: Shape, dtype: str) -> None:
-    assert 0 <= computed(workers, shape, pattern, points.OURS[0], dtype) < 2.0**-7
+    assert 0 <= computed(workers, shape, pattern, gpu_points.OURS[0], dtype) < 2.0**-7
 
 
-@pytest.mark.parametrize("kernel", [*points.DENSE, *points.DENSE_AGAIN], ids="-".join)
+@pytest.mark.parametrize("kernel", [*gpu_points.DENSE, *gpu_points.DENSE_AGAIN], ids="-".join)
 @pytest.mark.parametrize("shape", LINEAR, ids=str)
-def test_the_dense_baseline_is_right(workers: Workers, kernel: points.Kernel, shape: Shape) -> None:
+def test_the_dense_baseline_is_right(workers: Workers, kernel: gpu_points.Kernel, shape: Shape) -> None:
     assert 0 <= computed(workers, shape, Dense(), kernel) < 2.0**-8
 
 
 PEERS = [
-    *((NM(2, 4), kernel) for kernel in (*points.CUSPARSELT, *points.CUTLASS)),
-    *((BlockWise(64, 64), kernel) for kernel in (*points.BSR, *points.BSR_TUNED)),
-    *((Unstructured(), kernel) for kernel in points.CSR),
+    *((NM(2, 4), kernel) for kernel in (*gpu_points.CUSPARSELT, *gpu_points.CUTLASS)),
+    *((BlockWise(64, 64), kernel) for kernel in (*gpu_points.BSR, *gpu_points.BSR_TUNED)),
+    *((Unstructured(), kernel) for kernel in gpu_points.CSR),
 ]
 
 
 @pytest.mark.parametrize(
     ("pattern", "kernel"), PEERS, ids=lambda it: "-".join(it) if isinstance(it, tuple) else str(it)
 )
-def test_the_sparse_peers_are_right(workers: Workers, pattern: Pattern, kernel: points.Kernel) -> None:
+def test_the_sparse_peers_are_right(workers: Workers, pattern: Pattern, kernel: gpu_points.Kernel) -> None:
     assert 0 <= computed(workers, LinearShape(256, 512, 256), pattern, kernel) < 2.0**-10
 
 
@@ -138,7 +138,7 @@ def test_points_that_are_ready_together_are_sampled_in_turn(workers: Workers) ->
         build_gpu_point("gpu", LinearShape(512, 1024, n), pattern, 0.0 if isinstance(pattern, Dense) else 0.5, kernel)
         for n in (256, 512)
         for pattern in patterns
-        for kernel in ((*points.OURS, *points.DENSE) if isinstance(pattern, Dense) else points.OURS)
+        for kernel in ((*gpu_points.OURS, *gpu_points.DENSE) if isinstance(pattern, Dense) else gpu_points.OURS)
     ]
     ready = [(workers.worker(point), workers.prepare(point)) for point in wanted]
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_points_that_are_ready_together_are_sampled_in_turn(workers: Workers) ->
 
 
 def dense(size: int, cache: str, launch: str, n: int | None = None) -> Point:
-    point = build_gpu_point("gpu", LinearShape(size, size, n or size), Dense(), 0.0, points.DENSE[0])
+    point = build_gpu_point("gpu", LinearShape(size, size, n or size), Dense(), 0.0, gpu_points.DENSE[0])
     return dataclasses.replace(point, cache_mode=cache, launch_mode=launch)
 
 
@@ -200,16 +200,16 @@ def test_fixed_work_of_a_sweep_takes_what_it_took_when_the_ceilings_were_found(w
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_our_convolutions_are_right(workers: Workers, pattern: Pattern, shape: Shape, dtype: str) -> None:
-    assert 0 <= computed(workers, shape, pattern, points.OURS_CONV[0], dtype) < 2.0**-7
+    assert 0 <= computed(workers, shape, pattern, gpu_points.OURS_CONV[0], dtype) < 2.0**-7
 
 
-@pytest.mark.parametrize("kernel", points.DENSE_CONV, ids="-".join)
+@pytest.mark.parametrize("kernel", gpu_points.DENSE_CONV, ids="-".join)
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
-def test_the_dense_convolutions_are_right(workers: Workers, kernel: points.Kernel, shape: Shape) -> None:
+def test_the_dense_convolutions_are_right(workers: Workers, kernel: gpu_points.Kernel, shape: Shape) -> None:
     assert 0 <= computed(workers, shape, Dense(), kernel) < 2.0**-8
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("shape", LINEAR, ids=str)
 def test_numbas_linear_kernels_are_right(workers: Workers, pattern: Pattern, shape: Shape) -> None:
-    assert 0 <= computed(workers, shape, pattern, points.NUMBA[0]) < 2.0**-10
+    assert 0 <= computed(workers, shape, pattern, gpu_points.NUMBA[0]) < 2.0**-10

@@ -15,7 +15,7 @@ from latbench.backends.gpu.gpu_layers import (
     convert_to_bits,
     round_to,
 )
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import build_gpu_point
 from sparse_kernels import formats
 from sparse_kernels.oracle import WrongResult
@@ -61,7 +61,7 @@ def test_every_choice_of_a_group_occurs(rng: np.random.Generator) -> None:
 def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generator) -> None:
     shape = LinearShape(32, 48, 8)
     three = [
-        build_gpu_point("x", shape, VectorWise(8), sparsity, points.OURS[0], seed=seed)
+        build_gpu_point("x", shape, VectorWise(8), sparsity, gpu_points.OURS[0], seed=seed)
         for sparsity, seed in ((0.5, 0), (0.75, 0), (0.5, 1))
     ]
     layers = [build_gpu_layer(point) for point in three]
@@ -73,7 +73,7 @@ def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generato
     assert not np.array_equal(layers[2].x, layers[0].x)
     assert np.array_equal(formats.unpack(layers[0].packed), layers[0].weight)
     assert layers[0].x.shape == (48, 8)
-    convolution = build_gpu_point("x", Conv2dShape(2, 8, 5, 6, 16, 3, 3), VectorWise(8), 0.5, points.OURS_CONV[0])
+    convolution = build_gpu_point("x", Conv2dShape(2, 8, 5, 6, 16, 3, 3), VectorWise(8), 0.5, gpu_points.OURS_CONV[0])
     layer = build_gpu_layer(convolution)
     assert layer.x.shape == (2, 8, 5, 6) and layer.weight.shape == (16, 72)
 
@@ -84,7 +84,7 @@ def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generato
 )
 def test_a_layer_counts_what_its_packed_weight_holds(pattern: Pattern, shape: Shape) -> None:
     sparsity = 0.0 if isinstance(pattern, Dense) else 0.5
-    layer = build_gpu_layer(build_gpu_point("x", shape, pattern, sparsity, points.OURS[0]))
+    layer = build_gpu_layer(build_gpu_point("x", shape, pattern, sparsity, gpu_points.OURS[0]))
     assert layer.nnz == layer.packed.nnz == np.count_nonzero(layer.weight)
     assert layer.terms == max(np.count_nonzero(row) for row in layer.weight)
 
@@ -92,7 +92,7 @@ def test_a_layer_counts_what_its_packed_weight_holds(pattern: Pattern, shape: Sh
 def test_kernels_for_the_same_weights_share_them() -> None:
     shape = LinearShape(32, 48, 8)
     first, again = (
-        build_gpu_point("x", shape, VectorWise(8), 0.5, kernel) for kernel in (points.OURS[0], points.BSR[0])
+        build_gpu_point("x", shape, VectorWise(8), 0.5, kernel) for kernel in (gpu_points.OURS[0], gpu_points.BSR[0])
     )
     layer = build_gpu_layer(first)
     assert build_gpu_layer(again) is layer and layer.packed is layer.packed
@@ -102,7 +102,7 @@ def test_kernels_for_the_same_weights_share_them() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_are_what_the_element_type_holds(dtype: str) -> None:
-    point = build_gpu_point("x", LinearShape(16, 32, 4), Dense(), 0.0, points.DENSE[0])
+    point = build_gpu_point("x", LinearShape(16, 32, 4), Dense(), 0.0, gpu_points.DENSE[0])
     layer = build_gpu_layer(dataclasses.replace(point, dtype=dtype))
     for array in (layer.weight, layer.x):
         assert np.array_equal(round_to(array, dtype), array)

@@ -17,8 +17,7 @@ from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import load_function
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from latbench.sweeping import gpu_machine as machine
-from latbench.sweeping import gpu_points as points
+from latbench.sweeping import gpu_machine, gpu_points
 from latbench.sweeping.gpu_machine import GpuMachine, find_architecture
 from latbench.sweeping.gpu_points import build_probe_points
 from latbench.workloads.points import Point
@@ -88,7 +87,7 @@ def test_torch_has_to_be_built_for_cuda(prepared: dict[str, Any]) -> None:
 
 def test_every_backend_has_a_small_point_of_its_own() -> None:
     assert set(PROBES) == set(GPU_ENGINES)
-    assert all(point.backend == name and point.shape == points.SMOKE_LINEAR for name, point in PROBES.items())
+    assert all(point.backend == name and point.shape == gpu_points.SMOKE_LINEAR for name, point in PROBES.items())
     assert all(point.pattern.refuses(point.shape) is None for point in PROBES.values())
     assert set(build_probe_points("x", ["cupy"])) == {"cupy"}
 
@@ -156,7 +155,7 @@ def test_a_reference_that_hangs_while_it_starts_is_not_waited_for(
     answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = threading.Event()
-    monkeypatch.setattr(machine, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(gpu_machine, "BUSY_SECONDS", 0.1)
     monkeypatch.setattr(Worker, "kill", lambda worker: killed.set())
     monkeypatch.setattr(GpuMachine, "_load", lambda at, worker: killed.wait(30.0))
     at = GpuMachine(GPU)
@@ -168,7 +167,7 @@ def test_a_reference_that_hangs_while_it_starts_is_not_waited_for(
 
 
 def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(machine, "find_library_versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
+    monkeypatch.setattr(gpu_machine, "find_library_versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
     answers["torch"] = Probed({}, {"cublas": "13.1.0.3", "nvrtc": None})
     answers["cupy"] = Probed({}, {"nvrtc": "13.0"}, "sm_90a")
     answers["cupy_peers"] = Probed({}, {"cublas": "13.1.1"})

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
-from search.task import Task, load
+from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
 
@@ -36,7 +36,7 @@ PATTERNS: list[tuple[Pattern, float]] = [
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(TASK))
+    return load_task(str(TASK))
 
 
 def problem(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tensor, np.ndarray, Tensor]:
@@ -278,14 +278,14 @@ def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tm
         if done == 3:
             raise KeyboardInterrupt
 
-    killed = Database(tmp_path / "killed", model_hash(model))
+    killed = Database(tmp_path / "killed", hash_model(model))
     with pytest.raises(KeyboardInterrupt):
         fill_database(task, model, options, killed, die)
     seen: list[tuple[int, int]] = []
     assert fill_database(task, model, options, killed, lambda done, total: seen.append((done, total))) == 1
     assert seen == [(3, 4), (4, 4)]
     assert fill_database(task, model, options, killed) == 0
-    whole = Database(tmp_path / "whole", model_hash(model))
+    whole = Database(tmp_path / "whole", hash_model(model))
     assert fill_database(task, model, options, whole) == 4
     for layer in options:
         for pair in OPTIONS[1:]:
@@ -300,7 +300,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "from pathlib import Path\n"
         "from search import database\n"
         "from search.pruning.one_shot.fill_database import fill_database\n"
-        "from search.task import load\n"
+        "from search.task import load_task\n"
         "write, written = database.save_file, []\n"
         "def save(tensors, path, **more):\n"
         "    if len(written) == 2:\n"
@@ -308,8 +308,8 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    written.append(write(tensors, path, **more))\n"
         "database.save_file = save\n"
-        f"task = load({str(TASK)!r})\n"
-        f"there = database.Database(Path('killed'), {model_hash(model)!r})\n"
+        f"task = load_task({str(TASK)!r})\n"
+        f"there = database.Database(Path('killed'), {hash_model(model)!r})\n"
         f"fill_database(task, task.model(), {options!r}, there)\n"
     )
     killed = subprocess.run([sys.executable, "-c", dying], cwd=tmp_path, check=False)
@@ -320,7 +320,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
     assert len(entries) == 2
     assert [path.read_bytes() for path in folder.rglob("*.tmp")] == [b"half"]
     seen: list[tuple[int, int]] = []
-    goes_on, whole = (Database(tmp_path / name, model_hash(model)) for name in ("killed", "whole"))
+    goes_on, whole = (Database(tmp_path / name, hash_model(model)) for name in ("killed", "whole"))
     assert fill_database(task, model, options, goes_on, lambda *it: seen.append(it)) == 2
     assert seen == [(2, 4), (3, 4), (4, 4)]
     assert [path.stat().st_mtime_ns for path in entries] == times
@@ -335,7 +335,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
 
 def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp_path: Path) -> None:
     model = task.model()
-    database = Database(tmp_path, model_hash(model))
+    database = Database(tmp_path, hash_model(model))
     fill_database(task, model, {"conv": OPTIONS}, database)
     pruned = task.model()
     masks = stitch(pruned, {"conv": ("vector:4", 0.75), "fc": ("dense", 0.0)}, database)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.pruning.masks.prunable_units import PatternUnits, find_units
 from search.pruning.one_shot import auto_pruner as auto
 from search.pruning.one_shot import exact_obs as obs
@@ -23,7 +23,7 @@ from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_databas
 from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner
 from search.pruning.one_shot.sparsegpt import SparseGPT
-from search.task import Task, load
+from search.task import Task, load_task
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 
@@ -40,7 +40,7 @@ EVEN: list[tuple[Pattern, float]] = [*PATTERNS[:2], (BlockWise(4, 4), 0.5), *PAT
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(Path(__file__).parents[2] / "pruning_task.py"))
+    return load_task(str(Path(__file__).parents[2] / "pruning_task.py"))
 
 
 def layer(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tensor, Tensor]:
@@ -272,15 +272,15 @@ OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured",
 @pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
-    database = Database(tmp_path, model_hash(model), hash_pruning_inputs(task, method))
+    database = Database(tmp_path, hash_model(model), hash_pruning_inputs(task, method))
     assert fill_database(task, model, OPTIONS, database, method=method) == 3
     assert fill_database(task, model, OPTIONS, database, method=method) == 0
     other = next(name for name in ONE_SHOT_METHODS if name != method)
     with pytest.raises(
         BadData, match=rf"built by another method.* \({method} [0-9a-f]+, this is {other} [0-9a-f]+\)"
     ):
-        Database(tmp_path, model_hash(model), hash_pruning_inputs(task, other))
-    assert Database(tmp_path, model_hash(model)).made_by == hash_pruning_inputs(task, method)
+        Database(tmp_path, hash_model(model), hash_pruning_inputs(task, other))
+    assert Database(tmp_path, hash_model(model)).provenance == hash_pruning_inputs(task, method)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(method: str, task: Task
 
 def test_several_processes_fill_the_same_database(task: Task, tmp_path: Path) -> None:
     model = task.model()
-    alone, together = (Database(tmp_path / name, model_hash(model)) for name in ("alone", "together"))
+    alone, together = (Database(tmp_path / name, hash_model(model)) for name in ("alone", "together"))
     seen: list[tuple[int, int]] = []
     fill_database(task, model, OPTIONS, alone, method="obs")
     tell = lambda done, total: seen.append((done, total))  # noqa: E731

@@ -17,14 +17,14 @@ from latbench.base.files import hash_file
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts import onnx_export
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.pipeline.verify import manifest_hash
+from search.pipeline.verify import hash_manifest
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
 from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
-from search.task import Task, load
+from search.task import Task, load_task
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -36,7 +36,7 @@ CHOICES = {"conv": ("vector:4", 0.75), "fc": ("nm:2:4", 0.5)}
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(TASK))
+    return load_task(str(TASK))
 
 
 def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]]) -> Profile:
@@ -47,7 +47,7 @@ def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]
         fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
         predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
         risk=0.9, additivity_before=0.1, additivity_after=0.1,
-        seed=0, table_hash="t", model_hash=model_hash(model), inputs="i",
+        seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_a_compiled_model_is_saved_as_what_it_was_made_from(task: Task, tmp_path
     compiled = torch.compile(model, backend="eager")
     save_pruned(tmp_path / "pruned", compiled, masks, profile_of("tiny", model, CHOICES), {})  # type: ignore[arg-type]
     found, _ = load_pruned(tmp_path / "pruned", task.model())
-    assert model_hash(found) == model_hash(model)
+    assert hash_model(found) == hash_model(model)
 
 
 def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Task, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_on_a_gpu_a_model_is_saved_as_on_a_cpu(task: Task, tmp_path: Path) -> No
     on_gpu = {name: mask.cuda() for name, mask in masks.items()}
     manifest = save_pruned(tmp_path / "gpu", model.cuda(), on_gpu, profile, {})
     assert manifest["layers"] == read_manifest(tmp_path / "cpu")["layers"]
-    assert model_hash(load_pruned(tmp_path / "gpu", task.model())[0]) == model_hash(model)
+    assert hash_model(load_pruned(tmp_path / "gpu", task.model())[0]) == hash_model(model)
 
 
 def test_torch_reads_the_dense_file_and_prunes_on(task: Task, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_torch_reads_the_dense_file_and_prunes_on(task: Task, tmp_path: Path) ->
     torch.testing.assert_close(model(*task.example()), pruned(*task.example()), rtol=0, atol=0)
     assert torch.equal(fc.get_buffer("weight_mask") != 0, masks["fc"])
     torch_prune.remove(fc, "weight")
-    assert model_hash(model) == model_hash(pruned)
+    assert hash_model(model) == hash_model(pruned)
 
 
 def test_the_dense_file_says_whose_tensors_it_holds(task: Task, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     save_pruned(tmp_path / "pruned", model, masks, profile_of("bert", model, choices), {})
     config.save_pretrained(tmp_path / "pruned")
     found = transformers.BertModel.from_pretrained(tmp_path / "pruned", local_files_only=True)
-    assert model_hash(found) == model_hash(model)
+    assert hash_model(found) == hash_model(model)
     words = torch.arange(8)[None]
     with torch.no_grad():
         expected = model(words).last_hidden_state
@@ -222,7 +222,7 @@ def test_a_model_of_which_nothing_is_pruned_is_read_again(tmp_path: Path) -> Non
     model = nn.Linear(4, 3)
     save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
     found, choices = load_pruned(tmp_path / "pruned", nn.Linear(4, 3))
-    assert model_hash(found) == model_hash(model)
+    assert hash_model(found) == hash_model(model)
     assert choices == {"": LayerPattern(Dense())}
 
 
@@ -231,7 +231,7 @@ def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task,
     saved(folder, pruned, CHOICES)
     path = save_packed(folder).rename(tmp_path / "alone.safetensors")
     found, choices = load_packed(path, task.model())
-    assert model_hash(found) == model_hash(pruned)
+    assert hash_model(found) == hash_model(pruned)
     _, expected = load_pruned(folder, task.model())
     assert set(choices) == set(expected)
     for layer, choice in expected.items():
@@ -271,14 +271,14 @@ def test_packed_weights_are_refused_as_soon_as_a_bit_is_another(
             assert alone and place < 8 + header
             path.write_bytes(content)
             expected, their_choices = load_packed(path, task.model())
-            assert model_hash(found) == model_hash(expected)
+            assert hash_model(found) == hash_model(expected)
             assert {name: choice.pattern for name, choice in choices.items()} == {
                 name: choice.pattern for name, choice in their_choices.items()
             }
     flipped(path, content, len(content) - 1)
     with pytest.raises(BadData, match="not as it was written: copy it again, or write it anew with `latbench prune"):
         load_packed(path, untouched)
-    assert model_hash(untouched) == model_hash(task.model())  # not even in part
+    assert hash_model(untouched) == hash_model(task.model())  # not even in part
 
 
 def test_packed_weights_of_other_weights_are_not_taken_for_these(task: Task, tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_packed_weights_of_the_transposed_shape_are_another_models(tmp_path: Pat
 
     saved(tmp_path / "pruned", model(8, 16), {"fc": ("unstructured", 0.5)})
     path, own = save_packed(tmp_path / "pruned"), model(16, 8)
-    before = model_hash(own)
+    before = hash_model(own)
     with pytest.raises(BadData, match=r"not the packed weights of this model: fc\.weight is of another shape"):
         load_packed(path, own)
-    assert model_hash(own) == before
+    assert hash_model(own) == before
 
 
 def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: Path) -> None:
@@ -337,17 +337,17 @@ def test_another_model_is_refused_before_anything_is_written(wider: str, task: T
     saved(tmp_path / "pruned", task.model(), CHOICES)
     path, other = save_packed(tmp_path / "pruned"), task.model()
     other.register_module(wider, nn.Linear(73 if wider == "fc" else 17, 16 if wider == "fc" else 3))
-    before = model_hash(other)
+    before = hash_model(other)
     with pytest.raises(BadData, match=f"not the packed weights of this model: {wider}.weight is of another shape"):
         load_packed(path, other)
-    assert model_hash(other) == before
+    assert hash_model(other) == before
 
 
 def test_weights_are_unpacked_into_a_model_of_another_type(task: Task, tmp_path: Path) -> None:
     pruned = task.model()
     saved(tmp_path / "pruned", pruned, CHOICES)
     found, _ = load_packed(save_packed(tmp_path / "pruned"), task.model().double())
-    assert model_hash(found) == model_hash(pruned.double())
+    assert hash_model(found) == hash_model(pruned.double())
 
 
 def test_what_is_no_packed_file_is_said(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
 ) -> None:
     model, folder, exported = task.model(), tmp_path / "pruned", tmp_path / "onnx" / "model.onnx"
     profile_of("tiny", model, CHOICES).save(tmp_path / "profile.json")
-    database = Database(tmp_path / "database", model_hash(model))
+    database = Database(tmp_path / "database", hash_model(model))
     fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
 
     def run(**options: object) -> str:
@@ -372,16 +372,16 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
         return capsys.readouterr().out
 
     run()
-    manifest, verified = read_manifest(folder), manifest_hash(folder)
+    manifest, verified = read_manifest(folder), hash_manifest(folder)
     output = run(packed=True, onnx=exported)
     assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
     listed = read_manifest(folder)
     path = folder / "packed.safetensors"
     assert listed.pop("packed") == {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     assert listed == manifest
-    assert manifest_hash(folder) == verified  # a verification of the folder goes on counting
+    assert hash_manifest(folder) == verified  # a verification of the folder goes on counting
     pruned, _ = load_pruned(folder, task.model())
-    assert model_hash(load_packed(folder / "packed.safetensors", task.model())[0]) == model_hash(pruned)
+    assert hash_model(load_packed(folder / "packed.safetensors", task.model())[0]) == hash_model(pruned)
     session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
     (x,) = task.example()
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -399,7 +399,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
     model, path = task.model(), tmp_path / "profile.json"
     expected = replace(profile_of("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
     expected.save(path)
-    database = Database(tmp_path / "database", model_hash(model))
+    database = Database(tmp_path / "database", hash_model(model))
     fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
     prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
     taken = 8000

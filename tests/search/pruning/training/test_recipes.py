@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
@@ -27,8 +27,7 @@ from search.pruning.training.methods.rigl import RigL
 from search.pruning.training.methods.structure_decay import StructureDecay
 from search.pruning.training.recipe import TRAINING_METHODS, Recipe, read_recipe
 from search.pruning.training.train import compute_learning_rate_factor, train
-from search.task import Task
-from search.task import load as load_task
+from search.task import Task, load_task
 from sparse_kernels.nn import weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
@@ -154,7 +153,7 @@ def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Tas
     for _ in range(2):
         model = task.model()
         trained = train(task, model, TARGETS, recipe, masks=magnitude_masks(model))
-        results.append(model_hash(model))
+        results.append(hash_model(model))
         assert not model.training
         assert trained.masks["conv"].sum() == 8 * 54 / 4
         assert trained.masks["fc"].sum() == 16 * 72 / 4
@@ -188,7 +187,7 @@ def test_training_that_was_stopped_goes_on_bit_equal(method: str, task: Task, tm
         task, resumed, TARGETS, recipe, checkpoint=Checkpoint(path), progress=lambda step, _: steps.append(step)
     )
     assert steps[0] == 4
-    assert model_hash(resumed) == model_hash(whole)
+    assert hash_model(resumed) == hash_model(whole)
     assert found.to_dict() == expected.to_dict()
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(BadData, match=r"damaged .*; delete it to train from the start"):
@@ -222,7 +221,7 @@ def test_training_that_shuffles_and_drops_out_goes_on_bit_equal(task: Task, tmp_
     train(shuffled, whole, TARGETS, recipe, checkpoint=Checkpoint(path, seconds=1, clock=lambda: next(ticks)))
     assert torch.load(path, weights_only=True)["step"] == 6  # in the second epoch
     train(shuffled, resumed, TARGETS, recipe, checkpoint=Checkpoint(path))
-    assert model_hash(resumed) == model_hash(whole)
+    assert hash_model(resumed) == hash_model(whole)
 
 
 def test_what_is_no_checkpoint_is_damaged_and_a_full_disk_is_said(
@@ -247,7 +246,7 @@ def test_optimizers_are_the_recipes(task: Task) -> None:
     for optimizer in ("adam", "adamw", "sgd"):
         model = task.model()
         train(task, model, TARGETS, Recipe(optimizer=optimizer, steps=2, weight_decay=0.1))
-        assert model_hash(model) != model_hash(task.model())
+        assert hash_model(model) != hash_model(task.model())
 
 
 class Diverging:
@@ -401,10 +400,10 @@ def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_traini
         dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
         fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
         predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t", model_hash=model_hash(model),
+        risk=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t", model_hash=hash_model(model),
         inputs="i",
     ).save(tmp_path / "profile.json")  # fmt: skip
-    fill_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", model_hash(model)))
+    fill_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model)))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: sr_ste\nsteps: 200\nlearning_rate: 1.0e-2\nseed: 7\n")
 
