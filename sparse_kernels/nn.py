@@ -353,7 +353,8 @@ class _Sparse(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
-        moved: nn.Module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        inherited: Any = super()  # torch gives no types here
+        moved: nn.Module = inherited._apply(fn, recurse)
         return moved
 
     def _load_from_state_dict(
@@ -381,10 +382,12 @@ class _Sparse(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
-        return {**super().__getstate__(), "_plans": {}, "_latest": None, "_number": None}  # type: ignore[no-untyped-call]
+        inherited: Any = super()
+        return {**inherited.__getstate__(), "_plans": {}, "_latest": None, "_number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        inherited: Any = super()
+        inherited.__setstate__(state)
         self._enlist()
 
 

@@ -4,7 +4,7 @@
     python tests/house_rules.py --show latbench  # every place of a package too
     python tests/house_rules.py --of REVISION    # the counts of another revision beside today's
 
-`tests/test_architecture.py` holds the limits.
+`tests/test_architecture.py` fails for each place.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ The terms were chosen on two tables of an AMD EPYC of family 26, with shapes hel
 tables of another CPU their sums are 14% off for five shapes of a ResNet20, where a plain roofline is 25% off. For
 three linear shapes both are 18% off.
 
-Not modelled are cache lines that another core has just written, threads that wait for each other, and small batches,
-where each thread packs all of x. Nor is the choice of a matrix unit (`sparse_kernels.cpu.kernels.amx_linear`).
+Not modelled are cache lines that another core has just written, and threads that wait for each other. Small batches,
+where each thread packs all of x, are not modelled either, and neither is the choice of a matrix unit
+(`sparse_kernels.cpu.kernels.amx_linear`).
 Terms for matrix units were tried. They brought unseen shapes no nearer: trees on 29 shapes learn as much.
 """
 

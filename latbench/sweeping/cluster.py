@@ -139,7 +139,7 @@ def survey_nodes(nodes: NodePool, gpu: str | None, tell: Callable[[str], None]) 
     device = min(counts, key=lambda name: (-counts[name], name))
     for node, inventory in inventories.items():
         if inventory.device != device:
-            tell(f"node {node.name} is left out: it has {inventory.device}; a table is of one device, here {device}")
+            tell(f"node {node.name} is left out: it has {inventory.device}, and this table is of {device} only")
     matching = {node: inventory for node, inventory in inventories.items() if inventory.device == device}
     nodes.keep(matching)
     common = frozenset.intersection(*(inventory.backends for inventory in matching.values()))

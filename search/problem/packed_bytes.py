@@ -21,8 +21,8 @@ def count_weight_bytes(option: Option, shape: Shape) -> float:
 def _packed(option: Option, m: int, k: int) -> int:
     """Return the bytes of the mask of equal scores.
 
-    All masks of a pattern and sparsity keep equally many vectors or blocks. If the pattern does not divide the shape,
-    masks may keep more or fewer of those that the shape cuts off, and take a few bytes more.
+    All masks of a pattern and sparsity keep equally many vectors or blocks. Where the pattern does not divide
+    the shape, masks may keep more or fewer of the cut ones. They take a few bytes more.
     """
     pattern = parse(option.pattern)
     alike = VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern  # equal bytes, without a search of rows

@@ -20,7 +20,7 @@ FLOATS, PAIRS, PAIRS_BY_UNIT = 0, 1, 2
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
-class _BF16(ir.Type):  # type: ignore[misc]
+class _BF16(ir.Type):
     """LLVM's bfloat, of which llvmlite does not know; only AVX512-BF16's instructions ask for it."""
 
     def _to_string(self) -> str:

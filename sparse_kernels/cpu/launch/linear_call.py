@@ -99,7 +99,7 @@ def build_way(n: int, threads: int, found: Call | KernelWithScratch, axis: int, 
 def _with_scratch(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
     """Return a function of (x, y, bias, activation) that calls the kernel with `at`, scratch memory, and these.
 
-    It keeps alive what is `held`. What it needs is a default, not free variables: in a model each object on the way
+    It keeps alive what is `held`. What it needs are defaults, not free variables: in a model each object on the way
     to a value comes from memory.
     """
     if not needed:
@@ -107,15 +107,14 @@ def _with_scratch(kernel: Callable[..., bool], at: int, needed: int, held: Any) 
         alone.held = held
         return alone
 
-    known = kernel, at, needed, held
-
-    def call(x: Any, y: Any, bias: Any, activation: int, known: tuple[Any, ...] = known) -> bool:
-        kernel, at, needed, _ = known
+    def call(x: Any, y: Any, bias: Any, activation: int, kernel: Callable[..., bool] = kernel, at: int = at,
+             needed: int = needed) -> bool:  # fmt: skip
         scratch = borrow(needed)
-        done: bool = kernel(at, scratch.address, x, y, bias, activation)
+        done = kernel(at, scratch.address, x, y, bias, activation)
         give_back(scratch)
         return done
 
+    call.__dict__["held"] = held
     return call
 
 

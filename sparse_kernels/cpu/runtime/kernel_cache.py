@@ -61,13 +61,15 @@ class _Cache(FunctionCache):
     """Numba's `cache=True` with files of our own, for disks that may refuse to write."""
 
     def __init__(self, function: Callable[..., Any], suffix: str) -> None:
-        super().__init__(function)  # type: ignore[no-untyped-call]
+        inherited: Any = super()  # Numba's class has no types
+        inherited.__init__(function)
         name = ".".join(filter(None, [self._impl.filename_base, suffix]))
         self._cache_file = _KernelFiles(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+            inherited: Any = super()
+            inherited.save_overload(sig, data)
         except OSError as error:
             _warn(error)
 

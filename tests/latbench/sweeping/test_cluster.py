@@ -185,7 +185,7 @@ def test_nodes_have_in_common_what_all_of_one_device_have() -> None:
     told: list[str] = []
     assert survey_nodes(taken, "a100", told.append) == seen(cores=4, backends="cupy")
     assert [each.name for each in taken.nodes] == ["a", "c"]
-    assert told == [f"node b is left out: it has nvidia-a100-pcie-40gb; a table is of one device, here {DEVICE}"]
+    assert told == [f"node b is left out: it has nvidia-a100-pcie-40gb, and this table is of {DEVICE} only"]
 
 
 def test_nodes_with_another_latbench_are_refused() -> None:
