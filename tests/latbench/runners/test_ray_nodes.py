@@ -336,4 +336,4 @@ def test_a_gpu_that_no_node_has_or_nobody_knows_is_refused(latbench: Any, use: C
         latbench("sweep", "--gpu", "h100", "--on", "ray").refused(3)
     )
     assert "unknown GPU 'x100'" in latbench("sweep", "--gpu", "x100", "--on", "ray").refused(2)
-    assert "not on 'moon'" in latbench("sweep", "--gpu", "a100", "--on", "moon").refused(2)
+    assert "not 'moon'" in latbench("sweep", "--gpu", "a100", "--on", "moon").refused(2)

@@ -111,7 +111,7 @@ def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
     peers = {each.kernel for each in asked if each.pattern == NM(2, 4)}
     assert peers == {"auto", "cusparselt", "cusparselt_tuned", "cutlass"}
     everything = flat(list_staged_blocks([SHAPE], "x"))
-    assert {each.backend for each in everything} == set(gpu_points.BACKENDS)
+    assert {each.backend for each in everything} == set(gpu_points.GPU_ENGINES)
     of_vectors = {each.sparsity for each in everything if each.pattern == VectorWise(128)}
     assert of_vectors == set(GPU_SPARSITIES)
 

@@ -372,7 +372,9 @@ def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> 
 def test_layers_whose_copies_stay_small_share_a_block_however_large_the_caches_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("latbench.backends.cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
+    monkeypatch.setattr(
+        "latbench.backends.cpu.prepare_point.count_cold_bytes", lambda: 720 * 2**20
+    )  # a host's cache, in a virtual machine
     small, large = point(m=64), replace(point(), shape=LinearShape(4096, 4096, 1))
     assert [len(part) for part in split_to_fit([small] * 24, 6e9)] == [24]
     assert [len(part) for part in split_to_fit([large] * 24, 6e9)] == [3] * 8

@@ -98,7 +98,7 @@ def test_a_row_says_how_many_copies_took_turns_and_whether_they_passed_the_cache
     monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: cache_bytes)
     monkeypatch.setattr(prepare_point, "count_copies", lambda size, most=6: min(most, -(-cache_bytes // size)))
     for module in ("numba", "openvino"):
-        monkeypatch.setattr(f"latbench.backends.cpu.{module}.copies_for", prepare_point.count_copies)
+        monkeypatch.setattr(f"latbench.backends.cpu.{module}.count_copies", prepare_point.count_copies)
     monkeypatch.setattr("latbench.backends.cpu.openvino.MOST_SESSIONS", 4)
     facts = prepare_point.prepare_point(point(backend, "auto", LinearShape(32, 16, 3))).facts
     assert (facts["weight_copies"], facts["flags"]) == (copies, flags)
@@ -184,7 +184,7 @@ def test_a_lost_weight_of_a_sparse_matrix_is_caught(
     monkeypatch: pytest.MonkeyPatch, backend: str, pattern: Pattern
 ) -> None:
     module = importlib.import_module(f"latbench.backends.cpu.{backend}")
-    whole = module.compressed
+    whole = module.compress_weight
 
     def without_the_last(*arguments: Any) -> Any:
         packed = whole(*arguments)
@@ -192,7 +192,7 @@ def test_a_lost_weight_of_a_sparse_matrix_is_caught(
         values.flat[-1] = 0
         return replace(packed, values=values)
 
-    monkeypatch.setattr(module, "compressed", without_the_last)
+    monkeypatch.setattr(module, "compress_weight", without_the_last)
     with pytest.raises(WrongResult, match="results are wrong"):
         prepare_point.prepare_point(point(backend, "auto", LinearShape(12, 8, 3), pattern, 0.5, threads=1))
 

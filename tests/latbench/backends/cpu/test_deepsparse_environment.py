@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr("latbench.backends.deepsparse_environment.read_cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.read_cpu_flags", lambda: {"avx2"})
     return tmp_path / "cache"
 
 
@@ -86,7 +86,7 @@ def test_a_machine_that_cannot_is_told_why(system: str, processor: str, flags: s
 
 
 def test_the_command_line_refuses_such_a_machine(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("latbench.backends.deepsparse_environment.read_cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.read_cpu_flags", lambda: {"sse4_2"})
     code, _, err = latbench("setup", "deepsparse")
     assert (code, err) == (3, "latbench: DeepSparse needs a processor with AVX2, and this one has none\n")
     with pytest.raises(EnvironmentUnusable, match="AVX2"):
