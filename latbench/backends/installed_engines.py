@@ -12,7 +12,7 @@ class Unsupported(Exception):
     """An engine cannot run this layer; the message says why."""
 
 
-def find_version(name: str) -> str | None:
+def find_engine_version(name: str) -> str | None:
     """Return the installed version of a layer engine; None if it lacks a package."""
     engine = CPU_ENGINES.get(name) or GPU_ENGINES[name]
     packages = [find_package(group) for group in engine.packages]
@@ -21,12 +21,12 @@ def find_version(name: str) -> str | None:
 
 def list_cpu_versions() -> dict[str, str | None]:
     """Return the installed version of every CPU engine; None if it lacks a package."""
-    return {name: find_version(name) for name in CPU_ENGINES}
+    return {name: find_engine_version(name) for name in CPU_ENGINES}
 
 
 def list_gpu_versions() -> dict[str, str | None]:
     """Return the installed version of every GPU engine; None if it lacks a package."""
-    return {name: find_version(name) for name in GPU_ENGINES}
+    return {name: find_engine_version(name) for name in GPU_ENGINES}
 
 
 def find_package(alternatives: Sequence[str]) -> str | None:

@@ -159,11 +159,15 @@ def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> N
 
 def build_estimate(gpu: bool) -> Estimate:
     """Build the estimators for points of a GPU, or of a CPU."""
-    from latbench.sweeping.gpu_estimate import GPU_ESTIMATE_ASSUMPTION, estimate_gpu_seconds, estimate_gpu_table_bytes
-    from latbench.workloads.points import ESTIMATE_ASSUMPTION, estimate_bytes, estimate_seconds
-
     if gpu:
-        return Estimate(estimate_gpu_seconds, estimate_gpu_table_bytes, GPU_ESTIMATE_ASSUMPTION)
+        from latbench.sweeping import gpu_estimate
+
+        return Estimate(
+            gpu_estimate.estimate_gpu_seconds,
+            gpu_estimate.estimate_gpu_table_bytes,
+            gpu_estimate.GPU_ESTIMATE_ASSUMPTION,
+        )
+    from latbench.workloads.points import ESTIMATE_ASSUMPTION, estimate_bytes, estimate_seconds
 
     return Estimate(estimate_seconds, estimate_bytes, ESTIMATE_ASSUMPTION)
 

@@ -145,7 +145,7 @@ class CpuMachine:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See SweepMachine."""
-        return installed_engines.find_version(point.backend)
+        return installed_engines.find_engine_version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """See SweepMachine: rows of a CPU are valid whatever their version."""

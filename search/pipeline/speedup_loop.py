@@ -2,9 +2,9 @@
 
 First, the profile of least summed error that should fit is timed end to end, and the prediction is corrected by that.
 Then the search finds the profile of least calibration loss whose predicted seconds fit, and it is timed beside those
-before it. If it misses the promise, or keeps it with much to spare, the prediction is corrected once more and the
-search goes again, for a few rounds. Only a profile that was measured to keep the promise, with the margin that the
-risk asks for, is returned.
+before it. If it misses the promise, or keeps it with much to spare, the prediction is corrected once more. This
+repeats for a few rounds. Only a profile that was measured to keep the promise, with the margin that the risk asks
+for, is returned.
 
 The rounds look for the seconds at which the promise just holds, as one looks for a root. Between a profile that kept
 the promise and one that missed it, they follow the line through both. An end that stays counts as half as far off

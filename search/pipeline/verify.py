@@ -329,7 +329,9 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_version(backend)
+    return (
+        deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_engine_version(backend)
+    )
 
 
 def hash_manifest(folder: Path) -> str:

@@ -1,14 +1,14 @@
 """What a speedup that a search measured promises for the next time that the model is built and timed.
 
-The same model built twice differs by some per cent as long as its process lives, because its memory lies elsewhere
-(Kalibera and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms of its speedups scatter from
-build to build by a standard deviation, and all builds of a session share the state that the machine is in
-(`SESSION_SPREAD`). A search averages n builds of S sessions, a verification averages BUILDS builds of one session.
-The difference has the variance build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1).
+The same model built twice differs by some per cent as long as its process lives: its memory lies elsewhere (Kalibera
+and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms of its speedups scatter from build to
+build by a standard deviation. All builds of a session share the state of the machine (`SESSION_SPREAD`). A search
+averages n builds of S sessions, a verification averages BUILDS builds of one session. The difference has the variance
+build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1).
 
 The spread between builds belongs to the machine and the engines more than to the profile. It is pooled over all
-profiles of a search, together with a usual value (`BUILD_SPREAD`, worth `PRIOR_BUILDS` more builds), so that three
-builds that agree by chance do not promise too much. On a machine whose state changes every few minutes, promises are
+profiles of a search, together with a usual value (`BUILD_SPREAD`, worth `PRIOR_BUILDS` more builds). Otherwise three
+builds that agree by chance would promise too much. On a machine whose state changes every few minutes, promises are
 kept less often than they say.
 """
 

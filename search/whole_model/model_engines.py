@@ -1,10 +1,11 @@
 """Builders of whole models, one for each engine. They run in the worker process that times the model.
 
 A builder gets the task's reference and the number of threads. It returns a callable that runs the model once on the
-task's example inputs. A pruned model must beat the fastest dense engine: torch as it is, torch with every Linear and
-Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, OpenVINO where it is installed, latbench's own
-kernels with nothing pruned, and DeepSparse where the pruned model runs there. A model pruned for bfloat16 must beat
-the dense engines in bfloat16, too. This module imports torch: import it late elsewhere.
+task's example inputs. A pruned model must beat the fastest dense engine. Dense engines are torch as it is, and torch
+with every Linear and Conv2d through oneDNN, which is twice as fast on some machines. Others are ONNX Runtime,
+OpenVINO where it is installed, and latbench's own kernels with nothing pruned. DeepSparse is one where the pruned
+model runs there. A model pruned for bfloat16 must beat the dense engines in bfloat16, too. This module imports torch:
+import it late elsewhere.
 """
 
 from __future__ import annotations
@@ -133,14 +134,12 @@ def build_dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
 
 
 def _build_openvino(reference: str, threads: int, shared: str, precision: str, tolerance: float) -> Run:
-    from latbench.backends.cpu.openvino import compile_on_cpu
+    from latbench.backends.cpu.openvino import compile_on_cpu, read_model
 
     task = load_task(reference)
-    import openvino  # after latbench's module, which keeps it from reporting to a web service
-
     model, inputs = task.model(), task.example()
     path = export_once(model, inputs, Path(shared))
-    compiled = compile_on_cpu(openvino.Core().read_model(path), threads, precision)
+    compiled = compile_on_cpu(read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:

@@ -1,10 +1,10 @@
 """Seconds of a pruned model beyond its searched layers, found by timing the whole model at a few profiles.
 
-The first layer, norms, activations that could not be folded, and calls between layers are not in the table of layers,
-but they are in the user's time. Layers inside a network also differ from layers alone: they find their activations as
-they need them, and share caches and threads. So the pruned model is timed at probe profiles of very different speed,
-from all dense to very sparse. It is timed once more with its layers free: they return what they computed once, and
-pruning cannot reduce what remains. With these times,
+The table of layers has neither the first layer, norms, activations that could not be folded, nor calls between
+layers. All of them are in the user's time. Layers inside a network also differ from layers alone: they find their
+activations as they need them, and share caches and threads. So the pruned model is timed at probe profiles of very
+different speed, from all dense to very sparse. It is timed once more with its layers free: they return what they
+computed once, and pruning cannot reduce what remains. With these times,
 
     seconds of the model = fixed + sum over its layers of (scale * predicted seconds - saved)
 
@@ -147,7 +147,7 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
 
 def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
-    versions = {name: installed_engines.find_version(name) for name in list_standard(CPU_ENGINES)}
+    versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
         "threads": deployment.threads, "backend": deployment.backend,

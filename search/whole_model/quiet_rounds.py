@@ -1,9 +1,9 @@
 """Which rounds of a timing count: those in which no other process slowed this machine.
 
-Three kinds of rounds are disturbed: other processes took the cores; the engines together were much slower than in
-their fastest rounds (a neighbour on a shared machine slows all by a third, for seconds or minutes); or the dense
-engines were much slower than they are known to be. Such rounds slow the engines unequally. No engine is judged by its
-own time alone, and the pruned model never by what was predicted for it.
+Three kinds of rounds are disturbed. In the first, other processes took the cores. In the second, the engines together
+were much slower than in their fastest rounds: a neighbour on a shared machine slows all by a third, for seconds or
+minutes. In the third, the dense engines were much slower than they are known to be. Such rounds slow the engines
+unequally. No engine is judged by its own time alone, and the pruned model never by what was predicted for it.
 """
 
 from __future__ import annotations

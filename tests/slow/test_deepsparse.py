@@ -80,7 +80,7 @@ def test_it_is_set_up_anew_in_an_empty_cache(
     assert not environment.install_environment(deepsparse.check_environment)
     assert environment.find_environment().python.is_relative_to(tmp_path)
     assert environment.remove_environment()
-    assert environment.find_version() is None
+    assert environment.find_deepsparse_version() is None
 
 
 def test_convolutions_sparse_and_dense_are_what_torch_computes(

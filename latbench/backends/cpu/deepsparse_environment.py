@@ -62,7 +62,7 @@ def explain_refusal(
     return None
 
 
-def find_version() -> str | None:
+def find_deepsparse_version() -> str | None:
     """Return DeepSparse's version if it is set up here, else None."""
     return VERSION if _is_whole(find_folder()) else None
 

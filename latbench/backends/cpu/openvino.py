@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,11 @@ def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> o
         x = operators.parameter(layer.x.shape, np.float32)
         y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
     return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
+
+
+def read_model(path: Path) -> openvino.Model:
+    """Read a model from an ONNX file."""
+    return openvino.Core().read_model(path)
 
 
 def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:

@@ -71,7 +71,7 @@ def _find_facts() -> dict[str, Any]:
         "host": asdict(host),
         "backends": engines,
         "deepsparse": {
-            "version": deepsparse_environment.find_version(),
+            "version": deepsparse_environment.find_deepsparse_version(),
             "refusal": deepsparse_environment.explain_refusal(),
         },
         "gpus": [

@@ -176,11 +176,9 @@ def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOpti
     """Print the points, and what measuring them would cost."""
     import json
 
-    from latbench.sweeping.gpu_estimate import estimate_gpu_seconds, estimate_gpu_table_bytes
-
     first = _adaptive_choice(points).anchors if how.adaptive else points
     estimate = build_estimate(device.gpu)
-    seconds, size = how.sessions * estimate_gpu_seconds(first), estimate_gpu_table_bytes(first)
+    seconds, size = how.sessions * estimate.seconds(first), estimate.table_bytes(first)
     if how.as_json:
         document = {
             "device": device.device,

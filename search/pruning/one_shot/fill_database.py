@@ -203,8 +203,8 @@ def _build_failure(job: Job, error: LatbenchError) -> LatbenchError:
 
 def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
     """Compute and store a layer's missing options in the database at `place`; return how many."""
-    folder, model_hash, hash_pruning_inputs = place
-    return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, hash_pruning_inputs), method))
+    folder, model_hash, provenance = place
+    return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, provenance), method))
 
 
 def _compute_entries(job: Job, database: Database, method: str) -> Iterator[None]:

@@ -44,6 +44,9 @@ class ParallelKernel:
 
     def __call__(self, *arguments: Any) -> bool:
         """Run the stages with these arguments; return whether all parts returned 0."""
+        if self._parameters == ["call", "layer"]:
+            call, layer = arguments
+            return self.bind(type(call), layer)(*call)
         return self.bound("", **dict(zip(self._parameters, arguments, strict=True)))()
 
     def bind(self, call: Any, layer: Any) -> BoundKernel:

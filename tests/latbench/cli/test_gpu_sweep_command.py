@@ -39,7 +39,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(nvml=fakes.FakeNvml(fakes.H200), machine=Machine)
     monkeypatch.setitem(sys.modules, "pynvml", at.nvml)
     at.packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(installed_engines, "find_version", lambda package: at.packages.get(package, "1"))
+    monkeypatch.setattr(installed_engines.devices, "find_version", lambda package: at.packages.get(package, "1"))
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(gpu_machine, "GpuMachine", at.machine)
@@ -65,7 +65,7 @@ def test_a_sweep_starts_its_engines_says_how_long_it_takes_and_measures(
     ran = typed()
     assert ran.code == 0, ran.err
     assert "latbench: NVIDIA H200: starting torch_gpu, torch_sparse, cublas, cusparse, cupy, numba_cuda\n" in ran.err
-    assert "points, about" in ran.err and "an interrupted sweep goes on when it is repeated" in ran.err
+    assert "points, about" in ran.err and "repeat the command to continue an interrupted sweep" in ran.err
     assert "speedup over the fastest dense engine" in ran.out
     frame = read_table(tmp_path / "table")
     assert set(frame["device"]) == {"nvidia-h200"} and set(frame["status"]) == {"ok"}

@@ -128,7 +128,7 @@ def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch
     ours = json.loads(latbench("plan", "--gpu", "a100", *chosen, "--backends", "cupy", "--json").out)
     assert list(ours["backends"]) == ["cupy"] and ours["points"] < document["points"]
     told = " ".join(latbench("plan", "--gpu", "a100", *chosen).out.split())
-    assert "on nvidia-a100: torch_gpu" in told and "disk (it assumes every engine installed, no kernel" in told
+    assert "on nvidia-a100: torch_gpu" in told and "disk (assumptions: every engine installed, no kernel" in told
 
 
 def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
@@ -164,7 +164,7 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
         (["plan", "--gpu", "a100:"], "--gpu takes NAME or NAME:INDEX"),
         (["sweep", "--gpu", "a100:1", "--on", "ray"], "the cluster chooses the GPU of a node; type --gpu a100"),
         (["sweep", "--cpu", "--gpu", "a100"], "two sweeps"),
-        (["plan", "--cpu", "--gpu", "a100"], "either of the CPU"),
+        (["plan", "--cpu", "--gpu", "a100"], "a plan is for the CPU"),
         (["sweep", "--cpu", "--workload", "bort"], "unknown workload 'bort'"),
         (["sweep", "--cpu", "--patterns", "checkers"], "unknown pattern 'checkers'"),
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),

@@ -157,8 +157,8 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     found = Fake()
     values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
-    monkeypatch.setattr(deepsparse, "analyse", found.analyse)
-    monkeypatch.setattr(deepsparse, "load", found.load)
+    monkeypatch.setattr(deepsparse, "time_operations", found.analyse)
+    monkeypatch.setattr(deepsparse, "load_model", found.load)
     monkeypatch.setattr(layer_times, "find_layer_values", lambda *_: values)
     return found
 

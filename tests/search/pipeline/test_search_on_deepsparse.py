@@ -200,7 +200,7 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (
             ["--backend", "deepsparse", "--most-bytes", "9"],
             2,
-            "--most-bytes does not go with deepsparse: nothing tells",
+            "--most-bytes does not go with deepsparse, because its packed sizes are unknown",
         ),
         (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
         (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),

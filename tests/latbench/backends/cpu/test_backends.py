@@ -66,7 +66,7 @@ from sparse_kernels.shapes import LinearShape
 for sessions in (2, 1):
     onnxruntime.MOST_SESSIONS = sessions
     point = Point("cpu", "onnxruntime", "auto", LinearShape(17, 13, 5), Dense(), 0.0, threads=2)
-    engine = onnxruntime.prepare(point, prepare_point.synthetic_layer(point))
+    engine = onnxruntime.prepare(point, prepare_point.build_synthetic_layer(point))
     print(len(engine.calls), *engine.output(engine.calls[0]()).shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -96,7 +96,7 @@ def test_the_command_line_refuses_such_a_machine(latbench: Any, monkeypatch: pyt
 def test_where_it_is_not_set_up_that_is_said(latbench: Any, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentUnusable, match="not set up here: run `latbench setup deepsparse` once"):
         environment.find_environment()
-    assert environment.find_version() is None
+    assert environment.find_deepsparse_version() is None
     code, _, err = latbench("layers", "digits", "-o", str(tmp_path / "table"))
     assert (code, err) == (3, "latbench: DeepSparse is not set up here: run `latbench setup deepsparse` once\n")
 
@@ -152,7 +152,7 @@ def test_installing_is_done_once_and_undone(machine: Machine, latbench: Any, mon
     (pip,) = [command for command in machine.commands if "pip" in command]
     assert pip[0] == str(environment.find_folder() / "bin" / "python")
     assert "--no-deps" in pip and pip[-3:] == [":all:", "numpy==1.26.4", "deepsparse==1.8.0"]
-    assert environment.find_version() == "1.8.0"
+    assert environment.find_deepsparse_version() == "1.8.0"
     assert checked == [environment.find_environment()]
     assert (
         environment.find_environment().engine
@@ -165,7 +165,7 @@ def test_installing_is_done_once_and_undone(machine: Machine, latbench: Any, mon
     assert not any("venv" in command or "pip" in command for command in machine.commands[before:])
 
     assert latbench("setup", "deepsparse", "--remove")[1] == f"{environment.find_folder()} is removed\n"
-    assert environment.find_version() is None
+    assert environment.find_deepsparse_version() is None
     assert latbench("setup", "deepsparse", "--remove")[1] == f"{environment.find_folder()} is not there\n"
 
 
@@ -180,7 +180,7 @@ def test_an_environment_that_does_not_work_is_made_again(machine: Machine) -> No
 
     assert environment.install_environment(check, tell=told.append)
     assert told[0] == "what is there does not work (it computes nonsense): making it again"
-    assert environment.find_version() == "1.8.0"
+    assert environment.find_deepsparse_version() == "1.8.0"
 
 
 def test_what_fails_half_way_is_not_taken_for_an_environment(machine: Machine) -> None:
@@ -189,13 +189,13 @@ def test_what_fails_half_way_is_not_taken_for_an_environment(machine: Machine) -
 
     with pytest.raises(EnvironmentUnusable, match="nonsense"):
         environment.install_environment(check)
-    assert environment.find_version() is None
+    assert environment.find_deepsparse_version() is None
 
 
 def test_an_environment_of_other_pins_is_made_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     environment.install_environment(lambda _: None)
     monkeypatch.setattr(environment, "PINS", ("numpy==1.26.5", "deepsparse==1.8.0"))
-    assert environment.find_version() is None
+    assert environment.find_deepsparse_version() is None
     assert environment.install_environment(lambda _: None)
 
 

@@ -126,7 +126,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(Worker, "call", call)
     packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(installed_engines, "find_version", packages.get)
+    monkeypatch.setattr(installed_engines.devices, "find_version", packages.get)
     known["packages"] = packages
     return known
 
