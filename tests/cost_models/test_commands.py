@@ -342,7 +342,7 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     assert "say which backend numba or torch" in refused(*_query(sparsity=0, pattern="dense"))
     assert "nothing measured anchors linear 256x320x37 block:8x8" in refused(*_query(pattern="block:8x8"))
     assert "stripes" in refused(*_query(pattern="stripes"), code=2)
-    assert "--shape is m x k x n" in refused(*_query("256x320"), code=2)
+    assert "--shape takes m x k x n" in refused(*_query("256x320"), code=2)
     assert "nm:2:4 has a sparsity of 0.5 and no other" in refused(*_query(pattern="nm:2:4"), code=2)
     for share in (-0.2, 1, 1.5, "nan"):
         assert "--sparsity is a share from 0 up to, but not including, 1" in refused(*_query(sparsity=share), code=2)
@@ -493,7 +493,7 @@ def test_layers_of_unknown_shape_are_looked_up_all_the_same(latbench: Run, tmp_p
     assert "AnchoredLookup, 14 points" in said
     assert latbench("validate", tmp_path / "table")[0] == 0
     refused = latbench("report", tmp_path / "table", "-o", tmp_path / "report.html")
-    assert "does not say the sizes of its layers" in _refused(refused, 5)
+    assert "the table lacks the sizes of its layers" in _refused(refused, 5)
 
 
 def test_import_takes_shapes_from_a_workload(latbench: Run, tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_import_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     said = _refused(latbench("import", "spdy", tmp_path / "net.txt", *folder, "--pattern", "stripes"), 2)
     assert "stripes" in said
     (tmp_path / "net.txt").write_text(SPDY)
-    for pattern, said in (("dense", "--pattern is what the sparse rows"), ("nm:2:4", "nm:2:4 has a sparsity of 0.5")):
+    for pattern, said in (("dense", "--pattern names the pattern"), ("nm:2:4", "nm:2:4 has a sparsity of 0.5")):
         arguments = ("import", "spdy", tmp_path / "net.txt", *folder, "--pattern", pattern)
         assert said in _refused(latbench(*arguments), 2)
     assert "--dtype are for kernel timings" in _refused(latbench(*arguments[:3], *folder, "--dtype", "float16"), 2)
