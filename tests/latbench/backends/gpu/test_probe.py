@@ -62,7 +62,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_each_engine_answers_for_itself_by_a_point(prepared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared["cublas"] = ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ...")
     prepared["numba_cuda"] = WrongResult("3 of 7 results are wrong")
-    monkeypatch.setattr(gpu_probe.libraries.devices, "version", lambda package: None)
+    monkeypatch.setattr("latbench.machines.cuda_libraries.find_version", lambda package: None)
     found = gpu_probe.probe_engines(PROBES)
     assert found.refusals == {
         "cublas": "libcublas.so.13 cannot be loaded: pip install nvidia-cublas",
@@ -127,6 +127,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(Worker, "call", call)
     packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
     monkeypatch.setattr(installed_engines.devices, "find_version", packages.get)
+    monkeypatch.setattr("latbench.machines.cuda_libraries.find_version", packages.get)
     known["packages"] = packages
     return known
 
