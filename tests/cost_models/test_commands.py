@@ -150,8 +150,8 @@ def test_predict_asks_for_a_convolution(latbench: Run, convolved: Path, tmp_path
     assert wide.startswith("conv 96x64x3x3/2 on 1x28x28")
     for said, query in (
         ("--kind conv2d needs --input", ["--kind", "conv2d", "--shape", "8x8x3x3", "--pattern", "vector:8"]),
-        ("--shape is c_out x c_in x kh x kw", _conv(shape="64x64x9")),
-        ("--input is batch x h x w", _conv("28x28")),
+        ("--shape takes c_out x c_in x kh x kw", _conv(shape="64x64x9")),
+        ("--input takes batch x h x w", _conv("28x28")),
         ("--stride takes one whole number, or two joined by x, not 'fast'", _conv(stride="fast")),
         ("--stride takes one whole number, or two joined by x, not '1x2x3'", _conv(stride="1x2x3")),
         ("stride must be two numbers of at least 1", _conv(stride=0)),

@@ -120,7 +120,7 @@ def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     shapes = [LinearShape(8 * m, 128, 64) for m in (1, 2, 3)]
     late = [[point(fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
     swept = sweep_into(tmp_path, *late, seconds=2.0)
-    said = r"the time is over; .* has the finished points, and the same command goes on .*nvidia-h200, or by --table"
+    said = r"the time is over; .* has the finished points, .* goes on .*nvidia-h200, or given by --table"
     assert re.match(said, str(swept.late))
     kept = read_table(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}

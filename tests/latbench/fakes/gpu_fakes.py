@@ -251,12 +251,12 @@ def prepare(point: Point) -> Ready:
     return Ready(1e-4 / speedup * slower, reasons, stuck=point.seed == STUCK)
 
 
-def product() -> Any:
+def build_product() -> Any:
     """A reference kernel that hangs."""
     time.sleep(600)
 
 
-total = product
+build_sum = build_product
 
 
 PACKAGES = {"torch_gpu": "2.11.0", "cupy": "14.2.0", "torch_sparse": "2.11.0"}
