@@ -193,7 +193,7 @@ def test_what_cannot_be_prepared_is_said(rng):
         ValueError, match="unknown layout 'nchw' of a linear layer: known are feature_major, token_major"
     ):
         prepare(packed, "reference", "nchw", 1)
-    with pytest.raises(ValueError, match="a number of columns, not -1"):
+    with pytest.raises(ValueError, match="a number of columns of at least 0, not -1"):
         prepare(packed, "reference", "token_major", -1)
     with pytest.raises(
         UnknownKernel, match="no backend 'abacus' for vector linear: known are cupy, numba, numba_cuda, ref"
