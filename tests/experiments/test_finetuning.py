@@ -19,15 +19,15 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("finetuning")
 
 
-def example(settings: Any) -> Profile:
-    pattern = (settings.patterns or ("dense", "vector:8"))[1]
+def example(request: Any) -> Profile:
+    pattern = (request.candidates.patterns or ("dense", "vector:8"))[1]
     return Profile(
         task="resnet20", layers={"conv": LayerChoice(pattern, 0.9, 1e-3, 9e-4, 1.1e-3, 0.1)}, backend="numba",
-        threads=2, batch=16, device="some-cpu", target=settings.target, risk=0.9, dense_engine="torch",
+        threads=2, batch=16, device="some-cpu", target=request.promise.target, risk=0.9, dense_engine="torch",
         dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3, fixed_seconds=1e-3,
-        fixed_seconds_low=1e-3, fixed_seconds_high=1e-3, predicted_seconds=4e-3 / settings.target,
+        fixed_seconds_low=1e-3, fixed_seconds_high=1e-3, predicted_seconds=4e-3 / request.promise.target,
         predicted_low=1e-3, predicted_high=4e-3, loss=0.1, error=0.1, bound=0.1, ceiling=None,
-        additivity_before=0.1, additivity_after=0.1, strategy=settings.strategy, seed=0, table_hash="aa",
+        additivity_before=0.1, additivity_after=0.1, strategy=request.plan.strategy, seed=0, table_hash="aa",
         model_hash="bb", inputs="cc",
     )  # fmt: skip
 
@@ -37,12 +37,12 @@ def searches(experiment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
     """What was searched for, (strategy or pattern, speedup): mixed patterns reach 1.75x, others 1.5x."""
     asked: list[tuple[str, float]] = []
 
-    def search(inputs: Any, settings: Any) -> Profile:
-        kind = settings.patterns[1] if settings.patterns else settings.strategy
-        asked.append((kind, settings.target))
-        if settings.target > (1.75 if kind == "staged" else 1.5):
+    def search(inputs: Any, request: Any) -> Profile:
+        kind = request.candidates.patterns[1] if request.candidates.patterns else request.plan.strategy
+        asked.append((kind, request.promise.target))
+        if request.promise.target > (1.75 if kind == "staged" else 1.5):
             raise PromiseMissed("out of reach")
-        return example(settings)
+        return example(request)
 
     monkeypatch.setattr(experiment.job, "search", search)
     return asked

@@ -21,7 +21,7 @@ from latbench.tables.writer import write_part
 from latbench.workloads.points import FINE_SPARSITIES, Point
 from latbench.workloads.workload import Layer, Workload, write_workload
 from search.inputs import problem_from_spdy, problem_from_table
-from search.pipeline import measure_in_network as layer_times
+from search.pipeline.measure_in_network import build_layer_rows
 from search.problem.layers import DENSE, Interval, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import LinearShape
@@ -174,7 +174,7 @@ def analysed(folder: Path, batch: int, seconds: float, run: str, tokens: int = 3
         ]
         for sparsity, share in LEVELS.items()
     }
-    made = layer_times.rows("net", shapes, {name: name for name in NAMES}, analyses, threads=2, batch=batch, calls=20)
+    made = build_layer_rows("net", shapes, {name: name for name in NAMES}, analyses, threads=2, batch=batch, calls=20)
     write_part(folder, [{**row, "run_id": run, **changes} for row in made])
 
 

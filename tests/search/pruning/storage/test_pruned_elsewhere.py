@@ -416,7 +416,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
 def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_export, "MOST_BYTES", 1000)
+    monkeypatch.setattr(onnx_export, "MAX_BYTES", 1000)
     with pytest.raises(LatbenchError, match=r"cannot be exported to ONNX: it has 0.00 GB of weights, and a file"):
         onnx_export.export(task.model(), task.example(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
