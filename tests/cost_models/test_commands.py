@@ -206,7 +206,7 @@ def test_fit_boosted_is_of_one_backend_and_shows_the_lookup_beside_it(
     latbench: Run, swept: Path, tmp_path: Path
 ) -> None:
     refused = latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "boosted")
-    assert "say --backend numba or torch" in _refused(refused, 2)
+    assert "give --backend numba or torch" in _refused(refused, 2)
     assert not (tmp_path / "m.json").exists()
     arguments = ("fit", swept, "-o", tmp_path / "m.json", "--estimator", "boosted", "--backend", "numba")
     out = latbench(*arguments)[1]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from search.artifacts.layer_database import hash_model
-from search.pipeline.search_job import prunable_layers
+from search.pipeline.search_setup import list_prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning_inputs
@@ -62,7 +62,7 @@ def run(task: Task, path: Path) -> list[dict[str, Any]]:
         return done
     model, batches = task.model(), task.calibration()
     modules = dict(model.named_modules())
-    shapes = prunable_layers(task, model)
+    shapes = list_prunable_layers(task, model)
     hessians, hessian_seconds = seen(task, model, list(shapes), path.with_name("hessians.pt"))
     dense_score = task.score(model)
     weights = {name: weight_matrix(modules[name]).contiguous() for name in hessians}

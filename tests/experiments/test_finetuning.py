@@ -96,9 +96,9 @@ def test_results_are_trained_once_and_shown_in_pairs(
     def train(task: Any, model: Any, chosen: Profile, recipe: Any) -> Any:
         trained.append(recipe.method)
         model.score = scores["uniform" if chosen.strategy == "uniform" else "searched"] + recipe.seed / 100
-        return SimpleNamespace(facts=lambda: {"total": 1.0, "dense_total": 4.0})
+        return SimpleNamespace(to_dict=lambda: {"total": 1.0, "dense_total": 4.0})
 
-    monkeypatch.setattr(experiment.tasks, "load", lambda name: task)
+    monkeypatch.setattr(experiment, "load_task", lambda name: task)
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "one_shot", lambda task, chosen, method: SimpleNamespace(score=0.5))
     experiment.train_all(tmp_path, 1.0, 10)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gpu_fakes as fakes
 
-from search.pipeline.search_job import Settings
+from latbench.sweeping.settings import SweepSettings
 
 ROOT = Path(__file__).parents[3]
 POINTS = "--points"  # how many points the standard sweep has
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     session.GpuMachine = Machine
     session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
     session.find_installed = lambda: dict.fromkeys(gpu_points.GPU_ENGINES, "1")
-    quick = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    quick = SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
     measure = session.measure_visit
     session.measure_visit = lambda visit: measure(replace(visit, settings=quick))
     return session.run_visit(arguments)

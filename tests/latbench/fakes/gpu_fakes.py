@@ -228,11 +228,11 @@ FINE, HOT, REFUSED, WRONG, LATE, STUCK, CRASHES, DIES, HANGS = range(9)
 
 
 def draw(point: Point) -> None:
-    """What a worker does in place of latbench.backends.gpu.prepare_gpu_point:draw: nothing that takes time."""
+    """Do what a worker does in place of `prepare_gpu_point.pack_gpu_point`: nothing that takes time."""
 
 
 def prepare(point: Point) -> Ready:
-    """What a worker does in place of latbench.backends.gpu.prepare_gpu_point:prepare; the seed says how it goes."""
+    """Do what a worker does in place of `prepare_gpu_point.prepare_gpu_point`; the seed says how it goes."""
     if point.seed == REFUSED:
         raise Unsupported("no such kernel here")
     if point.seed == WRONG:

@@ -298,7 +298,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
     dying = (
         "import os, signal\n"
         "from pathlib import Path\n"
-        "from search import database\n"
+        "from search.artifacts import layer_database as database\n"
         "from search.pruning.one_shot.fill_database import fill_database\n"
         "from search.task import load_task\n"
         "write, written = database.save_file, []\n"

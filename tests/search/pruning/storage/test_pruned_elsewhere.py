@@ -417,6 +417,6 @@ def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_export, "MAX_BYTES", 1000)
-    with pytest.raises(LatbenchError, match=r"cannot be exported to ONNX: it has 0.00 GB of weights, and a file"):
-        onnx_export.export(task.model(), task.example(), tmp_path / "model.onnx")
+    with pytest.raises(LatbenchError, match=r"cannot be exported to ONNX: it has 0.00 GB of weights, and one file"):
+        onnx_export.export_onnx(task.model(), task.example(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
