@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -53,14 +55,18 @@ def find_bound(tree: ast.Module) -> set[str]:
 def find_missing(source: str) -> list[str]:
     """Return the names that a source takes from our modules and that these do not have."""
     tree = ast.parse(source)
-    missing, modules, bound = [], {}, find_bound(tree)
+    missing, bound = [], find_bound(tree)
+    owners: dict[str, Any] = {}
     for local, dotted, line in find_modules(tree):
         package, _, name = dotted.rpartition(".")
         module = import_ours(dotted)
+        parent = import_ours(package) if package else None
         if module is not None:
-            modules[local] = module
-        elif package and (parent := import_ours(package)) is not None and not hasattr(parent, name):
+            owners[local] = module
+        elif parent is not None and not hasattr(parent, name):
             missing.append(f"line {line}: {dotted}")
+        elif inspect.isfunction(found := getattr(parent, name, None)):  # in the place of a module of that name
+            owners[local] = found
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner, name = node.value.id, node.attr
@@ -68,8 +74,8 @@ def find_missing(source: str) -> list[str]:
             owner, name = node.args[0].id, node.args[1].value
         else:
             continue
-        if owner in modules and owner not in bound and not hasattr(modules[owner], name):
-            missing.append(f"line {node.lineno}: {modules[owner].__name__}.{name}")
+        if owner in owners and owner not in bound and not hasattr(owners[owner], name):
+            missing.append(f"line {node.lineno}: {owners[owner].__name__}.{name}")
     return missing
 
 
@@ -95,9 +101,11 @@ def test_missing_names_are_found() -> None:
     source = """
 from latbench.tables import table as tables, no_table
 from latbench.errors import BadData, NoSuchError
+from latbench.cli.commands.layers import layers
 
 def test(monkeypatch, files):
     tables.no_function()
+    layers.no_such_layer()
     files.no_module_here()
     monkeypatch.setattr(tables, "no_name", 1)
     monkeypatch.setattr(tables, "read_table", 1)
@@ -106,5 +114,6 @@ def test(monkeypatch, files):
         "latbench.tables.no_table",
         "latbench.errors.NoSuchError",
         "latbench.tables.table.no_function",
+        "layers.no_such_layer",
         "latbench.tables.table.no_name",
     }

@@ -30,7 +30,7 @@ class Promise:
     risk
         Probability that a verification confirms the promise.
     most_bytes
-        Limit of the bytes of all weights (`search.problem.second_budget.bytes_of_model`); None for no limit.
+        Limit of the bytes of all weights (`search.problem.second_budget.build_model_budget`); None for no limit.
     """
 
     target: float

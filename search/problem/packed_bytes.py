@@ -8,23 +8,42 @@ import numpy as np
 
 from search.problem.layers import Option
 from sparse_kernels.formats import pack
-from sparse_kernels.patterns import ShflBW, VectorWise, parse
+from sparse_kernels.patterns import Pattern, ShflBW, VectorWise, parse
 from sparse_kernels.shapes import Shape
+from sparse_kernels.top_units import Scores
 
 
 def count_weight_bytes(option: Option, shape: Shape) -> float:
-    """Return the bytes of a layer's weight as `sparse_kernels.formats` packs it: values and their positions."""
+    """Return the most bytes that a layer's weight takes as `sparse_kernels.formats` packs it.
+
+    Values and their positions count.
+    """
     return float(_packed(option, shape.m, shape.k))
 
 
 @cache
 def _packed(option: Option, m: int, k: int) -> int:
-    """Return the bytes of the mask of equal scores.
+    """Return the most bytes that a mask of this pattern and sparsity takes.
 
-    All masks of a pattern and sparsity keep equally many vectors or blocks. Where the pattern does not divide
-    the shape, masks may keep more or fewer of the cut ones. They take a few bytes more.
+    Vectors and blocks that the shape cuts off are packed whole, and hold fewer weights. A mask that keeps all of them
+    therefore keeps the most, and takes the most bytes. Where the shape cuts nothing off, all masks take the same.
     """
     pattern = parse(option.pattern)
     alike = VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern  # equal bytes, without a search of rows
-    mask = alike.mask(np.ones((m, k)), option.sparsity)
+    mask = alike.mask(_favour_cut_units(alike, m, k), option.sparsity)
     return int(pack(mask.astype(np.float32), mask, alike).nbytes)
+
+
+def _favour_cut_units(pattern: Pattern, m: int, k: int) -> Scores:
+    """Return scores (m, k) by which a mask first keeps the vectors or blocks that the shape cuts off most."""
+    rows = pattern.v if isinstance(pattern, VectorWise) else getattr(pattern, "rows", 1)
+    columns = getattr(pattern, "cols", 1)
+    weights = np.outer(_measure_units(m, rows), _measure_units(k, columns))
+    return 1 / weights**2  # a unit's sum falls with its size
+
+
+def _measure_units(length: int, size: int) -> Scores:
+    """Return for each row, or column, how many the vector or block around it has, (length,)."""
+    sizes = np.full(length, float(size))
+    sizes[length - length % size :] = length % size
+    return sizes

@@ -92,13 +92,12 @@ def code(source: str) -> str:
 
 
 def _constants(family: str) -> Iterator[str]:
-    """Yield the numbers, and tuples of numbers, that a family's modules name in capitals."""
+    """Yield the values of the numeric constants of the modules of a family; a new name changes nothing."""
     for name in (family, *_CHOOSERS.get(family, ())):
         module = importlib.import_module(f"{__package__}.{name}")
-        for key, value in sorted(vars(module).items()):
-            numbers = value if isinstance(value, tuple) else (value,)
-            if key.isupper() and all(isinstance(number, int | float) for number in numbers):
-                yield f"{key} {value}"
+        values = [value for key, value in vars(module).items() if key.isupper()]
+        tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+        yield from sorted(str(numbers) for numbers in tuples if all(isinstance(it, int | float) for it in numbers))
 
 
 def _digest(texts: Iterable[str | bytes]) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 
 from latbench.backends.gpu import gpu_layers, prepare_gpu_point, torch_gpu
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.cli.commands.layers import layers
 from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.timing.gpu_drivers import open_cupy_driver
@@ -40,7 +39,7 @@ def dense_seconds(shape: LinearShape) -> tuple[float, str]:
     found = []
     for kernel in gpu_points.DENSE:
         point = build_gpu_point("gpu", shape, Dense(), 0.0, kernel)
-        engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
+        engine = torch_gpu.prepare(point, gpu_layers.build_gpu_layer(point))
         timer = build_event_timer(engine.calls, engine.driver, MODE)
         found.append((float(np.median(timer.burst(SECONDS).samples)), engine.kernel))
     return min(found)
@@ -105,7 +104,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
     import cupy
 
     point = build_gpu_point("gpu", shape, pattern, sparsity, gpu_points.OURS[0])
-    layer, machine = layers.synthetic_layer(point), CupyMachine.current()
+    layer, machine = gpu_layers.build_gpu_layer(point), CupyMachine.current()
     driver = open_cupy_driver()
     weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))
     for program in programs_of(layer, shape.n, machine):

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.backends.cpu.prepare_point import prepare_point
+from latbench.backends.cpu import prepare_point
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.runners.worker_process import Worker
 from latbench.sweeping import sweep_machine

@@ -79,7 +79,7 @@ def _find_facts() -> dict[str, Any]:
         ],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
-        "find_lock_folder": str(find_lock_folder()),
+        "lock_folder": str(find_lock_folder()),
     }
     disturbed = [*list_advice(host), *_lock_advice(host.container)]
     unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
@@ -245,7 +245,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
-        ("device lock", f"in {facts['find_lock_folder']}"),
+        ("device lock", f"in {facts['lock_folder']}"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
 

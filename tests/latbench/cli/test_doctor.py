@@ -19,6 +19,12 @@ from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
 from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
 
+JSON_KEYS = {
+    "advice", "backends", "ceilings", "deepsparse", "device", "environment", "gpu_backends", "gpus", "host",
+    "lock_folder", "no_gpu",
+}  # fmt: skip
+"""What scripts read."""
+
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
 
 
@@ -152,6 +158,7 @@ def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPat
     )
     ran = latbench("doctor", "--json")
     facts = json.loads(ran.out)
+    assert set(facts) == JSON_KEYS
     assert facts["device"] == name_cpu() and facts["environment"]["cores"] >= 1
     assert facts["backends"]["numba"]["version"]
     assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}

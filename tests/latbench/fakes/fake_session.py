@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
 import gpu_fakes as fakes
 
 from latbench.sweeping.settings import SweepSettings

@@ -91,6 +91,12 @@ def test_a_cost_model_gives_sparsities_that_were_not_measured() -> None:
     assert 1.5 < p.layers[0].seconds[2] < 2.5
 
 
+@pytest.mark.parametrize("backend", ["torch-bf16", "torch-mkldnn", "openvino-bf16"])
+def test_engines_of_whole_models_have_no_rows_of_layers(backend: str) -> None:
+    with pytest.raises(BadData, match=f"the table holds no swept layer on {backend}"):
+        problem_from_table(a_table(), {"a": A}, backend=backend)
+
+
 def test_what_a_table_does_not_settle_has_to_be_said() -> None:
     t = a_table()
     both = pd.concat([t, t.assign(threads=1, point_id=lambda it: it["point_id"] + "1")])

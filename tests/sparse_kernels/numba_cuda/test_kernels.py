@@ -429,7 +429,7 @@ def test_a_convolution_that_looks_elsewhere_is_caught(rng, old, new):
     x = images(rng, shape)
     right = plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(Dense()))
     mutant = mutated(layouts, old, new)
-    wrong_taps = cuda.to_device(mutant.taps(shape))
+    wrong_taps = cuda.to_device(mutant.build_taps(shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "IMAGES", mutant.IMAGES)
         wrong = dataclasses.replace(right, taps=wrong_taps)
