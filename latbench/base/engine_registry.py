@@ -204,8 +204,8 @@ def is_deepsparse(name: str) -> bool:
 def convert_to_table_name(name: str) -> str:
     """Return the name that tables give to an engine of a search: one name for our kernels in every precision.
 
-    Any other name stays as it is. No row of a layer has the name of a whole-model engine such as `torch-bf16`: a search
-    by such a name finds nothing.
+    Any other name stays as it is. No row of a layer has the name of a whole-model engine such as `torch-bf16`: a
+    search by such a name finds nothing.
     """
     return NUMBA if runs_our_kernels(name) else name
 
