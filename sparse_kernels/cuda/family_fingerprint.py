@@ -110,7 +110,7 @@ def _digest(texts: Iterable[str | bytes]) -> str:
 
 @functools.cache
 def _launched_digest(family: str, architecture: str) -> str:
-    """Cached: packing the samples takes a second."""
+    """Return the digest of the launches on samples; it is cached, because packing them takes a second."""
     return _digest(_launched(family, architecture))
 
 

@@ -106,7 +106,7 @@ class Prepare(Protocol):
     def __call__(
         self, packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
     ) -> Program:
-        """The program for about n columns, on so many multiprocessors or those of the usual machine (targets.py).
+        """Return the program for about n columns, for a number of multiprocessors or the usual machine (targets.py).
 
         Raises NotSupported for what it cannot run.
         """
@@ -118,7 +118,7 @@ class PrepareConv2d(Protocol):
     def __call__(
         self, packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
     ) -> Program:
-        """The program for about shape.batch images. Raises NotSupported for what it cannot run."""
+        """Return the program for about shape.batch images. Raises NotSupported for what it cannot run."""
 
 
 class NotSupported(ValueError):

@@ -100,7 +100,7 @@ def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
-    """Copies that lie one behind the other, each from the start of a cache line on."""
+    """Return copies that lie one behind the other, each from the start of a cache line on."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
     buffer = aligned(int(starts[-1]), np.uint8)
     copies: list[NDArray[Any]] = []
