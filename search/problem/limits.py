@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from search.problem.layer_globs import match_glob, match_layers
 from search.problem.layers import CLOSE, DENSE, LayerOptions, Option, build_option, format_names, tie_layers
@@ -245,6 +244,8 @@ def _tie_groups(layers: Mapping[str, LayerOptions], groups: Sequence[set[str]]) 
 
 def read_limits(path: Path) -> Limits:
     """Return the limits in a YAML file. Raises BadData for a file with other content."""
+    from latbench.base.strict_yaml import read_yaml  # imports a YAML library, which most searches do without
+
     return parse_limits(read_yaml(path), str(path))
 
 
