@@ -153,7 +153,7 @@ class Bench:
             between=self._keep_pace,
             renew=renew,
         )
-        activity = f"timing: {len(points)} points from {format_shape(points[0].shape)} on"
+        activity = f"timing: {len(points)} points, first {format_shape(points[0].shape)}"
         self._tell(activity, done)
         for count, (name, timing) in enumerate(finished, start=done + 1):
             self._tell(activity, count)

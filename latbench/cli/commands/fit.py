@@ -175,10 +175,11 @@ def validation_table(validation: Mapping[str, Figures]) -> Table:
         box=None,
         pad_edge=False,
         caption_justify="left",
-        caption="Errors |predicted / measured - 1|: median, 90th percentile, mean, shares of at most 5% and 10%; "
-        f"share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval, and its width. The noise "
-        "floor is about the error of a model that knows every true time, because measured times are not exact: "
-        f"{'unknown' if noise is None else f'{noise:.1%}'}. × noise: median error over that of these points.",
+        caption="Errors are |predicted / measured - 1|: median, 90th percentile and mean, then the shares of errors "
+        f"up to 5% and 10%. Inside: share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval. "
+        "Width: its median width, as a share of the prediction. Measured times are not exact, so a perfect model has "
+        f"an error, too. This noise floor is {'unknown' if noise is None else f'{noise:.1%}'}. × noise: median error "
+        "over the noise floor of these points.",
     )
     table.add_column("")
     for heading in COLUMNS.values():
