@@ -74,15 +74,11 @@ FINISHED, ROWS, FOURS = 0, 1, 2
 PACE_BITS = 32
 
 
-@with_literals
-def floats_at(typing_context: Any, address: Any) -> Any:
-    """Return a pointer to float32 from an address, as `numba.carray` takes it."""
-    signature = types.CPointer(types.float32)(types.intp)
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.inttoptr(args[0], F32.as_pointer())
-
-    return signature, generate
+@vector_code()
+def copy_float(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+    """Copy one float32 from an address to another."""
+    emit = Emitter(builder, 1, False)
+    builder.store(builder.load(emit.pointer(source)), emit.pointer(target))
 
 
 class TokenTileForm(NamedTuple):

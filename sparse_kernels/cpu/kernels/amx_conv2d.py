@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,7 +256,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     form, unit_form = (row_tiles, int(framed), int(emulated)), (int(emulated),)
 
-    @in_parts
+    @partial(in_parts, makes_arrays=True)
     def multiply(part: int, call: ScratchProductCall, layer: PositionLayer) -> int:
         cut, total = layer.cut, layer.x_starts.size
         flags = np.zeros(1, np.int32)

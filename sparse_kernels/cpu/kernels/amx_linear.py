@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -373,7 +373,7 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
     # Tokens that parts share: a tile must not lie in two blocks.
     unit = TOKENS if x_blocked or y_blocked else ROWS
 
-    @in_parts
+    @partial(in_parts, makes_arrays=True)
     def multiply(part: int, call: LinearCall, layer: AmxLayer) -> int:
         scratch, n = layer.scratch, layer.n
         units = (n + unit - 1) // unit

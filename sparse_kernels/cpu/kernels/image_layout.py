@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, floats_at
+from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_float, copy_run
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
@@ -140,10 +139,8 @@ def copy_strided(form: Any, stride: int, source_at: int, target_at: int, count: 
     elif stride == 2:
         copy_every_other(lanes, numbers, source_at, target_at, count)
     else:
-        source = carray(floats_at(source_at), (count - 1) * stride + 1)
-        target = carray(floats_at(target_at), count)
         for i in range(count):
-            target[i] = source[i * stride]
+            copy_float(source_at + i * stride * 4, target_at + i * 4)
 
 
 @inline

@@ -28,7 +28,7 @@ from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I64
 from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, record, runner
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
-from sparse_kernels.cpu.runtime.numba_internals import cgutils
+from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, cgutils
 
 
 class ParallelKernel:
@@ -103,7 +103,7 @@ class BoundKernel(partial[bool]):
         raise TypeError("an address means nothing to a copy")
 
 
-def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
+def in_parts(*stages: Callable[..., Any], makes_arrays: bool = False) -> ParallelKernel:
     """Return the kernel of these stages, which run one after the other.
 
     A stage is a function of the number of its part and of what the kernel is called with. The plural of that number's
@@ -113,6 +113,9 @@ def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
     A part returns nothing, or an integer; the kernel returns whether all of them were 0. It raises RuntimeError if a
     part raised, and what that part held is never freed then. It is compiled when first bound or called, or loaded
     from disk.
+
+    Only stages of a kernel that `makes_arrays` may create arrays, or call what returns one: for the others references
+    to arrays are not counted, which saves two calls an array.
 
     Free variables of a stage are constants: numbers, bool, or tuples of them. Raises TypeError for what is no stage.
     """
@@ -133,8 +136,9 @@ def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
     own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
     names: dict[str, Any] = {"__name__": __name__, "_laid": _laid, "_part": _part}
+    flags = FLAGS if makes_arrays else {**FLAGS, **WITHOUT_COUNTS}
     for number, stage in enumerate(stages):
-        names[f"_stage_{number}"] = numba.njit(**FLAGS)(_renamed(stage, f"{stage.__qualname__}_{own}"))
+        names[f"_stage_{number}"] = numba.njit(**flags)(_renamed(stage, f"{stage.__qualname__}_{own}"))
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)

@@ -15,9 +15,9 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
-from numba import carray
+from llvmlite import ir
 
-from sparse_kernels.cpu.launch.native_call import integers_at
+from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 
@@ -180,18 +180,24 @@ def test_a_bound_kernel_keeps_its_arrays_no_longer_than_it_lives() -> None:
     assert last() is None
 
 
+@vector_code()
+def add_to(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Add a number to the int64 at an address."""
+    place = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    builder.store(builder.add(builder.load(place), value), place)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
     table = np.array([3, 5])
     results = [np.zeros(2, np.int64) for _ in range(4)]
 
     @in_parts
-    def add(part, x_at, table, size, parts):
-        x = carray(integers_at(x_at), size)
+    def add(part, x_at, table, parts):
         for _ in range(1000):
-            x[part] += table[part]
+            add_to(x_at + part * 8, table[part])
 
-    run = add.bound("x_at", table=table, size=2, parts=parts)
+    run = add.bound("x_at", table=table, parts=parts)
 
     def work(number: int) -> None:
         for _ in range(20):

@@ -87,6 +87,22 @@ def test_a_function_loads_from_and_saves_to_a_cache_of_ours() -> None:
     )
 
 
+def test_a_function_without_counts_calls_no_counter_of_references() -> None:
+    def first_of_longer(x, y):  # type: ignore[no-untyped-def]
+        longer = x if x.size > y.size else y
+        return longer[0]
+
+    def count_calls(**options: object) -> int:
+        dispatcher = njit(**options)(first_of_longer)
+        assert dispatcher(np.arange(3.0), np.arange(1.0, 5.0)) == 1
+        code = dispatcher.inspect_llvm(dispatcher.signatures[0])
+        function = code[code.index("define noundef i32 @") :]
+        return function[: function.index("\n}")].count("@NRT_incref")
+
+    assert count_calls() > 0, "Numba no longer counts references here: the comparison has lost its sense"
+    assert count_calls(**numba_internals.WITHOUT_COUNTS) == 0, "the option _nrt no longer leaves the counting out"
+
+
 def test_the_quick_count_of_threads_is_the_slow_one() -> None:
     count = numba_internals.find_thread_counter()
     assert count is not numba.get_num_threads, "numba.np.ufunc.parallel has no _get_num_threads: calls take longer"
