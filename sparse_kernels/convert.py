@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +24,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.fx_graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
-from sparse_kernels.nn import (
-    GPU_BACKENDS,
-    SparseConv2d,
-    SparseLinear,
-    attention,
-    refuses,
-    set_weight_matrix,
-    weight_matrix,
-)
+from sparse_kernels.nn.attention_operator import attention
+from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
+from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, SparseLayer
+from sparse_kernels.nn.sparse_linear import SparseLinear
 from sparse_kernels.pad_propagation import keep_frames
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.pooling import pool_channels_last
+from sparse_kernels.prunable_layers import (
+    FLOATS,
+    bake_weights,
+    refuse_layer,
+    set_weight_matrix,
+    survey_layers,
+    weight_matrix,
+)
 from sparse_kernels.torch_tiles import OnTiles
 
 # How far results may lie apart, of their own size: a norm folded into a layer moves a few roundings, and kernels that
@@ -66,6 +68,7 @@ def convert(
     choices: Mapping[str, LayerPattern],
     example_inputs: tuple[Any, ...],
     *,
+    example_keywords: Mapping[str, Any] | None = None,
     backend: str = "numba",
     tune: bool = False,
 ) -> nn.Module:
@@ -79,11 +82,13 @@ def convert(
     model : nn.Module
         Not changed.
     choices : mapping from str to LayerPattern
-        Names of Linear and Conv2d modules, and their patterns. Other layers stay torch's own; a BatchNorm that
-        follows one directly is folded into it.
+        Names of layers that `survey_layers` takes, and their patterns. Other layers stay torch's own; a BatchNorm
+        that follows one directly is folded into it. Computed weights, as of weight norm, become plain ones first.
     example_inputs : tuple
         What the model is called with. They prove that the converted model is the same function as the masked one (for
         a GPU backend, if they are on a GPU).
+    example_keywords : mapping from str, optional
+        What it is called with by name.
     backend : str
         ``numba``, ``reference`` or ``cupy``.
     tune : bool
@@ -98,20 +103,51 @@ def convert(
     ------
     ValueError
         If a name is no prunable layer, if no part of the model calls it as a module, or if the model cannot be
-        converted. The message names the layer if one is at fault.
+        copied or converted. The message names the layer if one is at fault.
     """
-    model = copy.deepcopy(model).eval()
+    example = _Example(example_inputs, dict(example_keywords or {}))
+    model = _copy(model).eval()
+    bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
+    _leave_fast_paths(model, chosen)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
-    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
+    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example), backend, tune)
     converted = conversion.of(model, "")
     for module in chosen:
         if module not in conversion.done:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        _prove(converted, example_inputs, conversion.calls[""].result)
+    given = [*example_inputs, *example.keywords.values()]
+    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
+        _prove(converted, example, conversion.calls[""].result)
     return converted
+
+
+@dataclass(frozen=True)
+class _Example:
+    """What the model is called with."""
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model. Raises ValueError if something in it cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _leave_fast_paths(model: nn.Module, chosen: Mapping[nn.Module, LayerPattern]) -> None:
+    """Let torch's encoders call the chosen layers: their fast paths read the weights instead. In place."""
+    for module in model.modules():
+        if not any(layer in chosen for layer in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # what the fast path asks first
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _apply_choices(
@@ -119,7 +155,9 @@ def _apply_choices(
 ) -> dict[nn.Module, LayerPattern]:
     """Mask and round the weights of the chosen layers, in place, and return the layers with their patterns."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    names = {module: name for name, module in model.named_modules()}
+    _separate_weights(model, [modules[name] for name in choices if name in modules])
+    survey = survey_layers(model, FLOATS)
     chosen: dict[nn.Module, LayerPattern] = {}
     for name, choice in choices.items():
         if name not in modules:
@@ -129,9 +167,8 @@ def _apply_choices(
             if not _alike(choice, chosen[module]):
                 raise ValueError(f"layer {name!r}: it has another name too, under which another pattern is chosen")
             continue
-        weight = module._parameters.get("weight")
-        if weight is not None and owners[id(weight)] > 1:  # what else reads this weight keeps all of it
-            module.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        if names[module] not in survey.taken:
+            raise ValueError(f"layer {name!r}: {survey.left_out.get(names[module]) or refuse_layer(module)}")
         try:
             _apply(choice, module, backend)
         except ValueError as error:
@@ -140,55 +177,31 @@ def _apply_choices(
     return chosen
 
 
+def _separate_weights(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Give each of these layers a weight of its own, in place: what else reads a shared one keeps all of it."""
+    owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for layer in layers:
+        weight = layer._parameters.get("weight")
+        if weight is not None and owners[id(weight)] > 1:
+            layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+
+
 def _alike(a: LayerPattern, b: LayerPattern) -> bool:
     masks = a.mask is b.mask or (a.mask is not None and b.mask is not None and np.array_equal(a.mask, b.mask))
     return masks and (a.pattern, a.precision) == (b.pattern, b.precision)
 
 
 def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
-    """Make the weight what its kernel will multiply with, in place, whatever computes it: masked, and rounded."""
-    if (reason := refuses(module)) is not None:
-        raise ValueError(reason)
-    if prune.is_pruned(module):
-        prune.remove(module, "weight")
-    if hooked(module):
-        raise ValueError("it has hooks, which a sparse layer would not call: remove them first")
+    """Make the weight what its kernel will multiply with, in place: masked, and rounded."""
     if choice.mask is not None:
         matrix = weight_matrix(module)
         if choice.mask.shape != matrix.shape:
             raise ValueError(f"the mask is {choice.mask.shape}, and its weight is {tuple(matrix.shape)}")
         mask = torch.from_numpy(np.ascontiguousarray(choice.mask, bool)).to(matrix.device)
-        if parametrize.is_parametrized(module, "weight"):
-            parametrize.register_parametrization(module, "weight", _Masked(mask), unsafe=True)
-        else:
-            set_weight_matrix(module, torch.where(mask, matrix, 0.0))
+        set_weight_matrix(module, torch.where(mask, matrix, 0.0))
     if choice.precision != "float32":
         _sparse(module, choice, None, backend, tune=False)  # refuses what cannot be, while the layer's name is known
-        if parametrize.is_parametrized(module, "weight"):
-            parametrize.register_parametrization(module, "weight", _Rounded(), unsafe=True)
-        else:
-            set_weight_matrix(module, weight_matrix(module).bfloat16().float())
-
-
-class _Masked(nn.Module):
-    """A weight, whatever computes it, under a mask (m, k)."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        if weight.ndim == 2:
-            return torch.where(self.mask, weight, 0.0)
-        c_out, c_in, kh, kw = weight.shape
-        return torch.where(self.mask.reshape(c_out, kh, kw, c_in).permute(0, 3, 1, 2), weight, 0.0)
-
-
-class _Rounded(nn.Module):
-    """A weight, whatever computes it, rounded to bfloat16."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.bfloat16().to(weight.dtype)
+        set_weight_matrix(module, weight_matrix(module).bfloat16().float())
 
 
 @dataclass
@@ -221,11 +234,22 @@ class _Conversion:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
                 swapped = _swap(traced, choices, self.backend, self.tune)
                 self.done |= {inside[name]: layer for name, layer in swapped.items()}
+                self._enter_leaves(traced, part, path)
                 return traced
         for name, child in part._modules.items():
             if child is not None:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
         return part
+
+    def _enter_leaves(self, traced: fx.GraphModule, part: nn.Module, path: str) -> None:
+        """Convert the modules with chosen layers that the graph of a part calls whole, such as torch's own."""
+        for target in {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}:
+            try:
+                module = part.get_submodule(target)
+            except AttributeError:  # one that was put into the graph
+                continue
+            if module not in self.chosen and any(layer in self.chosen for layer in module.modules()):
+                traced.set_submodule(target, self.of(module, f"{path}.{target}" if path else target))
 
 
 def _loses_hooks(part: nn.Module) -> bool:
@@ -235,21 +259,19 @@ def _loses_hooks(part: nn.Module) -> bool:
     return any(hooked(module) for module in below)
 
 
-def _prove(converted: nn.Module, example_inputs: tuple[Any, ...], expected: Any) -> None:
+def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
     """Raise ValueError unless the converted model gives what is expected on the example inputs.
 
     Layers that may round activations do not do so here: how far that leads is no matter of the conversion.
     """
     rounding = [
-        layer
-        for layer in converted.modules()
-        if isinstance(layer, SparseLinear | SparseConv2d) and layer.precision == "bfloat16"
+        layer for layer in converted.modules() if isinstance(layer, SparseLayer) and layer.precision == "bfloat16"
     ]
     try:
         with ExitStack() as unrounded:
             for layer in rounding:
                 unrounded.enter_context(layer.in_float32())
-            result = _run(converted, example_inputs)
+            result = _run(converted, example.inputs, example.keywords)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"the model reads more of a layer than its result, or gives it what a sparse one refuses: {error}"
@@ -266,7 +288,7 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any] 
     kept = [
         (buffer, buffer.clone())
         for module in model.modules()
-        if not isinstance(module, SparseLinear | SparseConv2d)
+        if not isinstance(module, SparseLayer)
         for buffer in module._buffers.values()
         if buffer is not None
     ]
@@ -290,7 +312,7 @@ class _Call:
     result: Any
 
 
-def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, _Call]:
+def _record_calls(model: nn.Module, example: _Example) -> dict[str, _Call]:
     """Return the first call of each module that has children, in a run on the example inputs."""
     calls: dict[str, _Call] = {}
     handles = []
@@ -304,7 +326,7 @@ def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str
 
         handles.append(module.register_forward_hook(remember, with_kwargs=True))
     try:
-        _run(model, example_inputs)
+        _run(model, example.inputs, example.keywords)
     finally:
         for handle in handles:
             handle.remove()
@@ -364,7 +386,7 @@ def _fold_norms(traced: fx.GraphModule) -> None:
     """Fold each BatchNorm that is the only reader of a Linear or Conv2d into that layer, in place."""
     modules = dict(traced.named_modules())
     norms = called_once(traced, modules, nn.BatchNorm1d | nn.BatchNorm2d)
-    for node in called_once(traced, modules, nn.Linear | nn.Conv2d):
+    for node in called_once(traced, modules, nn.Linear | nn.Conv1d | nn.Conv2d):
         norm = only_user(node)
         if norm not in norms or hooked(modules[str(norm.target)]):
             continue
@@ -384,7 +406,7 @@ def _swap(
     """
     modules = dict(traced.named_modules(remove_duplicate=False))
     called = {modules[str(node.target)] for node in traced.graph.nodes if node.op == "call_module"}
-    once = called_once(traced, modules, nn.Linear | nn.Conv2d)
+    once = called_once(traced, modules, nn.Module)
     activations: dict[nn.Module, str] = {}
     for node in once:
         reader = only_user(node)
@@ -445,12 +467,12 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
 
 
 def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, backend: str, tune: bool) -> nn.Module:
-    if isinstance(module, nn.Linear):
-        return SparseLinear.from_dense(
-            module, choice.pattern, choice.mask,
-            activation=activation, backend=backend, tune=tune, precision=choice.precision,
-        )  # fmt: skip
-    assert isinstance(module, nn.Conv2d)
-    return SparseConv2d.from_dense(
-        module, choice.pattern, choice.mask, activation=activation, backend=backend, precision=choice.precision
-    )
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        kind = SparseConv1d if isinstance(module, nn.Conv1d) else SparseConv2d
+        return kind.from_dense(
+            module, choice.pattern, choice.mask, activation=activation, backend=backend, precision=choice.precision
+        )
+    return SparseLinear.from_dense(
+        module, choice.pattern, choice.mask,
+        activation=activation, backend=backend, tune=tune, precision=choice.precision,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,17 @@ def call(traced: fx.GraphModule, function: Callable[..., Any], *args: Any) -> fx
     node = traced.graph.call_function(function, args)
     node.meta["is_wrapped"] = True
     return node
+
+
+def is_proxy(x: Any) -> bool:
+    """Return whether x stands for a value while torch.fx traces a model."""
+    return isinstance(x, fx.Proxy)
+
+
+def record_call(module: nn.Module, x: Any, keywords: Mapping[str, Any]) -> Any:
+    """Return what stands for the module's result for a proxy x: the module is one call in the graph."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), dict(keywords))
 
 
 def wrap(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], kind: type[nn.Module]) -> None:

@@ -145,7 +145,7 @@ def _sparse_conv(node: fx.Node, modules: dict[str, nn.Module]) -> SparseConv2d |
     """Return the layer that a node calls, if that is a sparse convolution, with its input as the only argument."""
     layer = modules[str(node.target)] if node.op == "call_module" else None
     alone = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return layer if isinstance(layer, SparseConv2d) and alone else None
+    return layer if type(layer) is SparseConv2d and alone else None
 
 
 def _layer(node: fx.Node, modules: dict[str, nn.Module]) -> SparseConv2d:

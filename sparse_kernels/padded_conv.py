@@ -16,35 +16,19 @@ from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
+from sparse_kernels.fx_graphs import is_proxy, record_call
+from sparse_kernels.plain_tensors import address_of, is_plain
 
 Images = Tensor | FramedImages
-
-# What may have numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong one).
-PLAIN = (Tensor, nn.Parameter)
 
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu}
 
 
 def framable(x: Images) -> bool:
     """Return whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
-    if (
-        not isinstance(x, Tensor)
-        or type(x) not in PLAIN
-        or torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and x.requires_grad)
-    ):
+    if not isinstance(x, Tensor) or not is_plain(x) or (torch.is_grad_enabled() and x.requires_grad):
         return False
     return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
-
-
-def address_of(x: Tensor) -> int:
-    """Return the address of a tensor's numbers; raise TypeError for a fake or wrapped tensor, which has none."""
-    address = x.data_ptr() if type(x) in PLAIN else 0
-    if not address:
-        raise TypeError(
-            "a sparse layer computes with numbers: this tensor, or one made here, has none (fake or wrapped)"
-        )
-    return address
 
 
 def frame(x: Images, margin: int) -> Images:
@@ -88,6 +72,9 @@ class OnFrames(nn.Module):
 
     def forward(self, x: Images) -> Images:
         """Return the function of x, in the form that x has."""
+        if is_proxy(x):
+            recorded: Images = record_call(self, x, {})
+            return recorded
         if isinstance(x, Tensor):
             return self.function(x, *self.args, **self.kwargs)
         values = torch.from_numpy(x.array)

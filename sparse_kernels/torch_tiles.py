@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels import token_blocks
 from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
+from sparse_kernels.fx_graphs import is_proxy, record_call
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class OnTiles(nn.Module):
 
     def forward(self, x: Tensor | TokenTiles) -> Tensor | TokenTiles:
         """Return the function of x, in the form that x has."""
+        if is_proxy(x):
+            recorded: Tensor | TokenTiles = record_call(self, x, {})
+            return recorded
         if isinstance(x, TokenTiles):
             return TokenTiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
         return self.function(x, *self.args, **self.kwargs)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 if TYPE_CHECKING:
     import torch
+
+
+UNNAMED = "the model is this one layer; wrap it in nn.Sequential to give the layer a name"
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,17 @@ def write_workload(workload: Workload, path: Path) -> None:
 
 
 def trace_model(
-    model: torch.nn.Module, inputs: Sequence[Any], name: str | None = None
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    name: str | None = None,
+    *,
+    keywords: Mapping[str, Any] | None = None,
 ) -> tuple[Workload, list[tuple[str, str]]]:
     """Run a model once and note the shape of every layer that it calls.
 
-    The model runs in eval mode without gradients, and is left as it was. A layer is an `nn.Linear` (n: the product of
-    its input's leading dimensions) or an `nn.Conv2d` with groups=1 and symmetric zero padding.
+    The model runs in eval mode without gradients, and is left as it was. Layers are those that
+    `sparse_kernels.prunable_layers.survey_layers` takes. A linear layer's n is the product of its input's leading
+    dimensions. A layer over sequences (nn.Conv1d) is a convolution over images with one row.
 
     Parameters
     ----------
@@ -134,59 +142,61 @@ def trace_model(
         Its arguments.
     name
         Name of the workload; by default the model's class.
+    keywords
+        Its arguments by name.
 
     Returns
     -------
     workload : Workload
         Its layers in the order of the first call, named as in `model.named_modules()`.
     skipped : list of (str, str)
-        Modules that were left out, with reasons: other modules with a weight of two or more dimensions, shared
-        weights, and layers that do not run exactly once in a forward pass.
+        Modules that were left out, with reasons: those that the survey leaves out, and layers that do not run exactly
+        once in a forward pass.
     """
     import torch
 
-    names = {module: module_name for module_name, module in model.named_modules()}
-    layer_kinds = (torch.nn.Linear, torch.nn.Conv2d)
-    calls = _record_input_sizes(model, inputs, names, layer_kinds)
+    from sparse_kernels.prunable_layers import survey_layers
+
+    survey = survey_layers(model)
+    calls = _record_input_sizes(model, inputs, keywords or {}, survey.taken)
     layers: dict[str, Layer] = {}
-    skipped: list[tuple[str, str]] = []
-    shared = _shared_weights(names)
-    for module, module_name in names.items():
-        matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        if not matrices and not isinstance(module, layer_kinds):
-            continue  # norms, activations and containers have nothing to prune
-        shape = shared.get(module) or _traced_shape(module, module_name, calls[module_name])
+    left_out = dict(survey.left_out)
+    for layer_name, module in survey.taken.items():
+        shape = _traced_shape(module, calls[layer_name]) if layer_name else UNNAMED
         if isinstance(shape, str):
-            skipped.append((module_name, shape))
+            left_out[layer_name] = shape
         else:
-            layers[module_name] = Layer(module_name, shape)
+            layers[layer_name] = Layer(layer_name, shape)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    given = ", ".join("x".join(map(str, item.shape)) for item in inputs if isinstance(item, torch.Tensor))
+    given = [*inputs, *(keywords or {}).values()]
+    sizes = ", ".join("x".join(map(str, item.shape)) for item in given if isinstance(item, torch.Tensor))
     order = [layers[layer] for layer in calls if layer in layers]
-    return Workload(name or type(model).__name__, f"traced from {kind} with inputs {given}", tuple(order)), skipped
+    places = {module_name: place for place, (module_name, _) in enumerate(model.named_modules())}
+    skipped = sorted(left_out.items(), key=lambda entry: places[entry[0]])
+    return Workload(name or type(model).__name__, f"traced from {kind} with inputs {sizes}", tuple(order)), skipped
 
 
 def _record_input_sizes(
     model: torch.nn.Module,
     inputs: Sequence[Any],
-    names: dict[torch.nn.Module, str],
-    kinds: tuple[type[torch.nn.Module], ...],
+    keywords: Mapping[str, Any],
+    layers: Mapping[str, torch.nn.Module],
 ) -> dict[str, list[torch.Size]]:
-    """Run `model(*inputs)` and return the input sizes of each call of a layer of these kinds, by layer name."""
+    """Run the model and return the input sizes of each call of these layers, by layer name."""
     import torch
 
     calls: dict[str, list[torch.Size]] = defaultdict(list)
+    names = {module: name for name, module in layers.items()}
 
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls[names[module]].append((arguments[0] if arguments else keywords["input"]).shape)
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        calls[names[module]].append((arguments[0] if arguments else next(iter(given.values()))).shape)
 
-    candidates = [module for module in names if isinstance(module, kinds)]
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
-    modes = {module: module.training for module in names}
+    modes = {module: module.training for module in model.modules()}
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers.values()]
     try:
         model.eval()
         with torch.no_grad():
-            model(*inputs)
+            model(*inputs, **keywords)
     finally:
         for hook in hooks:
             hook.remove()
@@ -195,63 +205,34 @@ def _record_input_sizes(
     return calls
 
 
-def _shared_weights(names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, str]:
-    """Return modules with a shared weight and a sentence on it: pruning one would prune the other."""
-    owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
-    for module in names:
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() > 1:
-                owners[id(parameter)].append(module)
-    return {
-        module: f"its weight is shared with {', '.join(names[other] for other in group if other is not module)}"
-        for group in owners.values()
-        if len(group) > 1
-        for module in group
-    }
-
-
-def _traced_shape(module: torch.nn.Module, name: str, inputs: list[torch.Size]) -> Shape | str:
+def _traced_shape(module: torch.nn.Module, inputs: list[torch.Size]) -> Shape | str:
     """Return the layer's shape for its one input, or the reason why it has none."""
     import torch
 
-    if not isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
-        return f"{type(module).__name__} is neither a linear layer nor a 2-d convolution"
-    if not name:
-        return "the model is this one layer; wrap it in nn.Sequential to give the layer a name"
+    from sparse_kernels.prunable_layers import weight_matrix
+
     if len(inputs) != 1:
         return f"called {len(inputs)} times in one forward pass" if inputs else "never called in the forward pass"
-    if module.weight.dtype != torch.float32:
-        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}, not float32"
     size = inputs[0]
     try:
-        if isinstance(module, torch.nn.Linear):
-            return _timed(LinearShape(m=module.out_features, k=module.in_features, n=math.prod(size[:-1])))
-        return _timed(_conv2d_shape(module, size))
+        if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
+            return _timed(_conv_shape(module, size))
+        m, k = weight_matrix(module).shape
+        return _timed(LinearShape(m=m, k=k, n=math.prod(size[:-1])))
     except ValueError as error:
         return str(error)
 
 
-def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
-    """Return the shape of a convolution. Raises ValueError for one that latbench does not prune."""
-    if module.groups > 1:
-        kind = "depthwise" if module.groups == module.in_channels else "grouped"
-        raise ValueError(f"{kind} convolution ({module.groups} groups)")
-    if module.padding_mode != "zeros":
-        raise ValueError(f"padding with {module.padding_mode}, not zeros")
-    if len(size) != 4:
+def _conv_shape(module: torch.nn.Conv1d | torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
+    """Return the shape of a convolution; raise ValueError for an input without a batch."""
+    from sparse_kernels.prunable_layers import find_geometry
+
+    if len(size) != 2 + len(module.kernel_size):
         raise ValueError("its input has no batch dimension")
-    kernel, dilation = module.kernel_size, module.dilation
-    if isinstance(module.padding, str):
-        # torch's "same" pads dilation * (kernel - 1) in total; an odd total is asymmetric.
-        total = [0, 0] if module.padding == "valid" else [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        if any(amount % 2 for amount in total):
-            raise ValueError("its 'same' padding is not symmetric")
-        padding = (total[0] // 2, total[1] // 2)
-    else:
-        padding = (module.padding[0], module.padding[1])
+    (kh, kw), stride, padding, dilation = find_geometry(module)
     return Conv2dShape(
-        batch=size[0], c_in=size[1], h=size[2], w=size[3], c_out=module.out_channels, kh=kernel[0], kw=kernel[1],
-        stride=(module.stride[0], module.stride[1]), padding=padding, dilation=(dilation[0], dilation[1]),
+        batch=size[0], c_in=size[1], h=size[2] if len(size) == 4 else 1, w=size[-1], c_out=module.out_channels,
+        kh=kh, kw=kw, stride=stride, padding=padding, dilation=dilation,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
 
 def compute_weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
     """Return |dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
-    from sparse_kernels.nn import weight_matrix
+    from sparse_kernels.prunable_layers import weight_matrix
 
     def error(layer: str, it: Option) -> float:
         dense = weight_matrix(model.get_submodule(layer)).double().numpy()

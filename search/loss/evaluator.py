@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from search.artifacts.layer_database import Database
 from search.problem.layers import DENSE
 from search.task import Task
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 ProfileOptions = tuple[tuple[str, float], ...]
 """(pattern, sparsity) of each layer of a profile, in the order of the layers."""

@@ -32,7 +32,7 @@ from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import build_recipe_targets, train
 from search.task import Task
-from sparse_kernels.nn import refuses
+from sparse_kernels.prunable_layers import refuse_layer
 
 Progress = Callable[[str, int, int], None]
 
@@ -230,7 +230,7 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
     """Raise BadData if the profile is of another model than the task's, or a layer cannot hold its pattern."""
     modules = dict(model.named_modules())
     for layer in profile.layers:
-        reason = "has no such layer" if layer not in modules else refuses(modules[layer])
+        reason = "has no such layer" if layer not in modules else refuse_layer(modules[layer])
         if reason is not None:
             raise BadData(
                 f"the profile is of another model ({profile.task}): it prunes layer {layer}, and the model of task "

@@ -33,9 +33,10 @@ from search.pruning.storage.model_folder import load_pruned, set_precision
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
+from sparse_kernels.nn import SparseConv2d, SparseLayer, SparseLinear
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 Run = Callable[[], Any]
 ModelRun = Run | deepsparse.Model
@@ -206,7 +207,7 @@ def build_layers_free(reference: str, threads: int, backend: str, choices: Optio
     model, swapped, inputs = _mask_at_random(reference, choices)
     converted = convert(model, set_precision(swapped, backend), inputs)
     for layer in converted.modules():
-        if isinstance(layer, SparseLinear | SparseConv2d):
+        if isinstance(layer, SparseLayer):
             layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
         if isinstance(layer, SparseLinear):
             layer._by_address = _compute_once(layer._by_address, lambda *rest: rest[1:])  # type: ignore[method-assign]

@@ -79,8 +79,8 @@ def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, fl
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
     task = load_task(reference)
-    calls: list[tuple[sparse._Sparse, Any, dict[str, Any]]] = []
-    build = sparse._Sparse.__call__
+    calls: list[tuple[sparse.SparseLayer, Any, dict[str, Any]]] = []
+    build = sparse.SparseLayer.__call__
     run = build_random_pruned(reference, threads, backend, choices)
     assert callable(run)
 

@@ -59,8 +59,8 @@ from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import train
 from search.task import Task, load_task
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 RESULTS = Path(__file__).parent / "results"
 RESNET20 = Path(__file__).parents[1] / "tasks" / "resnet20.py"

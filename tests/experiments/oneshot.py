@@ -30,8 +30,8 @@ from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load_task
-from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Pattern, parse
+from sparse_kernels.prunable_layers import refuse_layer, set_weight_matrix, weight_matrix
 
 RESNET20 = Path(__file__).parents[1] / "tasks" / "resnet20.py"
 OPTIONS = (
@@ -75,7 +75,7 @@ def run(task: Task, path: Path) -> list[dict[str, Any]]:
             pruned, sparse = {}, task.model()
             started = time.perf_counter()
             for name, problem in problems.items():
-                if pattern.refuses(shapes[name]) is None and refuses(modules[name]) is None:
+                if pattern.refuses(shapes[name]) is None and refuse_layer(modules[name]) is None:
                     pruned[name] = problem.prune(pattern, sparsity)
             seconds = time.perf_counter() - started
             for name, layer in pruned.items():

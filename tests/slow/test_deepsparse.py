@@ -35,8 +35,8 @@ from search.whole_model import overhead
 from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.timings import Timings
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(600)]

@@ -23,8 +23,9 @@ from torch import nn
 from sparse_kernels import oracle, pack, parse, unpack
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.plans import linear
-from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix
+from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.plan_protocol import LAYOUTS
+from sparse_kernels.prunable_layers import set_weight_matrix
 
 
 @pytest.fixture(autouse=True)

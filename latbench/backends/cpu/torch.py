@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import BFLOAT16_KERNELS, KERNELS, Point
-from sparse_kernels.nn import set_weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 Run = Callable[[torch.Tensor], torch.Tensor]

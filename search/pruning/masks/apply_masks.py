@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 
 def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:

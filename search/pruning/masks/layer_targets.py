@@ -9,7 +9,6 @@ build_erk_targets(model, "unstructured", 0.9)
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from latbench.errors import BadData, UsageError
 from search.artifacts.profile import Profile
 from search.pruning.masks.transposable import find_transposable_mask
-from sparse_kernels.nn import refuses, weight_matrix
 from sparse_kernels.patterns import NM, Dense, Pattern, parse
+from sparse_kernels.prunable_layers import FLOATS, find_geometry, refuse_layer, survey_layers, weight_matrix
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 GROUP_AXES = ("inputs", "outputs", "both")
@@ -140,27 +139,16 @@ def resolve_targets(wanted: LayerTargets, model: nn.Module) -> dict[str, LayerTa
     if isinstance(wanted, Profile):
         wanted = {name: (choice.pattern, choice.sparsity) for name, choice in wanted.layers.items()}
     modules = dict(model.named_modules())
+    survey = survey_layers(model, FLOATS)
     found: dict[str, LayerTarget] = {}
-    owners: dict[int, list[str]] = defaultdict(list)
-    for name, module in modules.items():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(name)
     for name, entry in wanted.items():
         if name not in modules:
-            raise UsageError(f"the model has no layer {name!r}: it has {_format_names(list_prunable_layers(model))}")
-        if (reason := refuses(modules[name])) is not None:
-            raise UsageError(f"layer {name}: {reason}")
+            raise UsageError(f"the model has no layer {name!r}: it has {_format_names(list(survey.taken))}")
+        if name not in survey.taken:
+            raise UsageError(f"layer {name}: {survey.left_out.get(name) or refuse_layer(modules[name])}")
         target = parse_target(name, entry)
         if isinstance(target.pattern, Dense):
             continue
-        weight = modules[name]._parameters.get("weight")
-        if weight is None:
-            raise UsageError(f"layer {name}: its weight is computed by a parametrization; remove that first")
-        if others := [other for other in owners[id(weight)] if other != name]:
-            raise UsageError(
-                f"layer {name}: its weight is shared with {', '.join(others)}, where it would be pruned too: "
-                "leave the layer out, or give it a weight of its own"
-            )
         if (reason := target.refuses(find_layer_shape(modules[name]))) is not None:
             raise UsageError(f"layer {name}: {reason}")
         found[name] = target
@@ -235,16 +223,15 @@ def build_erk_targets(
 
 def list_prunable_layers(model: nn.Module) -> list[str]:
     """List the names of the layers that have sparse kernels."""
-    return [name for name, module in model.named_modules() if refuses(module) is None]
+    return list(survey_layers(model, FLOATS).taken)
 
 
 def find_layer_shape(module: nn.Module) -> Shape:
     """Return the layer's shape; a convolution gets the smallest image that its kernel fits."""
     m, k = weight_matrix(module).shape
-    if isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return LinearShape(m, k, 0)
-    assert isinstance(module, nn.Conv2d)
-    kh, kw = module.kernel_size
+    kh, kw = find_geometry(module).kernel_size
     return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
 
 

@@ -27,8 +27,8 @@ from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.prunable_layers import weight_matrix
 
 Pair = tuple[str, float]
 Options = Mapping[str, Sequence[Pair]]

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from latbench.errors import BadData
 from search.pruning.forward_hooks import get_product, register_forward_hooks
 from search.task import Task
-from sparse_kernels.nn import as_weight
+from sparse_kernels.prunable_layers import as_weight, is_layer
 
 LEARNING_RATE = 5e-4
 STEPS = 60
@@ -92,7 +92,7 @@ def run_global_adaprune(
     BadData
         An activation or a gradient is not finite.
     """
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    layers = [name for name, module in model.named_modules() if is_layer(module)]
     model.eval()
     losses, order = [], list[int]()
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -220,7 +220,7 @@ def _hold_layer_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size,
     weight = layer.weight
     assert isinstance(weight, Tensor)
     layout = torch.channels_last if _is_channels_last(weight) else torch.contiguous_format
-    kept, plain = _KeptValues(as_weight(mask, weight.shape), scratch), layer.forward
+    kept, plain = _KeptValues(as_weight(layer, mask), scratch), layer.forward
     register_parametrization(layer, "weight", kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

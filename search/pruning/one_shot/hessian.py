@@ -18,7 +18,7 @@ from torch.nn.functional import unfold
 from latbench.errors import BadData
 from search.pruning.forward_hooks import register_forward_hooks
 from search.task import Task
-from sparse_kernels.nn import symmetric_padding, weight_matrix
+from sparse_kernels.prunable_layers import find_geometry, weight_matrix
 
 MEMORY_BYTES = 2**29
 """Memory of all H in one pass: half of the memory of pruning beside twice a model's weights."""
@@ -79,14 +79,15 @@ def compute_input_hessians(
 
 def extract_input_rows(module: nn.Module, x: Tensor) -> Tensor:
     """Return the inputs of the layer's matrix product as rows (n, k), in the order of `weight_matrix`'s columns."""
-    if isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
-    assert isinstance(module, nn.Conv2d)
-    kh, kw = module.kernel_size
+    (kh, kw), stride, padding, dilation = find_geometry(module)
+    if isinstance(module, nn.Conv1d):  # an image of one row
+        x = x.unsqueeze(-2)
     if x.ndim == 3:  # one image without a batch
         x = x[None]
     patches = unfold(
-        x, (kh, kw), dilation=module.dilation, padding=symmetric_padding(module), stride=module.stride
+        x, (kh, kw), dilation=dilation, padding=padding, stride=stride
     )  # (batch, c_in*kh*kw, positions), channel slowest
     patches = patches.view(x.shape[0], x.shape[1], kh * kw, -1)
     return patches.permute(0, 3, 2, 1).reshape(-1, kh * kw * x.shape[1])

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from search.artifacts.layer_database import Database
-from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.prunable_layers import set_weight_matrix
 
 
 def stitch(model: nn.Module, choices: Mapping[str, tuple[str, float]], database: Database) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise, parse
+from sparse_kernels.prunable_layers import is_transposed, weight_matrix
 
 VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
@@ -170,6 +170,7 @@ def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Prof
         except NotOfPattern as error:
             raise UsageError(f"layer {layer}: its mask is not what the profile asks for: {error}") from error
         facts[layer] = groups | {
+            **({"transposed": True} if is_transposed(modules[layer]) else {}),
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
             "kept_weights": weight.size if mask is None else int(mask.sum()),

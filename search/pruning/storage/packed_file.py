@@ -31,8 +31,8 @@ from search.artifacts.layer_database import hash_tensors
 from search.artifacts.profile import read_profile
 from search.pruning.storage.model_folder import PACKED, build_layer_pattern, read_manifest, read_masks, write_manifest
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
+from sparse_kernels.prunable_layers import as_matrix, as_weight, to_matrix
 
 ADVICE = "copy it again, or write it anew with `latbench prune --packed`"
 
@@ -66,7 +66,8 @@ def save_packed(folder: Path) -> Path:
         for name in file.keys():  # noqa: SIM118 - a file is no mapping
             tensor = file.get_tensor(name)
             if name in pruned:
-                tensors[f"{name}.values"] = as_matrix(tensor)[torch.from_numpy(pruned[name])]
+                transposed = manifest["layers"][_get_layer_name(name)].get("transposed", False)
+                tensors[f"{name}.values"] = to_matrix(tensor, transposed)[torch.from_numpy(pruned[name])]
                 tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
             else:
                 tensors[name] = tensor
@@ -126,7 +127,7 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                 if name in names:
                     fits = file.get_slice(name).get_shape() == list(tensor.shape)
                 else:
-                    m, k = as_matrix(tensor).shape
+                    m, k = as_matrix(model.get_submodule(_get_layer_name(name)), tensor).shape
                     bits = file.get_tensor(f"{name}.mask").numpy()
                     fits = bits.shape == (m, -(-k // 8))
                     if fits:
@@ -137,7 +138,7 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
                 tensor.copy_(
-                    _unpack_weight(file, name, masks[name], tensor) if name in masks else file.get_tensor(name)
+                    _unpack_weight(file, model, name, masks[name]) if name in masks else file.get_tensor(name)
                 )
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
@@ -145,12 +146,12 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
     return model.eval(), choices
 
 
-def _unpack_weight(file: Any, name: str, mask: NDArray[np.bool_], tensor: Tensor) -> Tensor:
-    """Return the weight `name` of an open packed file in the shape of `tensor`, for its mask (m, k)."""
+def _unpack_weight(file: Any, model: nn.Module, name: str, mask: NDArray[np.bool_]) -> Tensor:
+    """Return the weight `name` of an open packed file as the model has it, for its mask (m, k)."""
     values = file.get_tensor(f"{name}.values")
     matrix = values.new_zeros(mask.shape)
     matrix[torch.from_numpy(mask)] = values
-    return as_weight(matrix, tensor.shape)
+    return as_weight(model.get_submodule(_get_layer_name(name)), matrix)
 
 
 def _compute_checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:

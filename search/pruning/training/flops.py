@@ -17,7 +17,6 @@ nobody needs it. Masks, optimizers and norms do not count. These are bounds of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from search.pruning.forward_hooks import Hook, get_product, register_forward_hoo
 from search.pruning.masks.layer_targets import LayerTarget
 from search.pruning.training.pruner import Moment, Pruner, Stage
 from sparse_kernels.patterns import NM
+from sparse_kernels.prunable_layers import as_matrix, is_layer
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def compute_training_flop(
 def count_forward_flop(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
     """Return the dense forward FLOP of each layer while `run()` calls the model.
 
-    The layers are Linear, Conv2d and the projections of MultiheadAttention. Of a subclass it is the product with its
+    The layers are Linear, Conv1d, Conv2d, Conv1D of transformers, and the projections of MultiheadAttention. Of a
+    subclass it is the product with its
     weight, the first output if there are several.
     """
     counted: dict[str, float] = {}
@@ -113,7 +114,7 @@ def count_forward_flop(model: nn.Module, run: Callable[[], Any]) -> dict[str, fl
         product = get_product(output)
         weight = module.weight
         assert isinstance(weight, Tensor)
-        inputs = math.prod(weight.shape[1:])  # those of one group in a grouped convolution
+        inputs = as_matrix(module, weight).shape[1]  # those of one group in a grouped convolution
         counted[name] = counted.get(name, 0.0) + 2.0 * inputs * product.numel()
 
     def add_projections(name: str, module: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
@@ -128,7 +129,7 @@ def count_forward_flop(model: nn.Module, run: Callable[[], Any]) -> dict[str, fl
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             hooks[name] = partial(add_projections, name)
-        elif isinstance(module, nn.Linear | nn.Conv2d):
+        elif is_layer(module):
             hooks[name] = partial(add, name)
     with register_forward_hooks(model, hooks):
         run()

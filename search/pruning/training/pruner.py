@@ -57,7 +57,7 @@ from torch.optim.optimizer import (
 from latbench.errors import BadData, UsageError
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, find_layer_shape, resolve_targets
 from search.pruning.saliency.scores import MagnitudeScore, Score
-from sparse_kernels.nn import as_matrix, as_weight
+from sparse_kernels.prunable_layers import as_matrix, as_weight
 from sparse_kernels.shapes import Shape
 
 
@@ -365,7 +365,7 @@ class Pruner:
     def masks(self) -> dict[str, Tensor]:
         """The current masks (m, k) by layer, True = kept. A layer that computes densely has none."""
         layers = self.state.layers.values()
-        return {layer.name: as_matrix(layer.mask).clone() for layer in layers if layer.mask is not None}
+        return {layer.name: as_matrix(layer.module, layer.mask).clone() for layer in layers if layer.mask is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, to be saved between steps beside those of the model and the optimizer."""
@@ -453,7 +453,7 @@ class Pruner:
 
     def draw(self, layer: PrunedLayer, target: LayerTarget) -> Tensor:
         """Return a new mask (m, k) for `target`."""
-        return target.mask(self.score.scores(as_matrix(layer.values), _stack_gradients(layer)))
+        return target.mask(self.score.scores(as_matrix(layer.module, layer.values), _stack_gradients(layer)))
 
     def observe(self, layer: PrunedLayer, gradient: Tensor) -> None:
         """Receive the forward's gradient before an update, in the weight's shape and unscaled."""
@@ -522,9 +522,9 @@ class Pruner:
     def _set_mask(self, layer: PrunedLayer, target: LayerTarget, mask: Tensor) -> None:
         """Give a layer a new mask."""
         if not self.keeps_dense:
-            weight = self.score.compensate(as_matrix(layer.values), _stack_gradients(layer), mask)
-            layer.weight.copy_(as_weight(weight, layer.weight.shape))
-        layer.mask, layer.drawn_for = as_weight(mask, layer.weight.shape).contiguous(), target
+            weight = self.score.compensate(as_matrix(layer.module, layer.values), _stack_gradients(layer), mask)
+            layer.weight.copy_(as_weight(layer.module, weight))
+        layer.mask, layer.drawn_for = as_weight(layer.module, mask).contiguous(), target
 
     @torch.no_grad()
     def _write_forward_weights(self, layer: PrunedLayer, stage: Stage) -> None:
@@ -644,9 +644,9 @@ def _get_mask(layer: PrunedLayer) -> Tensor:
 
 def _stack_gradients(layer: PrunedLayer) -> Tensor:
     """Return the latest gradients as one tensor (gradients, m, k)."""
-    rows = layer.values.new_empty(len(layer.gradients), *as_matrix(layer.values).shape)
+    rows = layer.values.new_empty(len(layer.gradients), *as_matrix(layer.module, layer.values).shape)
     for row, gradient in zip(rows, layer.gradients, strict=True):
-        row.copy_(as_matrix(gradient))
+        row.copy_(as_matrix(layer.module, gradient))
     return rows
 
 

@@ -66,9 +66,9 @@ def test_what_is_left_out_is_listed_with_its_reason() -> None:
         "tied": "its weight is shared with embed",
         "depthwise": "depthwise convolution (6 groups)",
         "grouped": "grouped convolution (2 groups)",
-        "reflect": "padding with reflect",
-        "lopsided": "not symmetric",
-        "lstm": "LSTM is neither a linear layer nor a 2-d convolution",
+        "reflect": "padding mode 'reflect' has no sparse kernel",
+        "lopsided": "asymmetric",
+        "lstm": "a LSTM has no sparse kernel: only Linear, Conv1d, Conv2d",
     }
     assert [name for name, _ in skipped] == list(reasons)
     for name, reason in skipped:

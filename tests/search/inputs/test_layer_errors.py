@@ -14,7 +14,7 @@ from search.inputs import layer_errors
 from search.inputs.layer_errors import read_errors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option, tie_layers
 from search.problem.problem import Problem
-from sparse_kernels.nn import weight_matrix
+from sparse_kernels.prunable_layers import weight_matrix
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:2", 0.5))
 NAMES = ("0", "2")

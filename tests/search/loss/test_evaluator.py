@@ -14,7 +14,7 @@ from search.artifacts.layer_database import Database
 from search.loss.evaluator import THREADS, LossEvaluator, ProfileOptions
 from search.problem.layers import DENSE, Option
 from search.task import Task
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("unstructured", 0.9))
 

@@ -25,7 +25,7 @@ from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task, load_task
-from sparse_kernels.nn import weight_matrix
+from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = load_task(str(Path(__file__).parents[1] / "pruning_task.py"))
 OPTIONS = (Option(DENSE, 0.0), *(Option("unstructured", s) for s in (0.5, 0.75, 0.9)))

@@ -33,7 +33,7 @@ from search.task import Task, load_task
 from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:4", 0.75))
 

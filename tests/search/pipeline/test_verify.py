@@ -33,8 +33,8 @@ from search.whole_model.end_to_end import RoundSchedule, time_engines
 from search.whole_model.overhead import describe_conditions
 from search.whole_model.sessions import write_sessions
 from search.whole_model.timings import Timings
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import parse
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 TASK = """
 import torch

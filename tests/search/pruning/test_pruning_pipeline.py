@@ -40,8 +40,8 @@ from search.pruning.storage.packed_file import save_packed
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, Unstructured, VectorWise
+from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[1] / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}

@@ -26,8 +26,9 @@ from search.whole_model.model_engines import (
     list_tensors,
 )
 from search.whole_model.sessions import OptionsByLayer
-from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern
+from sparse_kernels.cpu.runtime import threads as threads_of_kernels
+from sparse_kernels.nn import sparse_conv, sparse_layer, sparse_linear
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 
@@ -55,13 +56,14 @@ def example(): return base.example()
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever a sparse layer computes on the CPU."""
     found: list[int] = []
-    use: Callable[[int], Any] = sparse.threads.use
+    use: Callable[[int], Any] = threads_of_kernels.use
 
     def counted(threads: int) -> Any:
         found.append(threads)
         return use(threads)
 
-    monkeypatch.setattr(sparse, "threads", SimpleNamespace(use=counted))  # as layers know it
+    for module in (sparse_layer, sparse_linear, sparse_conv):
+        monkeypatch.setattr(module, "threads", SimpleNamespace(use=counted))  # as layers know it
     return found
 
 

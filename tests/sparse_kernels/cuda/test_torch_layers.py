@@ -13,8 +13,9 @@ from torch import nn
 
 from sparse_kernels import nn as layers
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
+from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.patterns import parse
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 PATTERNS = {"dense": 0.0, "unstructured": 0.8, "nm:2:4": 0.5, "block:16x16": 0.5, "vector:32": 0.5, "shflbw:16": 0.6}
 CONV_PATTERNS = ("dense", "block:16x16", "vector:32", "shflbw:16")

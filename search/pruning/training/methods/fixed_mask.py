@@ -23,7 +23,7 @@ from torch import Tensor
 from latbench.errors import BadData, UsageError
 from search.pruning.masks.layer_targets import LayerTarget
 from search.pruning.training.pruner import Moment, PrunedLayer, Pruner, Stage
-from sparse_kernels.nn import as_matrix
+from sparse_kernels.prunable_layers import as_matrix
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class FixedMask(Pruner):
         for name, layer in layers.items():
             if name not in self.given_masks:
                 raise UsageError(f"layer {name}: no mask is given for it, and `held` draws none")
-            mask, weight = self.given_masks[name], as_matrix(layer.weight)
+            mask, weight = self.given_masks[name], as_matrix(layer.module, layer.weight)
             if mask.dtype not in (torch.bool, np.bool_) or tuple(mask.shape) != tuple(weight.shape):
                 raise UsageError(
                     f"layer {name}: its mask must be bool {tuple(weight.shape)}, not {mask.dtype} {tuple(mask.shape)}"
@@ -64,7 +64,10 @@ class FixedMask(Pruner):
         """Raise BadData as any pruner, and if the checkpoint holds other masks than the given ones."""
         super().check_state(state)
         for name, given in self.given_masks.items():
-            if not torch.equal(as_matrix(state["layers"][name]["mask"]).cpu(), torch.as_tensor(given).cpu()):
+            if not torch.equal(
+                as_matrix(self.state.layers[name].module, state["layers"][name]["mask"]).cpu(),
+                torch.as_tensor(given).cpu(),
+            ):
                 raise BadData(f"layer {name}: the checkpoint has another mask than the given one")
 
     def draw(self, layer: PrunedLayer, target: LayerTarget) -> Tensor:

@@ -20,8 +20,8 @@ from latbench.errors import UsageError
 from search.pruning.masks.layer_targets import LayerTarget
 from search.pruning.training.phases import check_every
 from search.pruning.training.pruner import Moment, PrunedLayer, Pruner, Stage
-from sparse_kernels.nn import as_matrix
 from sparse_kernels.patterns import NM, ShflBW, Unstructured, VectorNM, VectorWise
+from sparse_kernels.prunable_layers import as_matrix
 from sparse_kernels.shapes import Shape
 
 
@@ -83,18 +83,18 @@ class RigL(Pruner):
     def observe(self, layer: PrunedLayer, gradient: Tensor) -> None:
         """Keep the dense gradient for the next update."""
         if self.is_update(self.state.step + 1, self.state.total_steps):
-            layer.squared_gradient = as_matrix(gradient).double().square()
+            layer.squared_gradient = as_matrix(layer.module, gradient).double().square()
 
     def draw(self, layer: PrunedLayer, target: LayerTarget) -> Tensor:
         """Return the first mask, or the next one by dropping and growing."""
-        weight = as_matrix(layer.values)
+        weight = as_matrix(layer.module, layer.values)
         if layer.mask is None and self.trained:
             return super().draw(layer, target)
         if layer.mask is None:
             generator = torch.Generator("cpu").manual_seed(self.seed + layer.number)
             random = torch.rand(weight.shape, dtype=torch.float64, generator=generator, device="cpu")
             return target.mask(random.to(weight.device))
-        mask, gradient, layer.squared_gradient = as_matrix(layer.mask), layer.squared_gradient, None
+        mask, gradient, layer.squared_gradient = as_matrix(layer.module, layer.mask), layer.squared_gradient, None
         if gradient is None:  # a skipped step has no gradient
             return mask
         share = self.alpha / 2 * (1 + math.cos(math.pi * self.state.step / (self.until * self.state.total_steps)))

@@ -21,8 +21,8 @@ from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
 from search.task import Task, load_task
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
 PATTERNS: list[tuple[Pattern, float]] = [

@@ -27,8 +27,8 @@ from search.pruning.storage.packed_file import load_packed, save_packed
 from search.task import Task, load_task
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats import pack
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import NM, Dense
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("nm:2:4", 0.5)}

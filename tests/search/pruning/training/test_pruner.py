@@ -33,8 +33,8 @@ from search.pruning.training.methods.step import STEP
 from search.pruning.training.methods.structure_decay import StructureDecay
 from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
+from sparse_kernels.prunable_layers import weight_matrix
 
 TARGETS = {"conv": ("vector:4", 0.75), "fc1": ("unstructured", 0.8), "fc2": ("nm:1:4", 0.75)}
 STEPS = 20

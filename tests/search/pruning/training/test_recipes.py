@@ -28,7 +28,7 @@ from search.pruning.training.methods.structure_decay import StructureDecay
 from search.pruning.training.recipe import TRAINING_METHODS, Recipe, read_recipe
 from search.pruning.training.train import compute_learning_rate_factor, train
 from search.task import Task, load_task
-from sparse_kernels.nn import weight_matrix
+from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
 TARGETS = {"conv": ("vector:4", 0.75), "fc": ("nm:1:4", 0.75)}

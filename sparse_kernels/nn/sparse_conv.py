@@ -1,0 +1,263 @@
+"""Sparse convolutions over images and over sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparse_kernels import prepare_conv2d
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
+from sparse_kernels.cpu.runtime import threads
+from sparse_kernels.formats import Packed
+from sparse_kernels.fx_graphs import is_proxy, record_call
+from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
+from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, SparseLayer, machine_of, pack_layer
+from sparse_kernels.padded_conv import finished, framable, unframe
+from sparse_kernels.patterns import Pattern
+from sparse_kernels.plain_tensors import address_of, is_plain
+from sparse_kernels.prunable_layers import ConvolutionGeometry, find_geometry
+from sparse_kernels.shapes import Conv2dShape
+
+_CPU = torch.device("cpu")
+
+
+class SparseConv2d(SparseLayer):
+    """`activation(conv2d(x, weight, bias))` for x (batch, c_in, h, w) -> (batch, c_out, out_h, out_w)."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        bias: Tensor | None,
+        activation: str | None,
+        backend: str,
+        geometry: ConvolutionGeometry,
+        precision: str = "float32",
+    ) -> None:
+        super().__init__(packed, bias, activation, backend, precision)
+        self.kernel_size, self.stride, self.padding, self.dilation = geometry
+        self._enlist()
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of an input."""
+        return self.shape[1] // (self.kernel_size[0] * self.kernel_size[1])
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of a result."""
+        return self.shape[0]
+
+    @classmethod
+    def from_dense(
+        cls,
+        conv: nn.Conv1d | nn.Conv2d,
+        pattern: Pattern,
+        mask: np.ndarray | None,
+        *,
+        activation: str | None = None,
+        backend: str = "numba",
+        precision: str = "float32",
+    ) -> SparseConv2d:
+        """Return the sparse layer of a pruned Conv2d.
+
+        Parameters
+        ----------
+        conv : nn.Conv1d or nn.Conv2d
+            The layer, whose weight is packed as (c_out, kh*kw*c_in); nn.Conv1d for `SparseConv1d`.
+        pattern : Pattern
+            The pattern of the mask.
+        mask : bool array (c_out, kh*kw*c_in) or None
+            True where a weight is kept; None keeps every weight.
+        activation : str or None
+            ``relu``, ``gelu`` or None, applied to the result.
+        backend : str
+            ``numba``, ``reference`` or ``cupy``.
+        precision : str
+            ``float32`` or ``bfloat16``, as `prepare_conv2d` says.
+
+        Returns
+        -------
+        SparseConv2d
+            A layer for inference.
+
+        Raises
+        ------
+        ValueError
+            If the mask is not of the pattern, or a setting is unknown or not for this backend.
+        """
+        packed = pack_layer(conv, pattern, mask)
+        return cls(packed, conv._parameters["bias"], activation, backend, find_geometry(conv), precision)
+
+    @staticmethod
+    def _check_precision(packed: Packed, precision: str) -> None:
+        from sparse_kernels.cpu.plans import conv2d
+
+        conv2d.check_precision(packed, precision)
+
+    def forward(
+        self,
+        x: Tensor | FramedImages,
+        margin: int | None = None,
+        added: Tensor | FramedImages | None = None,
+        then: str | None = None,
+    ) -> Tensor | FramedImages:
+        """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew.
+
+        added: what is added to the result, and `then` the activation of the sum. margin: the result may stay in
+        frames of this margin, for others that know them. See `pad_propagation`, which asks for them.
+        """
+        if isinstance(x, FramedImages) and self.backend == "numba":
+            return self._over_frames(x, x.places, margin, added, then)
+        if is_proxy(x):
+            given = {"margin": margin, "added": added, "then": then}
+            called: Tensor = record_call(self, x, {name: it for name, it in given.items() if it is not None})
+            return called
+        x = unframe(x)
+        if not is_plain(x):
+            x = self._accepted(x)
+            self._check_images(x.shape)
+            return finished(call_operator(apply_convolution, self, x), added, then)
+        x = self._accepted(x)
+        if margin is not None and self.backend == "numba" and framable(x):
+            x = x.contiguous()
+            return self._over_frames(x.resolve_neg(), ImagePlaces(*x.shape), margin, added, then)
+        return finished(self.compute(x), added, then)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the result for a tensor of numbers that was accepted, by address."""
+        self._check_images(x.shape)
+        if x.ndim == 3:
+            return self.compute(x[None])[0]
+        shape = self._shape(*x.shape)
+        if self._on_gpu:
+            y_shape = (self.shape[0], shape.out_h, shape.out_w, shape.batch)
+            return self._multiply(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
+        return self._multiply(x.contiguous(), (shape.batch, self.shape[0], shape.out_h, shape.out_w))
+
+    def _check_images(self, shape: Sequence[int]) -> None:
+        if len(shape) not in (3, 4):
+            raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(shape)}")
+        if shape[-3] != self.in_channels:
+            raise ValueError(f"this layer takes {self.in_channels} channels, not {shape[-3]}")
+
+    @classmethod
+    def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
+        """Return an empty tensor that lies in memory as the result does; known: the description."""
+        if x.ndim == 3:
+            return cls.fake_result(x[None], known)[0]
+        m, taps = known["settings"]["shape"][0], zip(x.shape[2:], *known["own"]["geometry"], strict=True)
+        h, w = ((size + 2 * pad - d * (k - 1) - 1) // stride + 1 for size, k, stride, pad, d in taps)
+        if known["backend"] in GPU_BACKENDS:
+            return x.new_empty(m, h, w, x.shape[0]).permute(3, 0, 1, 2)
+        return x.new_empty(x.shape[0], m, h, w)
+
+    def _list_own(self) -> dict[str, Any]:
+        return {"geometry": [self.kernel_size, self.stride, self.padding, self.dilation]}
+
+    @staticmethod
+    def _read_own(own: Mapping[str, Any]) -> dict[str, Any]:
+        return {"geometry": ConvolutionGeometry(*(tuple(each) for each in own["geometry"]))}
+
+    @property
+    def _weight_shape(self) -> torch.Size:
+        return torch.Size((self.shape[0], self.in_channels, *self.kernel_size))
+
+    def _over_frames(
+        self,
+        x: Tensor | FramedImages,
+        x_places: ImagePlaces,
+        margin: int | None,
+        added: Tensor | FramedImages | None,
+        then: str | None,
+    ) -> Tensor | FramedImages:
+        """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
+        self._follow_buffers()
+        threads.use(torch.get_num_threads())
+        ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
+        if ready is None:
+            self._shape(*x_places.shape)  # refuses what does not fit
+            ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
+        if self._latest is not ready:
+            self._latest = ready
+        y_places = ready.y_places(x_places, margin)
+        y: Tensor | FramedImages
+        if margin is None:
+            y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
+        else:
+            y = FramedImages(y_places)
+        source, to = (each.address if isinstance(each, FramedImages) else address_of(each) for each in (x, y))
+        alike = isinstance(added, FramedImages) and added.places == y_places
+        if alike and self.activation is None and ready.plan.can_add(x_places, y_places):
+            assert isinstance(added, FramedImages)
+            code = ACTIVATIONS.index(then)
+            ready.plan.run(source, x_places, ready.bias_address, code, to, y_places, added.address)
+            return y
+        ready.plan.run(source, x_places, ready.bias_address, self._code, to, y_places)
+        return finished(y, added, then)
+
+    def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
+        shape = Conv2dShape(
+            batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
+        )
+        if shape.k != self.shape[1]:
+            raise ValueError(f"this layer takes {self.shape[1] // (shape.kh * shape.kw)} channels, not {c_in}")
+        return shape
+
+    def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
+        # On a GPU the batch comes last.
+        return (x.device, x.dtype, x.shape[:-1]) if self._on_gpu else _conv2d_key(x.device, x.dtype, x.shape)
+
+    def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
+        if self._on_gpu:
+            from sparse_kernels.cuda import cuda_plan
+
+            shape = self._shape(x.shape[3], *x.shape[:3])
+            dtype = str(x.dtype).removeprefix("torch.")
+            return cuda_plan.prepare_conv2d(self.packed, shape, cuda_plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
+        batch, c_in, h, w = x.shape
+        return prepare_conv2d(
+            self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw", precision=self.precision
+        )
+
+
+class SparseConv1d(SparseConv2d):
+    """`activation(conv1d(x, weight, bias))` for x (batch, c_in, length) -> (batch, c_out, out_length).
+
+    It is a convolution over images with one row.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Run the sparse kernel on x, or on a single sequence (c_in, length)."""
+        if is_proxy(x):
+            recorded: Tensor = record_call(self, x, {})
+            return recorded
+        plain = is_plain(x)
+        x = self._accepted(x)
+        if x.ndim not in (2, 3):
+            raise ValueError(f"this layer takes (batch, c_in, length) or (c_in, length), not {tuple(x.shape)}")
+        if plain:
+            return self.compute(x)
+        self._check_images(x.unsqueeze(-2).shape)
+        return call_operator(apply_convolution, self, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the result for a tensor of numbers that was accepted, by address."""
+        return super().compute(x.unsqueeze(-2)).squeeze(-2)
+
+    @classmethod
+    def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
+        """Return an empty tensor that lies in memory as the result does; known: the description."""
+        return super().fake_result(x.unsqueeze(-2), known).squeeze(-2)
+
+    @property
+    def _weight_shape(self) -> torch.Size:
+        return torch.Size((self.shape[0], self.in_channels, self.kernel_size[1]))
+
+
+def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:
+    """Return a plan takes any batch; which kernel is best depends on about how many images there are."""
+    return device, dtype, shape[1:], shape[0].bit_length()
