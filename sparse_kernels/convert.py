@@ -13,7 +13,6 @@ gives the same result as the original on the example inputs. Layers in other par
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -37,17 +36,14 @@ from sparse_kernels.pooling import pool_channels_last
 from sparse_kernels.prunable_layers import (
     FLOATS,
     bake_weights,
+    is_layer,
     refuse_layer,
     set_weight_matrix,
     survey_layers,
     weight_matrix,
 )
+from sparse_kernels.same_results import CONVERTED, FOLDED, same_results
 from sparse_kernels.torch_tiles import OnTiles
-
-# How far results may lie apart, of their own size: a norm folded into a layer moves a few roundings, and kernels that
-# add in another order move some in every layer.
-FOLDED, CONVERTED = 1e-4, 1e-2
-CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that roundings may change
 
 
 @dataclass(frozen=True)
@@ -254,7 +250,7 @@ class _Conversion:
 
 def _loses_hooks(part: nn.Module) -> bool:
     """Return whether tracing would open a module with hooks: the part, or any below it that is not torch's own."""
-    tracer = fx.Tracer()
+    tracer = _LayerTracer()
     below = (module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name)))
     return any(hooked(module) for module in below)
 
@@ -276,7 +272,7 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
         raise ValueError(
             f"the model reads more of a layer than its result, or gives it what a sparse one refuses: {error}"
         ) from None
-    if not _same(result, expected, CONVERTED):
+    if not same_results(result, expected, CONVERTED):
         raise ValueError(
             "the converted model gives another result on the example inputs than the masked one: some part of the "
             "model does not treat its layers as layers; choose fewer of them"
@@ -333,50 +329,32 @@ def _record_calls(model: nn.Module, example: _Example) -> dict[str, _Call]:
     return calls
 
 
+class _LayerTracer(fx.Tracer):
+    """Traces a model to a graph in which every layer that can be pruned is one call, whatever its class."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is not opened."""
+        return is_layer(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace_graph(model: nn.Module) -> fx.GraphModule:
+    """Return the model as a graph; raise whatever the model raises on stand-in values."""
+    graph = _LayerTracer().trace(model)
+    return fx.GraphModule(model, graph, type(model).__name__)
+
+
 def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
     """Return the part as a graph with its norms folded, as far as that is the same function; None if none is."""
     for fold in (True, False):
         try:
-            traced = fx.symbolic_trace(copy.deepcopy(part))
+            traced = _trace_graph(copy.deepcopy(part))
             if fold:
                 _fold_norms(traced)
-            if _same(_run(traced, call.args, call.kwargs), call.result, FOLDED):
+            if same_results(_run(traced, call.args, call.kwargs), call.result, FOLDED):
                 return traced
         except Exception:  # noqa: BLE001 - tracing runs foreign code on stand-in values: any failure means "cannot"
             continue
     return None
-
-
-def _same(a: Any, b: Any, tolerance: float) -> bool:
-    """Return whether results agree but for roundings.
-
-    tolerance: relative to each number; a tenth of it counts relative to the largest number of the tensor.
-    """
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.is_complex():
-            return _same(torch.view_as_real(a), torch.view_as_real(b), tolerance)
-        if not a.is_floating_point():  # what is counted or chosen may hang on a rounding, but little of it
-            return torch.equal(a, b) or (tolerance > FOLDED and float((a != b).float().mean()) <= CHOSEN)
-        relative = max(tolerance, 32 * torch.finfo(a.dtype).eps)
-        finite = b[torch.isfinite(b)]
-        largest = float(finite.abs().max()) if finite.numel() else 0.0
-        return torch.allclose(a, b, rtol=relative, atol=relative / 10 * largest, equal_nan=True)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(_same(x, y, tolerance) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-        return _same(vars(a), vars(b), tolerance)
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype.kind in "biuf" and b.dtype.kind in "biuf":
-        return _same(torch.from_numpy(a), torch.from_numpy(b), tolerance)
-    if isinstance(a, float) and isinstance(b, float):
-        return _same(torch.tensor(a), torch.tensor(b), tolerance)
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:  # noqa: BLE001 - foreign types may compare in any way
-        return tolerance > FOLDED
 
 
 # ------------------------------------------------------------------------------------------------ folding
@@ -423,10 +401,14 @@ def _swap(
             sparse[layer] = _sparse(layer, choice, activations.get(layer), backend, tune)
         swapped[name] = sparse[layer]
         traced.set_submodule(name, swapped[name])
-    for node in traced.graph.nodes:
-        owner = str(node.target).rpartition(".")[0]
-        if node.op == "get_attr" and owner in swapped:
-            raise ValueError(f"layer {owner!r}: the model reads its {node.target.rpartition('.')[2]} as well")
+    for node in list(traced.graph.nodes):
+        owner, _, read = str(node.target).rpartition(".")
+        if node.op != "get_attr" or owner not in swapped:
+            continue
+        if not all(_reads_fact(user) for user in node.users):
+            raise ValueError(f"layer {owner!r}: the model reads its {read} as well")
+        if not node.users:
+            traced.graph.erase_node(node)
     if choices and backend == "numba":
         _swap_attention(traced)
         _keep_tiles(traced)
@@ -434,6 +416,12 @@ def _swap(
         pool_channels_last(traced)
     tidy(traced)
     return swapped
+
+
+def _reads_fact(node: fx.Node) -> bool:
+    """Return whether a node asks a weight for what sparse layers answer too (`PackedWeight`)."""
+    name = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else None
+    return name in ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
 
 
 def _swap_attention(traced: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,17 +80,18 @@ def survey_layers(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.flo
 
 def refuse_layer(module: nn.Module) -> str | None:
     """Return why this module, whatever is around it, cannot become a sparse layer; None if it can."""
-    name = type(module).__name__
+    kind = type(module).__name__
+    name = f"an {kind}" if kind[0] in "AEFHILMNORSX" and (kind[0] in "AEIO" or kind[:2].isupper()) else f"a {kind}"
     if isinstance(module, nn.MultiheadAttention):
         return "a MultiheadAttention keeps its projections in one weight that torch reads by itself"
     if not is_layer(module):
-        return f"a {name} has no sparse kernel: only Linear, Conv1d, Conv2d and transformers' Conv1D have"
+        return f"{name} has no sparse kernel: only Linear, Conv1d, Conv2d and transformers' Conv1D have"
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return f"a {name} is not called but read, by the attention that owns it: no sparse kernel can take its place"
+        return f"{name} is not called but read, by the attention that owns it: no sparse kernel can take its place"
     if not is_transposed(module):
         own = next(kind for kind in (nn.Linear, nn.Conv1d, nn.Conv2d) if isinstance(module, kind))
         if any(getattr(type(module), method, None) is not getattr(own, method, None) for method in _COMPUTING):
-            return f"a {name} computes something of its own, which no sparse kernel does"
+            return f"{name} computes something of its own, which no sparse kernel does"
     if "weight" in module._parameters and _is_lazy(module):
         return "its weight is not initialized yet: call the model once before"
     if "weight" not in module._parameters:

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.convert import CONVERTED, FOLDED, LayerPattern, _same, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
+from sparse_kernels.same_results import CONVERTED, FOLDED, same_results
 from sparse_kernels.torch_tiles import TokenTiles
 
 
@@ -262,7 +263,7 @@ def test_how_far_rounding_leads_is_no_matter_of_the_conversion(layer: nn.Module)
     set_weight_matrix(model[0], weight_matrix(model[0]).bfloat16().float())
     exact = convert(model, {"0": LayerPattern(Dense())}, (x,))
     rounds_x = target.host().pairs and not target.host().matrix
-    assert _same(converted(x), exact(x), CONVERTED) != rounds_x
+    assert same_results(converted(x), exact(x), CONVERTED) != rounds_x
 
 
 def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
@@ -544,6 +545,33 @@ def test_results_of_other_kinds_are_compared_too() -> None:
     torch.testing.assert_close(converted(x).scores, model(x).scores, rtol=1e-4, atol=1e-5)
 
 
+class Cache:
+    """Holds what a decoder computed; equal to itself alone."""
+
+    __slots__ = ("keys", "owner")
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.owner = keys, self
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [False, True])
+def test_objects_without_equality_are_compared_by_what_they_hold(wrong: bool) -> None:
+    class Decodes(Resists):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            y = super().forward(x)
+            sparse = not isinstance(self.layers[0], nn.Linear)
+            return {"logits": y, "past": [Cache(2 * y if wrong and sparse else y)]}
+
+    model, x = Decodes(nn.Linear(8, 8)).eval(), torch.randn(5, 8)
+    choices = {"layers.0": LayerPattern(Dense())}
+    if wrong:
+        with pytest.raises(ValueError, match="gives another result on the example inputs"):
+            convert(model, choices, (x,))
+    else:
+        torch.testing.assert_close(convert(model, choices, (x,))(x)["logits"], model(x)["logits"])
+
+
 @torch.no_grad()
 def test_classes_that_a_conversion_changes_are_noticed() -> None:
     class Chooses(Resists):
@@ -570,8 +598,8 @@ def test_classes_that_a_conversion_changes_are_noticed() -> None:
     ],
 )
 def test_whole_numbers_may_differ_by_a_near_tie_and_no_more(a: object, b: object, same: bool) -> None:
-    assert _same(a, b, CONVERTED) is same
-    assert _same(a, b, FOLDED) is (same and (torch.equal(a, b) if isinstance(a, Tensor) else a == b))
+    assert same_results(a, b, CONVERTED) is same
+    assert same_results(a, b, FOLDED) is (same and (torch.equal(a, b) if isinstance(a, Tensor) else a == b))
 
 
 @torch.no_grad()
