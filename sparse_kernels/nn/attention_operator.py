@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,3 +63,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     batch, heads, n, _ = q.shape
     return q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
+
+
+@attend.register_vmap
+def _(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, int | None]:
+    batched = [
+        each.movedim(at, 0) if at is not None else each.expand(info.batch_size, *each.shape)
+        for each, at in zip((q, k, v), in_dims, strict=False)
+    ]
+    y = attend(*(each.flatten(0, 1) for each in batched), scale)
+    return y.unflatten(0, batched[0].shape[:2]), 0

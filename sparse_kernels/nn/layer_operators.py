@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparse_kernels.nn.sparse_layer import LAYERS, SparseLayer
+from sparse_kernels.nn.sparse_layer import LAYERS, ONE_WEIGHT, SparseLayer
 from sparse_kernels.plain_tensors import has_tangent
 
 Versions = list[int | None]
@@ -97,6 +97,8 @@ def _(
     info: Any, in_dims: Any, x: Tensor, arrays: list[Tensor], bias: Tensor | None, description: str
 ) -> tuple[Tensor, int | None]:
     x = x.movedim(_find_batch(in_dims), 0)
+    if x.ndim == _read(description)["dimensions"]:  # single images, which make a batch
+        return apply_convolution(x, arrays, bias, description), 0
     y = apply_convolution(x.flatten(0, 1), arrays, bias, description)
     return y.unflatten(0, x.shape[:2]), 0
 
@@ -105,7 +107,7 @@ def _find_batch(in_dims: Any) -> int:
     """Return the axis of x that vmap maps; refuse weights that differ along it."""
     at, arrays, bias, _ = in_dims
     if any(each is not None for each in arrays) or bias is not None:
-        raise RuntimeError("a sparse layer has one packed weight: call the models of an ensemble one after the other")
+        raise RuntimeError(ONE_WEIGHT)
     return int(at)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,9 +119,7 @@ class SparseConv2d(SparseLayer):
             return called
         x = unframe(x)
         if not is_plain(x):
-            x = self._accepted(x)
-            self._check_images(x.shape)
-            return finished(call_operator(apply_convolution, self, x), added, then)
+            return finished(call_operator(apply_convolution, self, self._accepted(x)), added, then)
         x = self._accepted(x)
         if margin is not None and self.backend == "numba" and framable(x):
             x = x.contiguous()
@@ -129,7 +128,7 @@ class SparseConv2d(SparseLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the result for a tensor of numbers that was accepted, by address."""
-        self._check_images(x.shape)
+        _check_images(x.shape, self.in_channels)
         if x.ndim == 3:
             return self.compute(x[None])[0]
         shape = self._shape(*x.shape)
@@ -138,18 +137,14 @@ class SparseConv2d(SparseLayer):
             return self._multiply(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
         return self._multiply(x.contiguous(), (shape.batch, self.shape[0], shape.out_h, shape.out_w))
 
-    def _check_images(self, shape: Sequence[int]) -> None:
-        if len(shape) not in (3, 4):
-            raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(shape)}")
-        if shape[-3] != self.in_channels:
-            raise ValueError(f"this layer takes {self.in_channels} channels, not {shape[-3]}")
-
     @classmethod
     def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
         """Return an empty tensor that lies in memory as the result does; known: the description."""
+        (m, k), geometry = known["settings"]["shape"], known["own"]["geometry"]
+        _check_images(x.shape, k // math.prod(geometry[0]))
         if x.ndim == 3:
             return cls.fake_result(x[None], known)[0]
-        m, taps = known["settings"]["shape"][0], zip(x.shape[2:], *known["own"]["geometry"], strict=True)
+        taps = zip(x.shape[2:], *geometry, strict=True)
         h, w = ((size + 2 * pad - d * (k - 1) - 1) // stride + 1 for size, k, stride, pad, d in taps)
         if known["backend"] in GPU_BACKENDS:
             return x.new_empty(m, h, w, x.shape[0]).permute(3, 0, 1, 2)
@@ -241,7 +236,6 @@ class SparseConv1d(SparseConv2d):
             raise ValueError(f"this layer takes (batch, c_in, length) or (c_in, length), not {tuple(x.shape)}")
         if plain:
             return self.compute(x)
-        self._check_images(x.unsqueeze(-2).shape)
         return call_operator(apply_convolution, self, x)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -256,6 +250,13 @@ class SparseConv1d(SparseConv2d):
     @property
     def _weight_shape(self) -> torch.Size:
         return torch.Size((self.shape[0], self.in_channels, self.kernel_size[1]))
+
+
+def _check_images(shape: Sequence[int], channels: int) -> None:
+    if len(shape) not in (3, 4):
+        raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(shape)}")
+    if shape[-3] != channels:
+        raise ValueError(f"this layer takes {channels} channels, not {shape[-3]}")
 
 
 def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:

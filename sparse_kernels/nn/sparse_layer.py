@@ -20,6 +20,7 @@ from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.patterns import Pattern, parse
+from sparse_kernels.plain_tensors import is_plain
 from sparse_kernels.prunable_layers import weight_matrix
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ GPU_ALIGNMENT = 16
 
 KEPT_PLANS = 4  # plans that a layer on a CPU keeps; the oldest go first
 KEPT_PLACES = 16  # places of results that a plan keeps
+
+ONE_WEIGHT = "a sparse layer has one packed weight: call the models of an ensemble one after the other"
 
 FORMATS = {kind.__name__: kind for kind in get_args(Packed)}
 
@@ -345,7 +348,7 @@ class SparseLayer(nn.Module):
         described = {
             "kind": type(self).__name__, "format": self._format.__name__, "settings": settings,
             "arrays": self._arrays, "activation": self.activation, "backend": self.backend,
-            "precision": self.precision, "own": self._list_own(),
+            "precision": self.precision, "own": self._list_own(), "dimensions": len(self._weight_shape),
         }  # fmt: skip
         return json.dumps(described, sort_keys=True)
 
@@ -359,8 +362,11 @@ class SparseLayer(nn.Module):
     def _follow_buffers(self) -> None:
         """Drop plans if somebody has put other tensors in the place of the buffers, as functional calls do."""
         values, bias = self._planned
-        if self._buffers["values"] is not values or self._buffers["bias"] is not bias:
-            self._forget_plan()
+        if self._buffers["values"] is values and self._buffers["bias"] is bias:
+            return
+        if not all(is_plain(buffer) for buffer in self._buffers.values() if buffer is not None):
+            raise RuntimeError(ONE_WEIGHT)
+        self._forget_plan()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()

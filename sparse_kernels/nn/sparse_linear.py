@@ -113,19 +113,17 @@ class SparseLinear(SparseLayer):
             if is_proxy(x):
                 recorded: Tensor = record_call(self, x, {"keep": keep} if keep else {})
                 return recorded
-            x = self._accepted(x)
-            self._check_features(x.shape)
-            return call_operator(apply_linear, self, x)
+            return call_operator(apply_linear, self, self._accepted(x))
         x = self._accepted(x)
         if keep and self.backend == "numba" and self.lays_out and worthwhile(n := x.shape[:-1].numel()):
-            self._check_features(x.shape)
+            _check_features(x.shape, self.shape[1])
             return TokenTiles(self._by_address(x, None, n, tiles_shape(n, self.shape[0]), True), x.shape[:-1])
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the result for a tensor of numbers that was accepted, by address."""
         shape, m = x.shape, self.shape[0]
-        self._check_features(shape)
+        _check_features(shape, self.shape[1])
         lead = shape[:-1]
         n = lead.numel()
         if self.backend == "numba":
@@ -147,17 +145,11 @@ class SparseLinear(SparseLayer):
             return TokenTiles(self._by_address(values, x, n, tiles_shape(n, m), True), lead)
         return self._by_address(values, x, n, (*lead, m), False)
 
-    def _check_features(self, shape: Sequence[int]) -> None:
-        k = self.shape[1]
-        if not shape:
-            raise ValueError(f"this layer takes {k} features, the input is a single number")
-        if shape[-1] != k:
-            raise ValueError(f"this layer takes {k} features, the input has {shape[-1]}: {tuple(shape)}")
-
     @classmethod
     def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
         """Return an empty tensor that lies in memory as the result does; known: the description."""
-        m, lead = known["settings"]["shape"][0], x.shape[:-1]
+        (m, k), lead = known["settings"]["shape"], x.shape[:-1]
+        _check_features(x.shape, k)
         if known["backend"] in GPU_BACKENDS:
             return x.new_empty(m, lead.numel()).t().view(*lead, m)
         return x.new_empty(*lead, m)
@@ -230,3 +222,10 @@ class SparseLinear(SparseLayer):
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
         return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
+
+
+def _check_features(shape: Sequence[int], k: int) -> None:
+    if not shape:
+        raise ValueError(f"this layer takes {k} features, the input is a single number")
+    if shape[-1] != k:
+        raise ValueError(f"this layer takes {k} features, the input has {shape[-1]}: {tuple(shape)}")
