@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,14 +108,15 @@ def convert(
     _leave_fast_paths(model, chosen)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
-    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example), backend, tune)
+    run = _record_run(model, example)
+    conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune)
     converted = conversion.of(model, "")
     for module in chosen:
         if module not in conversion.done:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
     given = [*example_inputs, *example.keywords.values()]
     if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
-        _prove(converted, example, conversion.calls[""].result)
+        _prove(converted, example, run.calls[""].result)
     return converted
 
 
@@ -209,7 +210,7 @@ class _Conversion:
 
     chosen: Mapping[nn.Module, LayerPattern]
     names: Counter[nn.Module]
-    calls: Mapping[str, _Call]
+    run: _ExampleRun
     backend: str
     tune: bool
     done: dict[nn.Module, nn.Module] = field(default_factory=dict)
@@ -224,8 +225,8 @@ class _Conversion:
         inside = {name: module for name, module in everything if module in self.chosen}
         # What is folded into a layer must not be folded into one that others outside of this part call too.
         alone = all(self.names[module] == count for module, count in Counter(inside.values()).items())
-        if path in self.calls and alone and not _loses_hooks(part):
-            traced = _trace(part, self.calls[path])
+        if path in self.run.calls and alone and not self._loses_state(part):
+            traced = _trace(part, self.run.calls[path])
             if traced is not None:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
                 swapped = _swap(traced, choices, self.backend, self.tune)
@@ -237,6 +238,17 @@ class _Conversion:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
         return part
 
+    def _loses_state(self, part: nn.Module) -> bool:
+        """Return whether tracing would open a module with hooks, or one that changes as it is called.
+
+        Opened are the part, and modules below it that are not torch's own.
+        """
+        tracer = _LayerTracer()
+        below = (
+            module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name))
+        )
+        return any(hooked(module) or module in self.run.changed for module in below)
+
     def _enter_leaves(self, traced: fx.GraphModule, part: nn.Module, path: str) -> None:
         """Convert the modules with chosen layers that the graph of a part calls whole, such as torch's own."""
         for target in {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}:
@@ -246,13 +258,6 @@ class _Conversion:
                 continue
             if module not in self.chosen and any(layer in self.chosen for layer in module.modules()):
                 traced.set_submodule(target, self.of(module, f"{path}.{target}" if path else target))
-
-
-def _loses_hooks(part: nn.Module) -> bool:
-    """Return whether tracing would open a module with hooks: the part, or any below it that is not torch's own."""
-    tracer = _LayerTracer()
-    below = (module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name)))
-    return any(hooked(module) for module in below)
 
 
 def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
@@ -279,8 +284,16 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
         )
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any] = {}) -> Any:
-    """Return the model's result; leave inputs, buffers and random numbers as they were."""
+def _run(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    look: Callable[[], object] = lambda: None,
+) -> Any:
+    """Return the model's result; leave inputs, buffers and random numbers as they were.
+
+    look: called when the model has run, before its buffers are what they were.
+    """
     kept = [
         (buffer, buffer.clone())
         for module in model.modules()
@@ -291,6 +304,7 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any] 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result = copy.deepcopy(model(*copy.deepcopy(inputs), **copy.deepcopy(keywords)))
+        look()
         for buffer, before in kept:
             buffer.copy_(before)
     return result
@@ -308,9 +322,23 @@ class _Call:
     result: Any
 
 
-def _record_calls(model: nn.Module, example: _Example) -> dict[str, _Call]:
-    """Return the first call of each module that has children, in a run on the example inputs."""
+@dataclass(frozen=True)
+class _ExampleRun:
+    """What a run on the example inputs shows.
+
+    calls: the first call of each module that has children, by path. changed: modules whose buffers or attributes are
+    others after it.
+    """
+
+    calls: dict[str, _Call]
+    changed: set[nn.Module]
+
+
+def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
+    """Run the model on the example inputs, and return what that shows."""
     calls: dict[str, _Call] = {}
+    before = {module: _find_state(module) for module in model.modules()}
+    changed: set[nn.Module] = set()
     handles = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not any(True for _ in module.children()) and name:
@@ -322,11 +350,28 @@ def _record_calls(model: nn.Module, example: _Example) -> dict[str, _Call]:
 
         handles.append(module.register_forward_hook(remember, with_kwargs=True))
     try:
-        _run(model, example.inputs, example.keywords)
+        _run(model, example.inputs, example.keywords, lambda: changed.update(_find_changed(before)))
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return _ExampleRun(calls, changed)
+
+
+def _find_changed(before: Mapping[nn.Module, dict[str, Any]]) -> set[nn.Module]:
+    """Return the modules whose state is another than before."""
+    return {module for module, state in before.items() if _find_state(module) != state}
+
+
+def _find_state(module: nn.Module) -> dict[str, Any]:
+    """Return what tells a change of a module's own buffers and attributes: identities, and versions of tensors."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")} | dict(module._buffers)
+    return {name: (id(value), _find_version(value)) for name, value in own.items()}
+
+
+def _find_version(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    return repr(value) if isinstance(value, bool | int | float | str | list | dict) else None
 
 
 class _LayerTracer(fx.Tracer):
