@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latbench.base.engine_registry import DEEPSPARSE
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 
@@ -145,7 +146,7 @@ def convert_spdy_to_rows(
         Shape columns by layer name; other layers have null ones.
     """
     constant = {
-        "purpose": "import", "device": device, "backend": "deepsparse", "dtype_w": "float32", "dtype_a": "float32",
+        "purpose": "import", "device": device, "backend": DEEPSPARSE, "dtype_w": "float32", "dtype_a": "float32",
         "dtype_out": "float32", "context": "network", "threads": threads, "pattern_seed": 0, "status": "ok",
     }  # fmt: skip
     whole = {"op": "model", "model": network, "pattern": "dense", "sparsity_target": 0.0}

@@ -18,7 +18,7 @@ from latbench.backends.cpu import prepare_point
 from latbench.backends.cpu.prepare_point import Engine, Rotation, SyntheticLayer
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import CPU_ENGINES
-from latbench.workloads.points import KERNELS, Point
+from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.formats import pack
@@ -76,7 +76,9 @@ for sessions in (2, 1):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("backend", "position"), DENSE)
 def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int, shape: Shape) -> None:
-    rotation = prepare_point.prepare_point(point(backend, KERNELS[backend][shape.op][position], shape))
+    rotation = prepare_point.prepare_point(
+        point(backend, CPU_ENGINES[backend].timed_kernels[shape.op][position], shape)
+    )
     assert rotation.facts["max_rel_err"] < 1e-5
     assert rotation.facts["nnz"] == shape.m * shape.k and rotation.facts["sparsity_actual"] == 0
     assert rotation.facts["flop_dense"] == rotation.facts["flop_nnz"] == shape.flop
@@ -112,7 +114,7 @@ def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("kernel", KERNELS["torch"]["conv2d"])
+@pytest.mark.parametrize("kernel", CPU_ENGINES["torch"].timed_kernels["conv2d"])
 def test_a_convolution_by_torch_ends_in_the_order_of_memory_that_its_row_names(kernel: str, layout: str) -> None:
     y = prepare_point.prepare_point(point("torch", kernel, Conv2dShape(2, 5, 9, 7, 6, 3, 3), layout=layout))()
     assert y.is_contiguous(memory_format=torch.channels_last) == (layout == "nhwc")
@@ -368,10 +370,10 @@ def test_a_wrong_engine_is_caught_in_any_copy(
         prepare_point.prepare_point(point("torch", "linear", LinearShape(8, 16, 4)))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", CPU_ENGINES)
 def test_calls_keep_what_they_read(backend: str) -> None:
     pattern = Unstructured() if backend in ("torch_sparse_cpu", "scipy") else Dense()
-    for kernel in KERNELS[backend]["linear"]:
+    for kernel in CPU_ENGINES[backend].timed_kernels["linear"]:
         wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=1 if backend == "scipy" else 2)
         layer = prepare_point.build_synthetic_layer(wanted)
         rotation = prepare_point.prepare_point(wanted)
