@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latbench.base.engine_registry import DEEPSPARSE
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 
@@ -145,6 +144,8 @@ def convert_spdy_to_rows(
     shapes
         Shape columns by layer name; other layers have null ones.
     """
+    from latbench.base.engine_registry import DEEPSPARSE  # `import search` does without the registry
+
     constant = {
         "purpose": "import", "device": device, "backend": DEEPSPARSE, "dtype_w": "float32", "dtype_a": "float32",
         "dtype_out": "float32", "context": "network", "threads": threads, "pattern_seed": 0, "status": "ok",
