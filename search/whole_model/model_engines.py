@@ -10,7 +10,6 @@ import it late elsewhere.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import tempfile
 import warnings
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import torch
 from torch import nn
@@ -101,8 +101,7 @@ def export_once(model: nn.Module, inputs: Inputs, folder: Path) -> Path:
     and export themselves if it failed.
     """
     path = folder / "model.onnx"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with filelock.FileLock(path.with_suffix(".lock")):
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as unfinished, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the exporter's advice to its own developers

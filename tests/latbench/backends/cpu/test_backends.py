@@ -20,7 +20,7 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import CPU_ENGINES
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.codegen import cpu_target
 from sparse_kernels.formats import pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -303,10 +303,10 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
         rotation = prepare_point.prepare_point(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
     except Unsupported as reason:  # the processor lacks it, and says so
         assert "bfloat16" in str(reason) or "bf16" in str(reason) or "f32" in str(reason)
-        assert backend != "numba" or not (target.host().pairs or target.host().matrix)
+        assert backend != "numba" or not (cpu_target.host().pairs or cpu_target.host().matrix)
         return
     assert rotation.facts["max_rel_err"] < oracle.BFLOAT16_ROUNDOFF
-    if backend != "numba" or (target.host().pairs and not target.host().matrix):
+    if backend != "numba" or (cpu_target.host().pairs and not cpu_target.host().matrix):
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
         assert rotation.facts["bytes_min"] < 0.9 * prepare_point.prepare_point(usual).facts["bytes_min"]
@@ -414,8 +414,8 @@ def test_weights_rotate_past_the_last_cache(
 ) -> None:
     if told is not None:
         (tmp_path / "size").write_text(told)
-    monkeypatch.setattr(target, "_LAST_CACHE", tmp_path / "size")
-    assert target.rotated_bytes.__wrapped__() == mebibytes * 2**20
+    monkeypatch.setattr(cpu_target, "_LAST_CACHE", tmp_path / "size")
+    assert cpu_target.rotated_bytes.__wrapped__() == mebibytes * 2**20
 
 
 def test_the_same_point_always_gets_the_same_layer() -> None:
