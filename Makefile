@@ -1,5 +1,5 @@
 # Everything happens in .venv, which the first target that needs it makes. The README says what each target is for.
-.PHONY: demo test test-slow test-long gate gpu check clean
+.PHONY: demo test test-slow test-long gate gpu check docs clean
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 
@@ -72,6 +72,13 @@ check: $(CUDA_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The reference pages that come from the code. A page is replaced once it is whole.
+docs: $(READY)
+	mkdir -p build
+	$(BIN)/python -m latbench.tables.schema_page > build/table.md
+	$(BIN)/python -m search.yaml_page > build/yaml_files.md
+	mv build/table.md build/yaml_files.md docs/reference
 
 clean:
 	rm -rf build .venv

@@ -13,6 +13,7 @@ import argparse
 import ast
 import io
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -32,6 +33,14 @@ COMMANDS = Path("latbench/cli/commands")
 
 RESULTS = Path("tests/experiments/results")
 """What trainings left: data, a file for each."""
+
+REGISTRY = Path("latbench/base/engine_registry.py")
+ENGINE_TABLES = ("CPU_ENGINES", "GPU_ENGINES", "MODEL_ENGINES")
+LIBRARY_NAMES = {"torch", "onnxruntime", "openvino", "numba", "deepsparse", "scipy", "cupy", "cublas", "cusparse"}
+"""Engines that are called as a library is: not every string with such a name is about the engine."""
+
+OF_LIBRARIES = {"sys.modules", "environment", "facts"}
+"""Mappings from the names of libraries to what is known of them."""
 
 CODE = {".py", ".cpp", ".h", ".cu", ".cuh"}
 FAMILIES = {"csr", "nm", "vector", "dense", "block"}
@@ -85,6 +94,7 @@ def find_places(root: Path) -> Places:
     trees = dict(modules(root))
     found["names imported second-hand"] = find_second_hand(trees)
     found["function names in three rooms"] = find_repeated_names(trees)
+    found["engine names outside the registry"] = find_engine_names(trees, read_engine_names(root))
     for path, tree in trees.items():
         for rule, place in check_docstrings(tree, path):
             found[rule].append(place)
@@ -138,6 +148,48 @@ def private_numba(node: ast.AST, place: str) -> list[str]:
     if isinstance(node, ast.Attribute) and node.attr in ("_cache", "_compiler", "_make_finalizer"):
         private.append(node.attr)
     return [f"{place} {it}" for it in private]
+
+
+def read_engine_names(root: Path) -> frozenset[str]:
+    """Return the names of all engines in the registry; none where a revision has no registry."""
+    path = root / REGISTRY
+    registry = runpy.run_path(str(path)) if path.exists() else {}
+    return frozenset(name for table in ENGINE_TABLES for name in registry.get(table, ()))
+
+
+def find_engine_names(trees: Mapping[Path, ast.Module], names: frozenset[str]) -> list[str]:
+    """Return the places outside the registry that decide by an engine's name.
+
+    A name that no library has counts anywhere. `sparse_kernels` lies below the registry.
+    """
+    found = []
+    for path, tree in trees.items():
+        if path == REGISTRY or path.parts[0] == "sparse_kernels":
+            continue
+        for node in ast.walk(tree):
+            own = [node.value] if isinstance(node, ast.Constant) and node.value in names - LIBRARY_NAMES else []
+            if decided := [str(it) for it in [*own, *list_deciding_constants(node, names)] if it in names]:
+                found.append(f"{path}:{getattr(node, 'lineno', 0)} {', '.join(decided)}")
+    return found
+
+
+def list_deciding_constants(node: ast.AST, names: frozenset[str]) -> list[object]:
+    """Return the constants that a node compares with or looks up, and collections of nothing but `names`."""
+    parts: Sequence[ast.AST | None] = ()
+    match node:
+        case ast.Compare() if OF_LIBRARIES.isdisjoint(map(ast.unparse, node.comparators)):
+            parts = [node.left, *node.comparators]
+            parts = [*parts, *(inner for it in parts for inner in getattr(it, "elts", ()))]
+        case ast.Subscript() if ast.unparse(node.value) not in OF_LIBRARIES:
+            parts = [node.slice]
+        case ast.Call(func=ast.Attribute(value=mapping, attr="get")) if ast.unparse(mapping) not in OF_LIBRARIES:
+            parts = node.args[:1]
+        case ast.MatchValue():
+            parts = [node.value]
+        case ast.Dict(keys=every) | ast.Tuple(elts=every) | ast.List(elts=every) | ast.Set(elts=every):
+            values = [getattr(it, "value", None) for it in every]
+            parts = every if len(values) > 1 and names.issuperset(values) else ()
+    return [it.value for it in parts if isinstance(it, ast.Constant)]
 
 
 def check_docstrings(tree: ast.Module, path: Path) -> Iterator[tuple[str, str]]:
@@ -212,7 +264,8 @@ NO_VERBS = frozenset({
 RULES = (
     "functions over 60 lines", "functions over 7 arguments", "blocks nested over 5", "file names twice",
     "class names twice", "folders over 16 files", "private Numba outside its module", "names imported second-hand",
-    "function names in three rooms", "function docstrings without a verb", "docstring sentences over 25 words",
+    "function names in three rooms", "engine names outside the registry", "function docstrings without a verb",
+    "docstring sentences over 25 words",
 )  # fmt: skip
 
 

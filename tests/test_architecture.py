@@ -1,5 +1,6 @@
 """The tree is what the architecture page says: every folder has its floor, and the rules of the house are kept."""
 
+import ast
 import functools
 import re
 import runpy
@@ -58,6 +59,28 @@ def test_the_page_names_every_floor_and_every_file_that_it_names_is_there() -> N
 def test_no_place_breaks_a_rule(rule: str) -> None:
     places = find_places()[rule]
     assert not places, f"{rule}: {len(places)} places\n" + "\n".join(places)
+
+
+@pytest.mark.parametrize(
+    ("source", "places"),
+    [
+        ("known = engine == 'numba'", 1),
+        ("known = engine in ('cupy',)", 1),
+        ("known = times['torch']", 1),
+        ("known = times.get('openvino', 0)", 1),
+        ("known = {'torch': 1, 'numba': 2}", 1),
+        ("known = ['cupy', 'cublas']", 1),
+        ("match engine:\n    case 'deepsparse':\n        pass", 1),
+        ("known = 'torch_gpu'", 1),
+        ("known = engine == NUMBA", 0),
+        ("known = 'torch' in sys.modules and environment.get('torch')", 0),
+        ("known = ('torch', 'pandas')", 0),
+        ("import_module('numba')", 0),
+    ],
+)
+def test_a_decision_by_an_engines_name_is_found(source: str, places: int) -> None:
+    found = RULES.find_engine_names({Path("latbench/new.py"): ast.parse(source)}, RULES.read_engine_names(ROOT))
+    assert len(found) == places
 
 
 def test_the_picture_shows_the_imports_of_today() -> None:

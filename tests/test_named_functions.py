@@ -15,6 +15,7 @@ import pytest
 from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.roofline_pace import REFERENCE_KERNELS, CpuPace
+from search.whole_model.model_engines import DENSE_ENGINES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
@@ -45,9 +46,9 @@ def every_name() -> list[str]:
     sources = [path.read_text() for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     paces = [f"{pace.module}:{kernel}" for pace in (CpuPace, GpuPace) for kernel in REFERENCE_KERNELS]
-    engines = [f"{engine.module}:prepare" for engine in (CPU_ENGINES | GPU_ENGINES).values()]
+    engines = [f"{engine.module}:prepare" for engine in (*CPU_ENGINES.values(), *GPU_ENGINES.values())]
     found = {name for source in sources for name in named(source)}
-    return sorted({*found, *scripts.values(), *paces, *engines})
+    return sorted({*found, *scripts.values(), *paces, *engines, *DENSE_ENGINES.values()})
 
 
 @pytest.mark.parametrize("name", every_name())

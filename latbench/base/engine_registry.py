@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-CPU, GPU = "cpu", "gpu"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
-NUMBA, DEEPSPARSE = "numba", "deepsparse"
+TORCH, NUMBA, NUMBA_BFLOAT16, DEEPSPARSE = "torch", "numba", "numba-bf16", "deepsparse"
+TORCH_GPU, TORCH_SPARSE, CUBLAS = "torch_gpu", "torch_sparse", "cublas"
+CUSPARSE, CUPY, NUMBA_CUDA = "cusparse", "cupy", "numba_cuda"
 
 CUDA_KERNELS, NUMBA_CUDA_KERNELS = "sparse_kernels.cuda", "sparse_kernels.numba_cuda"
 
@@ -24,8 +26,6 @@ class LayerEngine:
     ----------
     name : str
         The name in tables and on the command line.
-    device : str
-        `cpu` or `gpu`.
     module : str
         The module whose `prepare(point, layer)` builds a layer.
     packages : tuple of tuple of str
@@ -35,30 +35,13 @@ class LayerEngine:
         The package of latbench's own kernels that it runs; empty for another library.
     standard : bool
         Whether a sweep that names no engines needs it: it runs dense layers, or our kernels.
-    process : str
-        The worker process that GPU engines share by this name.
-    libraries : mapping of str to tuple of str
-        Libraries whose version a time depends on, by kernel; the entry "" serves every other kernel. The names are
-        those of `latbench.machines.cuda_libraries`.
-    packed_kernels : tuple of str
-        The kernels that read weights in their pattern's format.
-    captures_graphs : bool
-        Whether its launches can become a CUDA graph.
-    tensor_cores : bool
-        Whether its dense products run on tensor cores.
     """
 
     name: str
-    device: str
     module: str
     packages: tuple[tuple[str, ...], ...]
     kernels: str = ""
     standard: bool = False
-    process: str = ""
-    libraries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    packed_kernels: tuple[str, ...] = ()
-    captures_graphs: bool = True
-    tensor_cores: bool = True
 
     @property
     def ours(self) -> bool:
@@ -66,63 +49,180 @@ class LayerEngine:
         return bool(self.kernels)
 
     @property
+    def uses_torch(self) -> bool:
+        """Whether it runs inside torch."""
+        return (TORCH,) in self.packages
+
+    @property
     def install_names(self) -> tuple[str, ...]:
         """The packages to install: the first alternative of each group."""
         return tuple(group[0] for group in self.packages)
 
 
-def _cpu(name: str, *packages: str, kernels: str = "", standard: bool = True) -> LayerEngine:
-    groups = tuple((package,) for package in packages)
-    return LayerEngine(name, CPU, f"latbench.backends.cpu.{name}", groups, kernels=kernels, standard=standard)
+Kernels = Mapping[str, tuple[str, ...]]  # by operation
 
+
+@dataclass(frozen=True)
+class CpuLayerEngine(LayerEngine):
+    """An engine that multiplies one layer on a CPU.
+
+    Attributes
+    ----------
+    timed_kernels : mapping of str to tuple of str
+        The kernels that a sweep times, by operation.
+    tuned_kernels : mapping of str to tuple of str
+        Those that a sweep which tunes adds; each is found by trying several.
+    bfloat16_kernels : mapping of str to tuple of str
+        Those that a sweep with bfloat16 adds; see `ROUNDED_KERNELS`.
+    formats : tuple of str
+        The weight formats that it reads; empty for all.
+    channels_last : tuple of str
+        The kernels whose convolutions take channels last, as oneDNN prefers.
+    prepare_seconds : float
+        Estimated seconds to build a layer on an ordinary core.
+    """
+
+    timed_kernels: Kernels = field(default_factory=dict)
+    tuned_kernels: Kernels = field(default_factory=dict)
+    bfloat16_kernels: Kernels = field(default_factory=dict)
+    formats: tuple[str, ...] = ()
+    channels_last: tuple[str, ...] = ()
+    prepare_seconds: float = 0.1
+
+
+@dataclass(frozen=True)
+class RoundedKernel:
+    """What a kernel in bfloat16 rounds: its weights and, unless this is empty, its activations; and its formats."""
+
+    weights: str
+    activations: str
+    formats: tuple[str, ...]
+
+
+ROUNDED_KERNELS = {
+    "bf16-weights": RoundedKernel(BFLOAT16, "", ("block", "vector", "shflbw")),
+    "bf16": RoundedKernel(BFLOAT16, BFLOAT16, ("dense", "block", "vector", "shflbw")),
+}
+"""Kernels that read two bytes a weight, and kernels that round both operands."""
+
+
+def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts: Any) -> CpuLayerEngine:
+    groups = tuple((package,) for package in packages)
+    return CpuLayerEngine(name, f"latbench.backends.cpu.{name}", groups, standard=standard, **facts)
+
+
+_AUTO = {"linear": ("auto",), "conv2d": ("auto",)}
+_LINEAR = {"linear": ("auto",), "conv2d": ()}
+_BF16 = {"linear": ("bf16",), "conv2d": ("bf16",)}
+_COMPRESSED = ("unstructured", "nm", "block")
 
 CPU_ENGINES = {
     engine.name: engine
     for engine in (
-        _cpu("torch", "torch"),
-        _cpu("onnxruntime", "onnxruntime", "onnx"),
-        _cpu("openvino", "openvino"),
-        _cpu(NUMBA, "numba", kernels="sparse_kernels.cpu"),
-        _cpu("torch_sparse_cpu", "torch", standard=False),
-        _cpu("scipy", "scipy", standard=False),
+        _cpu(
+            TORCH, ("torch",), formats=("dense",), bfloat16_kernels=_BF16, channels_last=("prepacked", "bf16"),
+            timed_kernels={op: (op, "mkldnn", "prepacked") for op in ("linear", "conv2d")},
+        ),
+        _cpu("onnxruntime", ("onnxruntime", "onnx"), formats=("dense",), timed_kernels=_AUTO, prepare_seconds=0.15),
+        _cpu(
+            "openvino", ("openvino",), formats=("dense",), timed_kernels=_AUTO, bfloat16_kernels=_BF16,
+            channels_last=("auto", "bf16"), prepare_seconds=0.15,
+        ),
+        _cpu(
+            NUMBA, ("numba",), kernels="sparse_kernels.cpu", timed_kernels=_AUTO, prepare_seconds=0.3,
+            tuned_kernels={"linear": ("tuned",)},
+            bfloat16_kernels={"linear": ("bf16-weights", "bf16"), "conv2d": ("bf16",)},
+        ),
+        _cpu("torch_sparse_cpu", ("torch",), standard=False, formats=_COMPRESSED, timed_kernels=_LINEAR),
+        _cpu("scipy", ("scipy",), standard=False, formats=_COMPRESSED, timed_kernels=_LINEAR),
     )
-}
+}  # fmt: skip
 """Layer engines of a CPU, by name, in the order in which a sweep lists them."""
 
+
+@dataclass(frozen=True)
+class GpuLayerEngine(LayerEngine):
+    """An engine that multiplies one layer on a GPU.
+
+    Attributes
+    ----------
+    process : str
+        The worker process that engines share by this name.
+    libraries : mapping of str to tuple of str
+        Libraries whose version a time depends on, by kernel; the entry "" serves every other kernel. The names are
+        those of `latbench.machines.cuda_libraries`.
+    opened_libraries : tuple of str
+        The libraries that it opens, or that the check of its results opens.
+    packed_kernels : tuple of str
+        The kernels that read weights in their pattern's format.
+    captures_graphs : bool
+        Whether its launches can become a CUDA graph.
+    tensor_cores : bool
+        Whether it runs products on tensor cores, except in its `ordinary_kernels`.
+    ordinary_kernels : tuple of str
+        How the names of its kernels without tensor cores begin.
+    skips_products : bool
+        Whether its convolutions may use fewer products than the weights imply, as Winograd's do.
+    """
+
+    process: str = ""
+    libraries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    opened_libraries: tuple[str, ...] = ()
+    packed_kernels: tuple[str, ...] = ()
+    captures_graphs: bool = True
+    tensor_cores: bool = True
+    ordinary_kernels: tuple[str, ...] = ()
+    skips_products: bool = False
+
+    def runs_on_tensor_cores(self, kernel: str) -> bool:
+        """Return whether a kernel, by its name in tables, multiplies on tensor cores."""
+        return self.tensor_cores and not kernel.startswith(self.ordinary_kernels)
+
+
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+# CuPy compiles all work but products. Its float64 products check the results of all engines but torch's.
+_OPENED_BY_CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
 _SPARSE_LT = dict.fromkeys(("cusparselt", "cusparselt_tuned"), ("cusparselt",))
 _BSR = dict.fromkeys(("bsr", "bsr_tuned"), ("triton",))
+
+
+def _gpu(name: str, *packages: tuple[str, ...], **facts: Any) -> GpuLayerEngine:
+    return GpuLayerEngine(name, f"latbench.backends.gpu.{name}", packages, **facts)
+
 
 # Each of our own engines may crash alone. Other libraries that are no baseline do not share the baseline's process.
 GPU_ENGINES = {
     engine.name: engine
     for engine in (
-        LayerEngine(
-            "torch_gpu", GPU, "latbench.backends.gpu.torch_gpu", (("torch",),), standard=True, process="torch",
+        _gpu(
+            TORCH_GPU, ("torch",), standard=True, process="torch", skips_products=True,
             libraries={"": ("cublas",), "cudnn": ("cudnn",)},
+            # torch's wheels ask for what they open.
+            opened_libraries=("cublas", "cublaslt", "cudart", "cudnn", "nvrtc"),
         ),
-        LayerEngine(
-            "torch_sparse", GPU, "latbench.backends.gpu.torch_sparse", (("torch",),), process="torch_sparse",
+        _gpu(
+            TORCH_SPARSE, ("torch",), process="torch_sparse",
             libraries={**_SPARSE_LT, **_BSR, "cutlass": ()}, packed_kernels=tuple(_BSR),
+            opened_libraries=("cublas", "cublaslt", "cudart", "cusparselt", "nvrtc"),
         ),
         # CuPy refuses to call libraries while a stream is captured.
-        LayerEngine(
-            "cublas", GPU, "latbench.backends.gpu.cublas", (_CUPY,), process="cupy_peers",
-            libraries={"": ("cublas",)}, captures_graphs=False,
+        _gpu(
+            CUBLAS, _CUPY, process="cupy_peers", libraries={"": ("cublas",)}, opened_libraries=_OPENED_BY_CUPY,
+            captures_graphs=False,
         ),
-        LayerEngine(
-            "cusparse", GPU, "latbench.backends.gpu.cusparse", (_CUPY,), process="cupy_peers",
-            libraries={"": ("cusparse",)}, packed_kernels=("csr", "bsr"), captures_graphs=False,
+        _gpu(
+            CUSPARSE, _CUPY, process="cupy_peers", libraries={"": ("cusparse",)}, packed_kernels=("csr", "bsr"),
+            opened_libraries=(*_OPENED_BY_CUPY, "cusparse", "nvjitlink"), captures_graphs=False,
         ),
-        LayerEngine(
-            "cupy", GPU, "latbench.backends.gpu.cupy", (_CUPY,), CUDA_KERNELS, standard=True, process="cupy",
-            libraries={"": ("nvrtc",)}, packed_kernels=("auto",),
+        _gpu(
+            CUPY, _CUPY, kernels=CUDA_KERNELS, standard=True, process="cupy", libraries={"": ("nvrtc",)},
+            opened_libraries=_OPENED_BY_CUPY, packed_kernels=("auto",), ordinary_kernels=("cuda.csr.",),
         ),
         # Its launches go to the default stream, which cannot be captured. CuPy checks its results.
-        LayerEngine(
-            "numba_cuda", GPU, "latbench.backends.gpu.numba_cuda", (("numba-cuda",), _CUPY), NUMBA_CUDA_KERNELS,
-            process="numba_cuda", libraries={"": ("nvvm",)}, packed_kernels=("auto",), captures_graphs=False,
-            tensor_cores=False,
+        _gpu(
+            NUMBA_CUDA, ("numba-cuda",), _CUPY, kernels=NUMBA_CUDA_KERNELS, process="numba_cuda",
+            libraries={"": ("nvvm",)}, opened_libraries=(*_OPENED_BY_CUPY, "nvjitlink", "nvvm"),
+            packed_kernels=("auto",), captures_graphs=False, tensor_cores=False,
         ),
     )
 }  # fmt: skip
@@ -169,14 +269,14 @@ class ModelEngine:
 MODEL_ENGINES = {
     engine.name: engine
     for engine in (
-        ModelEngine("torch", "torch"),
-        ModelEngine("torch-mkldnn", "torch", "mkldnn"),
+        ModelEngine(TORCH, TORCH),
+        ModelEngine("torch-mkldnn", TORCH, "mkldnn"),
         ModelEngine("onnxruntime", "onnxruntime", shares_export=True),
         ModelEngine("openvino", "openvino", shares_export=True),
         ModelEngine(NUMBA, NUMBA, runs_pruned=True),
-        ModelEngine("torch-bf16", "torch", "bf16", BFLOAT16, output_precision=BFLOAT16),
+        ModelEngine("torch-bf16", TORCH, "bf16", BFLOAT16, output_precision=BFLOAT16),
         ModelEngine("openvino-bf16", "openvino", "bf16", BFLOAT16, shares_export=True),
-        ModelEngine("numba-bf16", NUMBA, "bf16", BFLOAT16, runs_pruned=True, phrase=" in bfloat16"),
+        ModelEngine(NUMBA_BFLOAT16, NUMBA, "bf16", BFLOAT16, runs_pruned=True, phrase=" in bfloat16"),
         ModelEngine(DEEPSPARSE, DEEPSPARSE, runs_pruned=True, phrase=" on DeepSparse"),
     )
 }

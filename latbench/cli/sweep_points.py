@@ -143,18 +143,19 @@ def select_engines(given: Sequence[str], needed: Mapping[str, Sequence[str]], in
 
 def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> None:
     """Raise UsageError for --tune and --bf16 without an engine that takes them; for a GPU `engines` are empty."""
+    from latbench.base.engine_registry import CPU_ENGINES
     from latbench.errors import UsageError
-    from latbench.workloads.points import BFLOAT16_KERNELS, TUNED_KERNELS
 
-    for asked, name, gpu_reason, kernels in (
-        (options.tune, "--tune", "GPU kernels are not tuned", TUNED_KERNELS),
-        (options.bf16, "--bf16", "GPU kernels compute in 16 bits already", BFLOAT16_KERNELS),
+    tuned = [name for name, engine in CPU_ENGINES.items() if engine.tuned_kernels]
+    rounded = [name for name, engine in CPU_ENGINES.items() if engine.bfloat16_kernels]
+    for asked, name, gpu_reason, able in (
+        (options.tune, "--tune", "GPU kernels are not tuned", tuned),
+        (options.bf16, "--bf16", "GPU kernels compute in 16 bits already", rounded),
     ):
-        able = sorted({engine for engine, _ in kernels})
         if asked and not engines:
             raise UsageError(f"{name} is not for --gpu: {gpu_reason}")
         if asked and not set(able) & set(engines):
-            raise UsageError(f"{name} is for backend {', '.join(able)}, which is not among those asked for")
+            raise UsageError(f"{name} is for backend {', '.join(sorted(able))}, which is not among those asked for")
 
 
 def build_estimate(gpu: bool) -> Estimate:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latbench.base.engine_registry import TORCH
 from latbench.errors import BadData, UsageError
 from latbench.machines.devices import make_slug
 from latbench.tables.point_ids import hash_key
@@ -137,7 +138,7 @@ def _neusight(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row,
         raise SkippedLine(f"their OPName {operation} is no linear layer or convolution")
     device = make_slug(_name(line, "Device"))
     device = device if device.startswith(("nvidia", "amd")) else f"nvidia-{device}"
-    same = {"device": device, "backend": "torch", **_dtypes("float32")}
+    same = {"device": device, "backend": TORCH, **_dtypes("float32")}
     same |= {"kernel_requested": "auto", "kernel_used": _text(line.get("kernel")), "context": "isolated"}
     if operation == "linear":
         tokens = _count(line, "B") * _count(line, "M")

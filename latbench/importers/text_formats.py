@@ -144,8 +144,10 @@ def convert_spdy_to_rows(
     shapes
         Shape columns by layer name; other layers have null ones.
     """
+    from latbench.base.engine_registry import DEEPSPARSE  # `import search` does without the registry
+
     constant = {
-        "purpose": "import", "device": device, "backend": "deepsparse", "dtype_w": "float32", "dtype_a": "float32",
+        "purpose": "import", "device": device, "backend": DEEPSPARSE, "dtype_w": "float32", "dtype_a": "float32",
         "dtype_out": "float32", "context": "network", "threads": threads, "pattern_seed": 0, "status": "ok",
     }  # fmt: skip
     whole = {"op": "model", "model": network, "pattern": "dense", "sparsity_target": 0.0}

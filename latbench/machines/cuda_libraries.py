@@ -1,4 +1,4 @@
-"""CUDA's shared libraries: which engine opens which, which wheel contains it, which version is installed.
+"""CUDA's shared libraries: which wheel contains each, and which version is installed.
 
 Nothing here loads a library or needs a GPU. The driver's own libraries (libcuda, libnvidia-ml) are not listed,
 because no wheel contains them.
@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from latbench.base.engine_registry import CUSPARSE, GPU_ENGINES
 from latbench.machines.devices import find_version
 
 NEWEST_FIRST = (13, 12)  # CUDA's major versions, in the order in which CuPy and numba-cuda look for libraries
@@ -69,19 +70,6 @@ LIBRARIES = {
     "nvvm": Library({13: "libnvvm.so.4", 12: "libnvvm.so"}, {13: "nvidia-nvvm", 12: "nvidia-cuda-nvcc-cu12"}),
 }
 
-# CuPy compiles all work but products. Its float64 products check the results of all engines but torch's.
-_CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
-
-OPENED_LIBRARIES = {
-    "torch_gpu": ("cublas", "cublaslt", "cudart", "cudnn", "nvrtc"),  # torch's wheels ask for what they open
-    "torch_sparse": ("cublas", "cublaslt", "cudart", "cusparselt", "nvrtc"),
-    "cublas": _CUPY,
-    "cusparse": (*_CUPY, "cusparse", "nvjitlink"),
-    "cupy": _CUPY,
-    "numba_cuda": (*_CUPY, "nvjitlink", "nvvm"),
-}
-"""The libraries that each GPU engine, and the check of its results, opens."""
-
 _VERSIONED = ("cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "nvvm")
 _TRITON = ("triton", "pytorch-triton")
 _PARTS = range(3)  # major, minor and patch in libraryPropertyType (library_types.h)
@@ -133,7 +121,7 @@ def explain_mixed_cuda() -> str | None:
     """
     if _cuda_of_cupy() != 12:
         return None
-    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in OPENED_LIBRARIES["cusparse"])
+    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in GPU_ENGINES[CUSPARSE].opened_libraries)
     others = [wheel for wheel in wheels if find_version(wheel) is not None]
     if not others:
         return None

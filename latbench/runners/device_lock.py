@@ -3,9 +3,10 @@
 A lock is a file in a folder that all users of the machine share. The kernel holds it as long as its holder lives,
 however that ends. The holder writes its name into the file, for those who wait.
 
-This is flock(2) itself, not the package filelock. Old versions of filelock truncate the file while they wait, and
-erase the holder's name. Where a file system has no flock, filelock falls back to locks that a killed holder leaves
-behind. Its import also takes 25 ms or more.
+This is flock(2) itself, not the package filelock, because `make gpu` runs in the Python of the machine, with any
+version of filelock. Up to 3.29.7 a process that waits truncates the file, and so erases the holder's name. From
+3.24.0 on, where a file system has no flock, filelock uses a lock file that a killed holder leaves behind. The option
+that forbids it came with 3.30.0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.base.engine_registry import GPU_ENGINES
+from latbench.base.engine_registry import CUBLAS, CUPY, CUSPARSE, GPU_ENGINES, NUMBA_CUDA, TORCH_GPU, TORCH_SPARSE
 from latbench.workloads.points import Point, select_sparsities
 from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -24,29 +24,29 @@ GPU_SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 Kernel = tuple[str, str, str]
 
 DENSE: tuple[Kernel, ...] = (
-    ("torch_gpu", "cublas", "feature_major"),
-    ("torch_gpu", "cublas", "token_major"),
-    ("torch_gpu", "cublaslt", "feature_major"),
-    ("torch_gpu", "cublaslt", "token_major"),
+    (TORCH_GPU, "cublas", "feature_major"),
+    (TORCH_GPU, "cublas", "token_major"),
+    (TORCH_GPU, "cublaslt", "feature_major"),
+    (TORCH_GPU, "cublaslt", "token_major"),
 )
-DENSE_AGAIN: tuple[Kernel, ...] = (("cublas", "matmul", "feature_major"), ("cublas", "matmul", "token_major"))
-DENSE_CONV: tuple[Kernel, ...] = (("torch_gpu", "cudnn", "nchw"), ("torch_gpu", "cudnn", "nhwc"))
-OURS: tuple[Kernel, ...] = (("cupy", "auto", "feature_major"),)
-OURS_CONV: tuple[Kernel, ...] = (("cupy", "auto", "chwn"),)
-NUMBA: tuple[Kernel, ...] = (("numba_cuda", "auto", "feature_major"),)
-NUMBA_CONV: tuple[Kernel, ...] = (("numba_cuda", "auto", "nchw"),)
+DENSE_AGAIN: tuple[Kernel, ...] = ((CUBLAS, "matmul", "feature_major"), (CUBLAS, "matmul", "token_major"))
+DENSE_CONV: tuple[Kernel, ...] = ((TORCH_GPU, "cudnn", "nchw"), (TORCH_GPU, "cudnn", "nhwc"))
+OURS: tuple[Kernel, ...] = ((CUPY, "auto", "feature_major"),)
+OURS_CONV: tuple[Kernel, ...] = ((CUPY, "auto", "chwn"),)
+NUMBA: tuple[Kernel, ...] = ((NUMBA_CUDA, "auto", "feature_major"),)
+NUMBA_CONV: tuple[Kernel, ...] = ((NUMBA_CUDA, "auto", "nchw"),)
 CUSPARSELT: tuple[Kernel, ...] = (
-    ("torch_sparse", "cusparselt", "feature_major"),
-    ("torch_sparse", "cusparselt", "token_major"),
-    ("torch_sparse", "cusparselt_tuned", "feature_major"),
+    (TORCH_SPARSE, "cusparselt", "feature_major"),
+    (TORCH_SPARSE, "cusparselt", "token_major"),
+    (TORCH_SPARSE, "cusparselt_tuned", "feature_major"),
 )
 CUTLASS: tuple[Kernel, ...] = (
-    ("torch_sparse", "cutlass", "feature_major"),
-    ("torch_sparse", "cutlass", "token_major"),
+    (TORCH_SPARSE, "cutlass", "feature_major"),
+    (TORCH_SPARSE, "cutlass", "token_major"),
 )
-BSR: tuple[Kernel, ...] = (("torch_sparse", "bsr", "feature_major"), ("cusparse", "bsr", "feature_major"))
-BSR_TUNED: tuple[Kernel, ...] = (("torch_sparse", "bsr_tuned", "feature_major"),)
-CSR: tuple[Kernel, ...] = (("cusparse", "csr", "feature_major"),)
+BSR: tuple[Kernel, ...] = ((TORCH_SPARSE, "bsr", "feature_major"), (CUSPARSE, "bsr", "feature_major"))
+BSR_TUNED: tuple[Kernel, ...] = ((TORCH_SPARSE, "bsr_tuned", "feature_major"),)
+CSR: tuple[Kernel, ...] = ((CUSPARSE, "csr", "feature_major"),)
 
 SMOKE_LINEAR = LinearShape(512, 1024, 256)
 SMOKE_CONV = Conv2dShape(16, 64, 14, 14, 128, 3, 3, padding=(1, 1))
@@ -168,17 +168,17 @@ def list_standard_shapes() -> list[Shape]:
 
 def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Point]:
     """Return a small point for each of these backends, which shows whether it works at all."""
-    kernels: dict[str, tuple[Kernel, Pattern, float]] = {
-        "torch_gpu": (DENSE[0], Dense(), 0.0),
-        "torch_sparse": (CUSPARSELT[0], NM(2, 4), 0.5),
-        "cublas": (DENSE_AGAIN[0], Dense(), 0.0),
-        "cusparse": (CSR[0], Unstructured(), 0.9),
-        "cupy": (OURS[0], VectorWise(64), 0.75),
-        "numba_cuda": (NUMBA[0], VectorWise(64), 0.75),
-    }
+    probes: tuple[tuple[Kernel, Pattern, float], ...] = (
+        (DENSE[0], Dense(), 0.0),
+        (CUSPARSELT[0], NM(2, 4), 0.5),
+        (DENSE_AGAIN[0], Dense(), 0.0),
+        (CSR[0], Unstructured(), 0.9),
+        (OURS[0], VectorWise(64), 0.75),
+        (NUMBA[0], VectorWise(64), 0.75),
+    )
     return {
-        name: build_gpu_point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
-        for name, (kernel, pattern, sparsity) in kernels.items() if name in backends
+        kernel[0]: build_gpu_point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
+        for kernel, pattern, sparsity in probes if kernel[0] in backends
     }  # fmt: skip
 
 

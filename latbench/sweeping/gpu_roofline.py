@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines.ceilings import CachedCeilings
 from latbench.machines.devices import find_version
 from latbench.sweeping.roofline_pace import ReferencePace
@@ -39,14 +40,14 @@ class GpuPace(ReferencePace[GpuCeilings]):
 
 def choose_units(point: Point, kernel: str) -> str:
     """Return the units that bound a kernel: the element type on tensor cores, or ORDINARY if it uses none."""
-    ours = point.backend == "numba_cuda" or (point.backend == "cupy" and kernel.startswith("cuda.csr."))
-    return ORDINARY if ours else point.dtype
+    return point.dtype if GPU_ENGINES[point.backend].runs_on_tensor_cores(kernel) else ORDINARY
 
 
 def may_skip_products(point: Point) -> bool:
     """Return whether a library may use fewer products than the weights imply, as Winograd's convolutions do."""
     shape = point.shape
-    return point.backend == "torch_gpu" and isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1
+    skips = GPU_ENGINES[point.backend].skips_products
+    return skips and isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1
 
 
 def build_cached_gpu_ceilings(

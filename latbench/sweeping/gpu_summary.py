@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.tables.schema import TIMED
 from latbench.tables.table import select_timed
 
-OUR_ENGINES = ("cupy", "numba_cuda")
+OUR_ENGINES = [name for name, engine in GPU_ENGINES.items() if engine.ours]
 THROTTLED = "throttled"
 LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # the peers of our kernels
 

@@ -1,6 +1,6 @@
 """The reference page of the table's columns, generated from their records.
 
-python -m latbench.tables.schema_page > docs/reference/table.md
+`make docs` writes it to docs/reference/table.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ A table is a folder of `part-*.parquet` files, or one Parquet file. Every row ha
 {SCHEMA_VERSION}. Rows with equal key columns measure the same point. `latbench validate TABLE` checks the limits.
 `read_table` in `latbench.tables.table` reads a table as a pandas frame.
 
-This page is generated: `python -m latbench.tables.schema_page > docs/reference/table.md`.
+This page is generated: `make docs`.
 """
 
 _TYPES = {"string": "text", "int64": "integer", "double": "number"}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, list_standard
+from latbench.base.engine_registry import CPU_ENGINES, ROUNDED_KERNELS, CpuLayerEngine, list_standard
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
@@ -19,39 +19,8 @@ from sparse_kernels import patterns
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
-# The kernels of each engine, by operation.
-KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {"linear": ("linear", "mkldnn", "prepacked"), "conv2d": ("conv2d", "mkldnn", "prepacked")},
-    "onnxruntime": {"linear": ("auto",), "conv2d": ("auto",)},
-    "openvino": {"linear": ("auto",), "conv2d": ("auto",)},
-    "numba": {"linear": ("auto",), "conv2d": ("auto",)},
-    "torch_sparse_cpu": {"linear": ("auto",), "conv2d": ()},
-    "scipy": {"linear": ("auto",), "conv2d": ()},
-}
-# Additional kernels of a sweep that tunes; they are found by trying several.
-TUNED_KERNELS: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
-# Additional kernels of a sweep with bfloat16, with the element types of weights and activations: kernels that read
-# two bytes a weight, kernels that round both, and dense ones beside them.
-_WEIGHTS, _BOTH = (BFLOAT16, ""), (BFLOAT16, BFLOAT16)
-BFLOAT16_KERNELS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
-    **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
-    ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
-}
-_ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
 STANDARD_ENGINES = list_standard(CPU_ENGINES)
 """The default engines: all that run dense layers, because any may be the fastest, and our own."""
-
-_COMPRESSED = ("unstructured", "nm", "block")
-# The weight formats of each engine; numba has all of them.
-_FORMATS = {
-    "torch": ("dense",), "onnxruntime": ("dense",), "openvino": ("dense",),
-    "torch_sparse_cpu": _COMPRESSED, "scipy": _COMPRESSED,
-}  # fmt: skip
-# Activation layouts other than the default of models: oneDNN's convolutions prefer channels last.
-_LAYOUTS = {
-    (engine, "conv2d", kernel): "nhwc"
-    for engine, kernel in (("torch", "prepacked"), ("torch", "bf16"), ("openvino", "auto"), ("openvino", "bf16"))
-}
 
 # Anchors first: a look-up that interpolates over sparsity needs them; the others refine it.
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
@@ -59,10 +28,7 @@ SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 # The choice of an adaptive sweep; six of them anchor a curve.
 FINE_SPARSITIES = tuple(round(0.5 + 0.025 * step, 3) for step in range(20))
 
-# Estimated seconds per point on an ordinary core: compiling or building, checking, then timing.
-_PREPARE_SECONDS = {
-    "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
-}  # fmt: skip
+# Estimated seconds per point on an ordinary core, besides building its layer: tuning, checking, then timing.
 _TUNE_SECONDS = 0.5
 _CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that checks a result
 _TIMING_SECONDS = 0.5  # most points use their budget, and a sixth of the time is for reference work
@@ -210,19 +176,11 @@ def list_points(
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
         for pattern in select_default_patterns(shape) if patterns is None else patterns:
-            engines = [name for name in setup.backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
-            for backend in engines:
-                tuned = TUNED_KERNELS.get((backend, shape.op), ()) if setup.tune else ()
-                rounded = {
-                    kernel: dtypes
-                    for kernel, dtypes in (
-                        BFLOAT16_KERNELS.get((backend, shape.op), {}) if setup.bf16 else {}
-                    ).items()
-                    if pattern.format in _ROUNDED_FORMATS[kernel]
-                }
-                for kernel in (*KERNELS[backend][shape.op], *tuned, *rounded):
-                    layout = _LAYOUTS.get((backend, shape.op, kernel), "")
-                    dtype_w, dtype_a = rounded.get(kernel, ("", ""))
+            for backend in setup.backends:
+                for kernel in _list_kernels(CPU_ENGINES[backend], shape, pattern, setup):
+                    rounded = ROUNDED_KERNELS.get(kernel)
+                    dtype_w, dtype_a = (rounded.weights, rounded.activations) if rounded else ("", "")
+                    layout = _find_layout(CPU_ENGINES[backend], shape, kernel)
                     for sparsity in select_sparsities(pattern, sparsities):
                         point = Point(
                             setup.device, backend, kernel, shape, pattern, sparsity, setup.threads, setup.seed,
@@ -230,6 +188,21 @@ def list_points(
                         )  # fmt: skip
                         found[point] = None
     return list(found)
+
+
+def _list_kernels(engine: CpuLayerEngine, shape: Shape, pattern: Pattern, setup: PointSetup) -> list[str]:
+    """Return the kernels that a sweep times for a layer; none where the engine lacks its format."""
+    if engine.formats and pattern.format not in engine.formats:
+        return []
+    tuned = engine.tuned_kernels.get(shape.op, ()) if setup.tune else ()
+    narrow = engine.bfloat16_kernels.get(shape.op, ()) if setup.bf16 else ()
+    rounded = [kernel for kernel in narrow if pattern.format in ROUNDED_KERNELS[kernel].formats]
+    return [*engine.timed_kernels[shape.op], *tuned, *rounded]
+
+
+def _find_layout(engine: CpuLayerEngine, shape: Shape, kernel: str) -> str:
+    """Return the layout of activations for a kernel; empty for the default of models."""
+    return "nhwc" if isinstance(shape, Conv2dShape) and kernel in engine.channels_last else ""
 
 
 def select_default_patterns(shape: Shape) -> list[Pattern]:
@@ -312,7 +285,7 @@ def estimate_seconds(wanted: Iterable[Point]) -> float:
     every = list(wanted)
     tuned = sum(point.kernel == "tuned" for point in every)
     checks = sum(2 * point.shape.m * point.shape.k * point.shape.n for point in every) / _CHECKED_FLOP_PER_SECOND
-    each = sum(_PREPARE_SECONDS[point.backend] + _TIMING_SECONDS for point in every)
+    each = sum(CPU_ENGINES[point.backend].prepare_seconds + _TIMING_SECONDS for point in every)
     return (_START_SECONDS if every else 0.0) + each + checks + _TUNE_SECONDS * tuned
 
 

@@ -23,17 +23,21 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from latbench.base.bundled_data import find_dataset_folder
-from latbench.base.files import write_text_atomically
-from latbench.base.strict_yaml import (
+from latbench.base.declared_keys import (
+    TEXT,
+    Key,
+    Kind,
     MalformedDocument,
-    check_integer,
-    check_integer_pair,
-    check_keys,
-    check_list,
-    check_text,
+    check_mapping,
+    choice,
+    integer,
+    is_integer,
+    list_of,
     named_in_errors,
-    read_yaml,
+    refuse,
 )
+from latbench.base.files import write_text_atomically
+from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -242,43 +246,80 @@ def _timed(shape: Shape) -> Shape:
     return shape
 
 
-_SIZES = {"m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw"}
-_OPS: dict[str, tuple[Callable[..., Shape], set[str], set[str]]] = {
-    "linear": (LinearShape, {"m", "k", "n"}, set()),
-    "conv2d": (Conv2dShape, {"batch", "c_in", "h", "w", "c_out", "kh", "kw"}, {"stride", "padding", "dilation"}),
+_SIZE = integer(1)
+
+
+def _parse_pair(value: Any, what: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(map(is_integer, value)):
+        raise refuse(value, what, _PAIR_PHRASE)
+    return value[0], value[1]
+
+
+_PAIR_PHRASE = "two whole numbers [rows, columns]"
+_PAIR = Kind(_PAIR_PHRASE, _parse_pair)
+_OPS: dict[str, Callable[..., Shape]] = {"linear": LinearShape, "conv2d": Conv2dShape}
+_EVERY_LAYER = {
+    "name": Key(TEXT, "Name of the layer in its model", required=True),
+    "op": Key(choice(*_OPS), "Operation", required=True),
+    "count": Key(_SIZE, "Number of equal layers, which are timed once; by default 1"),
 }
+LAYER_KEYS = {
+    "linear": {
+        **_EVERY_LAYER,
+        "m": Key(_SIZE, "Output features", required=True),
+        "k": Key(_SIZE, "Input features", required=True),
+        "n": Key(_SIZE, "Tokens of a call", required=True),
+    },
+    "conv2d": {
+        **_EVERY_LAYER,
+        "batch": Key(_SIZE, "Images of a call", required=True),
+        "c_in": Key(_SIZE, "Input channels", required=True),
+        "h": Key(_SIZE, "Height of the input", required=True),
+        "w": Key(_SIZE, "Width of the input", required=True),
+        "c_out": Key(_SIZE, "Output channels", required=True),
+        "kh": Key(_SIZE, "Height of the filter", required=True),
+        "kw": Key(_SIZE, "Width of the filter", required=True),
+        "stride": Key(_PAIR, "Stride; by default [1, 1]"),
+        "padding": Key(_PAIR, "Zeros on each side of the input; by default [0, 0]"),
+        "dilation": Key(_PAIR, "Distance of the filter's elements; by default [1, 1]"),
+    },
+}
+"""The keys of a layer, by operation."""
+
+
+def _parse_layer(entry: Any, what: str) -> Layer:
+    """Return the layer of a mapping. Raises MalformedDocument, which names the layer as soon as its name is known."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        raise refuse(entry, what, "a mapping with a name")
+    layer = f"layer {entry['name']!r}"
+    op = _EVERY_LAYER["op"].kind.parse(entry.get("op"), f"{layer}: op")
+    arguments = check_mapping(entry, layer, LAYER_KEYS[op], f"{layer}: ")
+    name, count = arguments.pop("name"), arguments.pop("count", 1)
+    del arguments["op"]
+    try:
+        return Layer(name, _OPS[op](**arguments), count)
+    except ValueError as error:
+        raise MalformedDocument(f"{layer}: {error}") from error
+
+
+WORKLOAD_KEYS = {
+    "name": Key(TEXT, "Name of the workload", required=True),
+    "source": Key(TEXT, "Where the shapes come from", required=True),
+    "layers": Key(
+        list_of(Kind("a layer", _parse_layer), "a list of at least one layer", least=1),
+        "The layers that dominate the model's time",
+        required=True,
+    ),
+}
+"""The keys of a workload's file."""
 
 
 def _parse_workload(document: Any) -> Workload:
-    entry = check_keys(document, "a workload", required={"name", "source", "layers"})
-    name, source = check_text(entry["name"], "name"), check_text(entry["source"], "source")
-    layers = tuple(
-        _parse_layer(layer, position) for position, layer in enumerate(check_list(entry["layers"], "layers"), start=1)
-    )
-    for layer_name, count in Counter(layer.name for layer in layers).items():
+    workload = Workload(**check_mapping(document, "a workload", WORKLOAD_KEYS))
+    for name, count in Counter(layer.name for layer in workload.layers).items():
         if count > 1:
-            raise MalformedDocument(f"layer {layer_name!r} is listed {count} times; use count for equal layers")
-    return Workload(name, source, layers)
-
-
-def _parse_layer(entry: Any, position: int) -> Layer:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
-        raise MalformedDocument(f"layer {position} must be a mapping with a name, not {entry!r}")
-    what = f"layer {entry['name']!r}"
-    op = entry.get("op")
-    if not isinstance(op, str) or op not in _OPS:
-        raise MalformedDocument(f"{what}: op must be one of {', '.join(_OPS)}, not {op!r}")
-    build, required, optional = _OPS[op]
-    check_keys(entry, what, required={"name", "op"} | required, optional={"count"} | optional)
-    arguments: dict[str, Any] = {
-        key: check_integer(entry[key], f"{what}: {key}", 1) for key in entry if key in _SIZES
-    }
-    arguments |= {key: check_integer_pair(entry[key], f"{what}: {key}") for key in entry if key in optional}
-    count = check_integer(entry.get("count", 1), f"{what}: count", 1)
-    try:
-        return Layer(entry["name"], build(**arguments), count)
-    except ValueError as error:
-        raise MalformedDocument(f"{what}: {error}") from error
+            raise MalformedDocument(f"layer {name!r} is listed {count} times; use count for equal layers")
+    return workload
 
 
 def _entry(layer: Layer) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from latbench.backends.cpu import deepsparse
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
+from latbench.base.engine_registry import DEEPSPARSE
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
 from latbench.tables.point_ids import hash_key
@@ -233,7 +234,7 @@ def build_layer_rows(
     calls
         Calls whose mean an analysis took.
     """
-    constant = _constant_columns(threads) | {"purpose": "sweep", "timer": "deepsparse", "inner_loops": calls}
+    constant = _constant_columns(threads) | {"purpose": "sweep", "timer": DEEPSPARSE, "inner_loops": calls}
     found: list[dict[str, Any]] = []
     for sparsity, runs in sorted(analyses.items()):
         level = constant | {"pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity}
@@ -271,7 +272,7 @@ def build_model_row(network: str, samples: Sequence[float], *, threads: int, bat
 
 def _constant_columns(threads: int) -> dict[str, Any]:
     return {
-        "device": name_cpu(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
+        "device": name_cpu(), "backend": DEEPSPARSE, "backend_version": VERSION, "pattern_seed": 0,
         "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32", "kernel_requested": "auto",
         "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": threads, "pinning": "none",
         "status": "ok", "stop_reason": "budget",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from latbench.base.engine_registry import TORCH
 from latbench.errors import PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from search.artifacts.profile import LayerChoice, Profile
@@ -203,7 +204,7 @@ def time_profiles(
 
     Dense engines that are `known` (seconds) to be much slower than the fastest are left out.
     """
-    task, fastest = inputs.task, min(known, key=known.__getitem__, default="torch")
+    task, fastest = inputs.task, min(known, key=known.__getitem__, default=TORCH)
     engines = {
         name: engine
         for name, engine in overhead.build_dense_engines(task, deployment).items()

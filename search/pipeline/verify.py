@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
-from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
+from latbench.base.engine_registry import MODEL_ENGINES, TORCH, is_deepsparse
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -210,7 +210,7 @@ def _time_pruned(
         before, started = read_cpu_times(), datetime.now(UTC)
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
         timings = time_engines(
-            engines, threads=deployment.threads, required=["torch", PRUNED], known=known, progress=progress
+            engines, threads=deployment.threads, required=[TORCH, PRUNED], known=known, progress=progress
         )
     return timings, {"started_at": started, **read_telemetry(before)}
 

@@ -16,13 +16,25 @@ them hold. A glob does not match excluded layers. A name or glob that matches no
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from latbench.errors import BadData, UsageError
+from latbench.base.declared_keys import (
+    NAMES,
+    Kind,
+    MalformedDocument,
+    check_mapping,
+    declare,
+    list_declared,
+    list_of,
+    named_in_errors,
+    number,
+    pairs_of,
+    refuse,
+)
+from latbench.errors import UsageError
 from search.problem.layer_globs import match_glob, match_layers
 from search.problem.layers import CLOSE, DENSE, LayerOptions, Option, build_option, format_names, tie_layers
 from sparse_kernels.patterns import parse
@@ -30,76 +42,52 @@ from sparse_kernels.patterns import parse
 Group = tuple[str, ...]
 
 
-class _MalformedLimits(Exception):
-    """A fault in limits, before the file is known."""
-
-
-def _parse_sparsity(value: Any) -> float:
-    """Return a sparsity between 0 and 1."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if isinstance(value, bool) or not 0 <= number <= 1:
-        raise _MalformedLimits(f"a sparsity lies between 0 and 1, not {value!r}")
-    return number
-
-
-def _parse_names(value: Any) -> Group:
-    """Return a list of names."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(it, str) for it in value):
-        raise _MalformedLimits(f"expected a list of names, not {value!r}")
-    return tuple(value)
-
-
-def _parse_groups(value: Any) -> tuple[Group, ...]:
-    """Return a list of groups of names."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _MalformedLimits(f"expected a list of groups of layers, not {value!r}")
-    return tuple(map(_parse_names, value))
-
-
-def _parse_each(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[str, Any], ...]]:
-    """Return a parser of mappings from a glob to a value that `parse` parses."""
-
-    def parse_pairs(value: Any) -> tuple[tuple[str, Any], ...]:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise _MalformedLimits(f"expected a mapping from layers to their limits, not {value!r}")
-        return tuple((key, parse(item)) for key, item in value.items())
-
-    return parse_pairs
-
-
-def _parse_option(value: Any) -> Option:
+def _parse_option(value: Any, what: str) -> Option:
     """Return an option from its text in limits: `dense`, `nm:2:4`, `vector:32 at 0.75`."""
-    spec, _, sparsity = (part.strip() for part in str(value).partition(" at "))
+    if isinstance(value, Option):
+        return value
+    if not isinstance(value, str):
+        raise refuse(value, what, _OPTION_PHRASE)
+    spec, _, text = (part.strip() for part in value.partition(" at "))
     try:
-        return build_option(spec, _parse_sparsity(sparsity) if sparsity else None)
+        sparsity: Any = float(text) if text else None
+    except ValueError:
+        sparsity = text
+    try:
+        return build_option(spec, None if sparsity is None else _SPARSITY.parse(sparsity, f"the sparsity of {what}"))
     except ValueError as error:
-        raise _MalformedLimits(str(error)) from error
+        raise MalformedDocument(f"{what}: {error}") from error
 
 
-def _parse_patterns(value: Any) -> Group:
+def _parse_patterns(value: Any, what: str) -> Group:
     """Return patterns in their canonical text."""
     try:
-        return tuple(str(parse(spec)) for spec in _parse_names([value] if isinstance(value, str) else value))
+        return tuple(str(parse(spec)) for spec in NAMES.parse([value] if isinstance(value, str) else value, what))
     except ValueError as error:
-        raise _MalformedLimits(str(error)) from error
+        raise MalformedDocument(f"{what}: {error}") from error
 
 
-def _declare_limit(parse: Callable[[Any], Any], globs: Callable[[Any], Iterable[str]]) -> Any:
-    """Return a field that `parse` parses; `globs` lists the globs in its value."""
-    return field(default=(), metadata={"parse": parse, "globs": globs})
+_OPTION_PHRASE = "a pattern and its sparsity, such as `vector:32 at 0.75`"
+_GROUPS = list_of(NAMES, "a list of groups, which are lists of layers")
+_SPARSITY = number(least=0, most=1)
+_SPARSITIES = pairs_of(_SPARSITY, "a mapping from layers to sparsities")
+_OPTIONS = pairs_of(Kind(_OPTION_PHRASE, _parse_option), "a mapping from layers to a pattern and its sparsity")
+_PATTERNS = pairs_of(Kind("patterns", _parse_patterns), "a mapping from layers to lists of patterns")
 
 
-def _declare_groups() -> Any:
-    """Return a field of groups of globs."""
-    return _declare_limit(_parse_groups, itertools.chain.from_iterable)
+def _list_grouped(groups: Iterable[Group]) -> list[str]:
+    """Return the globs in groups."""
+    return [glob for group in groups for glob in group]
 
 
-def _declare_by_glob(parse: Callable[[Any], Any]) -> Any:
-    """Return a field of pairs: a glob and what holds for its layers."""
-    return _declare_limit(_parse_each(parse), lambda pairs: [glob for glob, _ in pairs])
+def _list_paired(pairs: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the globs in pairs of a glob and what holds for its layers."""
+    return [glob for glob, _ in pairs]
+
+
+def _list_none(names: Group) -> list[str]:
+    """Return no globs: excluded layers are matched before the others."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -122,13 +110,23 @@ class Limits:
         Names or globs of layers that stay dense. Their time counts.
     """
 
-    tied: tuple[Group, ...] = _declare_groups()
-    tied_in_each: tuple[Group, ...] = _declare_groups()
-    fixed: tuple[tuple[str, Option], ...] = _declare_by_glob(_parse_option)
-    minimum: tuple[tuple[str, float], ...] = _declare_by_glob(_parse_sparsity)
-    maximum: tuple[tuple[str, float], ...] = _declare_by_glob(_parse_sparsity)
-    patterns: tuple[tuple[str, Group], ...] = _declare_by_glob(_parse_patterns)
-    excluded: tuple[str, ...] = _declare_limit(_parse_names, lambda names: ())  # matched before the others
+    tied: tuple[Group, ...] = declare((), _GROUPS, "Groups of layers that share one option", globs=_list_grouped)
+    tied_in_each: tuple[Group, ...] = declare(
+        (), _GROUPS, "The same, with one group for each text that the wildcards stand for", globs=_list_grouped
+    )
+    fixed: tuple[tuple[str, Option], ...] = declare(
+        (), _OPTIONS, "The only option of these layers", globs=_list_paired
+    )
+    minimum: tuple[tuple[str, float], ...] = declare(
+        (), _SPARSITIES, "Lowest sparsity of these layers", globs=_list_paired
+    )
+    maximum: tuple[tuple[str, float], ...] = declare(
+        (), _SPARSITIES, "Highest sparsity of these layers", globs=_list_paired
+    )
+    patterns: tuple[tuple[str, Group], ...] = declare(
+        (), _PATTERNS, "Patterns to allow, besides dense", globs=_list_paired
+    )
+    excluded: tuple[str, ...] = declare((), NAMES, "Layers that stay dense; their time counts", globs=_list_none)
 
     def __add__(self, other: Limits) -> Limits:
         """Return limits that combine both."""
@@ -219,6 +217,10 @@ class Limits:
         return groups
 
 
+LIMIT_KEYS = list_declared(Limits)
+"""The keys of a file of limits."""
+
+
 def _join_groups(groups: Sequence[set[str]]) -> list[set[str]]:
     """Return the groups of two or more layers; groups that share a layer become one."""
     joined: list[set[str]] = []
@@ -264,12 +266,5 @@ def parse_limits(content: Any, where: str) -> Limits:
     BadData
         The content is no such mapping.
     """
-    known = {limit.name: limit.metadata["parse"] for limit in fields(Limits)}
-    if not isinstance(content, Mapping):
-        raise BadData(f"{where}: limits must be a mapping with keys among {', '.join(known)}, not {content!r}")
-    if unknown := [key for key in content if key not in known]:
-        raise BadData(f"{where}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
-    try:
-        return Limits(**{key: known[key](value) for key, value in content.items()})
-    except _MalformedLimits as error:
-        raise BadData(f"{where}: {error}") from error
+    with named_in_errors(where):
+        return Limits(**check_mapping(content, "limits", LIMIT_KEYS))

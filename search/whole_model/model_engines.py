@@ -10,7 +10,6 @@ import it late elsewhere.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import tempfile
 import warnings
@@ -19,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import torch
 from torch import nn
 
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.prepare_point import build_synthetic_mask
-from latbench.base.engine_registry import is_deepsparse
+from latbench.base.engine_registry import MODEL_ENGINES, NUMBA, NUMBA_BFLOAT16, is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
@@ -46,18 +46,8 @@ TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.5
 """Allowed differences, relative to the largest output. Other orders of adding, and Winograd's convolutions, stay far
 below it through many layers; a wrong batch, layout or layer does not. How far bfloat16 deviates is not tested."""
 
-DENSE_ENGINES = {
-    "torch": "search.whole_model.model_engines:build_dense_torch",
-    "torch-mkldnn": "search.whole_model.model_engines:build_dense_mkldnn",
-    "onnxruntime": "search.whole_model.model_engines:build_dense_onnxruntime",
-    "openvino": "search.whole_model.model_engines:build_dense_openvino",
-    "numba": "search.whole_model.model_engines:build_dense_numba",
-    "deepsparse": "search.whole_model.model_engines:build_dense_deepsparse",
-    "torch-bf16": "search.whole_model.model_engines:build_dense_torch_bf16",
-    "openvino-bf16": "search.whole_model.model_engines:build_dense_openvino_bf16",
-    "numba-bf16": "search.whole_model.model_engines:build_dense_numba_bf16",
-}
-"""Engine of `latbench.base.engine_registry.MODEL_ENGINES` -> its builder.
+DENSE_ENGINES = {name: f"{__name__}:build_dense_{name.replace('-', '_')}" for name in MODEL_ENGINES}
+"""Engine of `latbench.base.engine_registry.MODEL_ENGINES` -> its builder, which has its name.
 
 Builders of engines that share an exported file also take the folder that has it, or will have it.
 """
@@ -69,7 +59,7 @@ def build_dense_torch(reference: str, threads: int) -> Run:
     return _run_in_inference_mode(task.model(), task.example(), threads)
 
 
-def build_dense_mkldnn(reference: str, threads: int) -> Run:
+def build_dense_torch_mkldnn(reference: str, threads: int) -> Run:
     """Build the model with each Linear and Conv2d in oneDNN's own weight order, and plain tensors in between."""
     from torch.utils import mkldnn
 
@@ -111,8 +101,7 @@ def export_once(model: nn.Module, inputs: Inputs, folder: Path) -> Path:
     and export themselves if it failed.
     """
     path = folder / "model.onnx"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with filelock.FileLock(path.with_suffix(".lock")):
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as unfinished, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the exporter's advice to its own developers
@@ -165,12 +154,12 @@ def build_dense_torch_bf16(reference: str, threads: int) -> Run:
 
 def build_dense_numba(reference: str, threads: int) -> Run:
     """Build the model on latbench's own kernels, converted as a pruned model is, with every layer dense."""
-    return _build_dense_numba(reference, threads, "numba")
+    return _build_dense_numba(reference, threads, NUMBA)
 
 
 def build_dense_numba_bf16(reference: str, threads: int) -> Run:
     """Build the model on latbench's own kernels in bfloat16, with every layer dense."""
-    return _build_dense_numba(reference, threads, "numba-bf16")
+    return _build_dense_numba(reference, threads, NUMBA_BFLOAT16)
 
 
 def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:

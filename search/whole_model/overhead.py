@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from latbench.backends import installed_engines
-from latbench.base.engine_registry import CPU_ENGINES, MODEL_ENGINES, list_rivals, list_standard, runs_our_kernels
+from latbench.base.engine_registry import (
+    CPU_ENGINES,
+    MODEL_ENGINES,
+    TORCH,
+    list_rivals,
+    list_standard,
+    runs_our_kernels,
+)
 from latbench.errors import BadData
 from latbench.machines.devices import name_cpu
 from search.deployment import Deployment
@@ -128,7 +135,7 @@ def time_probe_profiles(
         engines[FREE] = EngineBuilder(
             "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments, options[-1])
         )
-    required = ["torch", *profiles, *({FREE} & engines.keys())]
+    required = [TORCH, *profiles, *({FREE} & engines.keys())]
     timings = time_engines(engines, threads=deployment.threads, required=required, progress=progress)
     return Session(profiles, timings)
 

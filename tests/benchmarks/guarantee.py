@@ -28,8 +28,7 @@ from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
 from search.deployment import Deployment
-from search.pipeline import search_job as job
-from search.pipeline import verify
+from search.pipeline import search_job, verify
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import (
     CandidateOptions,
@@ -85,7 +84,7 @@ def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) 
     measured: list[float | None] = []
     for target in np.round(targets, 3).tolist():
         try:
-            profile = job.search(inputs, replace(request, promise=replace(request.promise, target=target)))
+            profile = search_job.search(inputs, replace(request, promise=replace(request.promise, target=target)))
         except PromiseMissed as error:
             print(f"  {target:.3f}x refused: {error}", flush=True)
             measured.append(None)

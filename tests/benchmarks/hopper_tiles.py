@@ -21,8 +21,7 @@ from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.timing.gpu_drivers import open_cupy_driver
 from latbench.timing.gpu_events import Call, TimingMode, build_event_timer
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import cuda_plan as plan
-from sparse_kernels.cuda import nm_sm90, sm90, vector_sm90
+from sparse_kernels.cuda import cuda_plan, nm_sm90, sm90, vector_sm90
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.formats import NMWeight
 from sparse_kernels.patterns import NM, Dense, Pattern, parse
@@ -77,7 +76,7 @@ def calls_of(
     driver = open_cupy_driver()
 
     def call() -> Call:
-        own = plan.CudaPlan(
+        own = cuda_plan.CudaPlan(
             Chosen(program, kernel, splits), machine, (shape.k, None), (shape.m, None), "float16", kernel.function,
             "feature_major",
         )  # fmt: skip
@@ -94,7 +93,7 @@ class Chosen:
         self.nbytes, self._launches = program.nbytes, program.launches_of
         self._kernel, self._splits = kernel, splits
 
-    def launches(self, n: int, activation: str | None) -> list[plan.Launch]:
+    def launches(self, n: int, activation: str | None) -> list[cuda_plan.Launch]:
         """See Program."""
         return self._launches(self._kernel, self._splits, n, activation)
 

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.backends.cpu.prepare_point import build_synthetic_mask, count_copies
-from sparse_kernels.cpu.plans import autotune as tuner
-from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.plans import autotune, linear
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import NM, Dense, parse
 from sparse_kernels.plan_protocol import LAYOUTS, Plan
@@ -116,10 +115,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for shape, spec, sparsity in layers:
             packed, n, folder = packed_layer(shape, spec, sparsity), shape.n, Path(name)
-            for choice in tuner.list_candidates(linear.describe_layer(packed, given.layout, n)):
+            for choice in autotune.list_candidates(linear.describe_layer(packed, given.layout, n)):
                 call(linear.build_plan(linear.describe_layer(packed, given.layout, n), choice), shape)  # compiles
             start = time.perf_counter()
-            tuned = tuner.prepare_tuned(packed, given.layout, n, folder)
+            tuned = autotune.prepare_tuned(packed, given.layout, n, folder)
             spent.append(time.perf_counter() - start)
             default, again = (linear.prepare_linear(packed, given.layout, n) for _ in range(2))
             times = in_turns([call(plan, shape) for plan in (default, again, tuned)])

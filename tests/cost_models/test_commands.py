@@ -14,7 +14,7 @@ import pytest
 
 import cost_models
 from cost_models.rows.shape_groups import count_shapes, group_by_shape
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.runners.worker import load_function
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.table import hash_table, read_table
@@ -35,7 +35,7 @@ def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return int(ended.value.code or 0), out, err
 

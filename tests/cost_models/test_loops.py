@@ -11,8 +11,7 @@ from cost_models.features import cpu_kernel_work
 from cost_models.features.work_terms import count_work, fit_rates
 from sparse_kernels import pack, patterns
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
-from sparse_kernels.cpu.kernels import image_layout as images
-from sparse_kernels.cpu.kernels import unstructured_rows as single
+from sparse_kernels.cpu.kernels import image_layout, unstructured_rows
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.shapes import Conv2dShape
@@ -46,7 +45,7 @@ def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(s
     )
     assert counted.laid[0] != in_place
     if not in_place:
-        where = images.build_layout(shape, 0)
+        where = image_layout.build_layout(shape, 0)
         # Zeros beside and below an image are shared with the next row and image: one column, one row, left out.
         assert counted.written[0] == pytest.approx(where.size, rel=2 / where.pitch)
 
@@ -82,7 +81,7 @@ def test_single_rows_have_the_stages_of_their_kernel(
     weight = rng.standard_normal((32, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), sparsity), kind)
     rows = linear.prepare_linear(packed, "token_major", n).panels
-    assert isinstance(rows, single.SingleRows)
+    assert isinstance(rows, unstructured_rows.SingleRows)
     together = (4 if n <= 4 else 8 if n <= 8 else 16) / 16 if n <= 16 else rows.stride / 16
     density = packed.nnz / (32 * k)
     assert cpu_kernel_work.count_column_stages(np.array([k]), np.array([together]), np.array([density]))[0] == len(

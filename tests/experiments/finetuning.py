@@ -48,8 +48,7 @@ from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
 from search.deployment import Deployment
 from search.loss.parallel import Workers
-from search.pipeline import search_job as job
-from search.pipeline import search_request
+from search.pipeline import search_job, search_request
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.pipeline.search_setup import build_layers, list_prunable_layers
 from search.pruning.one_shot.batchnorm import tune_batchnorm
@@ -146,7 +145,7 @@ def search_all(
         )
         started = time.monotonic()
         try:
-            found = job.search(inputs, request)
+            found = search_job.search(inputs, request)
         except PromiseMissed as error:  # Infeasible is one of them
             refused(kind, speedup).write_text(f"{error}\n")
             print(f"{path.stem}: {error} ({time.monotonic() - started:.0f} s)", flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.workloads.workload import Layer, Workload, write_workload
 from sparse_kernels.shapes import LinearShape
 
@@ -72,7 +72,7 @@ def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         return Ran(ended.value.code or 0, *capsys.readouterr())
 
     return run

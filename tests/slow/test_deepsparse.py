@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from latbench.backends.cpu import deepsparse
-from latbench.backends.cpu import deepsparse_environment as environment
+from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.base.engine_registry import MODEL_ENGINES, may_round
@@ -23,7 +22,7 @@ from latbench.tables.writer import write_part
 from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.artifacts.profile import LayerChoice, Profile
 from search.deployment import Deployment
-from search.pipeline import search_job as job
+from search.pipeline import search_job
 from search.pipeline import verify as verification
 from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
 from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
@@ -59,7 +58,7 @@ def score(model): return float(model(*example()).mean())
 @pytest.fixture(scope="module")
 def installed() -> Environment:
     try:
-        return environment.find_environment()
+        return deepsparse_environment.find_environment()
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
 
@@ -74,13 +73,13 @@ def test_it_is_set_up_anew_in_an_empty_cache(
     installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    if not environment.PYTHONS[0] <= sys.version_info[:2] <= environment.PYTHONS[1]:
+    if not deepsparse_environment.PYTHONS[0] <= sys.version_info[:2] <= deepsparse_environment.PYTHONS[1]:
         pytest.skip("this Python is too new for DeepSparse")
-    assert environment.install_environment(deepsparse.check_environment)
-    assert not environment.install_environment(deepsparse.check_environment)
-    assert environment.find_environment().python.is_relative_to(tmp_path)
-    assert environment.remove_environment()
-    assert environment.find_deepsparse_version() is None
+    assert deepsparse_environment.install_environment(deepsparse.check_environment)
+    assert not deepsparse_environment.install_environment(deepsparse.check_environment)
+    assert deepsparse_environment.find_environment().python.is_relative_to(tmp_path)
+    assert deepsparse_environment.remove_environment()
+    assert deepsparse_environment.find_deepsparse_version() is None
 
 
 def test_convolutions_sparse_and_dense_are_what_torch_computes(
@@ -162,7 +161,7 @@ def by_formula(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
 def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_there(
     installed: Environment, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (overhead, job, verification):
+    for module in (overhead, search_job, verification):
         monkeypatch.setattr(module, "time_engines", by_formula)
     shapes, database = list_prunable_layers(little, little.model()), tmp_path / "database"
     analyses = {
@@ -175,7 +174,7 @@ def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_ther
     )
     inputs = read_inputs(little, tmp_path / "table", None, database)
     request = SearchRequest(Promise(1.8), Deployment(2, "deepsparse"), plan=SearchPlan(evaluations=5))
-    found = job.search(inputs, request)
+    found = search_job.search(inputs, request)
     assert found.backend == "deepsparse"
     # One layer at 80% is not fast enough, and both are.
     assert {choice.pattern for choice in found.layers.values()} == {"unstructured"}

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import report_example as example
+import report_example
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from latbench.report import report_inputs
-from latbench.report.pages import comparison
-from latbench.report.pages import html_page as html
+from latbench.report.pages import comparison, html_page
 from latbench.report.report_inputs import ReportFiles
 from latbench.tables.writer import write_part
 
@@ -34,13 +33,13 @@ PRINTED = 688  # CSS pixels of A4, less usual margins
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
-    files = example.write(folder, np.random.default_rng(7))
+    files = report_example.write(folder, np.random.default_rng(7))
     profile = json.loads(files.profile.read_text())
     profile["layers"][HOSTILE] = next(iter(profile["layers"].values()))
     files.profile.write_text(json.dumps(profile))
     path = folder / "report.html"
     path.write_text(
-        html.render(
+        html_page.render(
             report_inputs.read_inputs(files.table, ReportFiles(**files.files, accuracy=files.accuracy)),
             command=["latbench", HOSTILE],
         ),
@@ -53,10 +52,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything: the hostile layer of the other is in no database."""
     folder = tmp_path_factory.mktemp("whole")
-    files = example.write(folder, np.random.default_rng(7))
+    files = report_example.write(folder, np.random.default_rng(7))
     path = folder / "report.html"
     path.write_text(
-        html.render(
+        html_page.render(
             report_inputs.read_inputs(files.table, ReportFiles(**files.every)), command=["latbench", "report"]
         ),
         "utf-8",
@@ -69,7 +68,8 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a table that comes with latbench: eighteen patterns, so wide tables."""
     path = tmp_path_factory.mktemp("bundled") / "report.html"
     path.write_text(
-        html.render(report_inputs.read_inputs("bundled://amd-epyc-zen4-2-threads"), command=["latbench"]), "utf-8"
+        html_page.render(report_inputs.read_inputs("bundled://amd-epyc-zen4-2-threads"), command=["latbench"]),
+        "utf-8",
     )
     return path
 
@@ -79,7 +79,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two devices, one half as fast, under a hostile name."""
     folder = tmp_path_factory.mktemp("compared")
     for name, device, factor in (("one", HOSTILE, 1.0), ("two", "nvidia-example", 2.0)):
-        rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
+        rows = [row for row in report_example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
         for row in rows:
             row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
         write_part(folder / name, rows)
@@ -87,7 +87,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         report_inputs.read_inputs(folder / "one"), report_inputs.read_inputs(folder / "two")
     )
     path = folder / "report.html"
-    path.write_text(html.build_html(comparison.build_page(first, second, None, ["latbench", "report"])), "utf-8")
+    path.write_text(html_page.build_html(comparison.build_page(first, second, None, ["latbench", "report"])), "utf-8")
     return path
 
 

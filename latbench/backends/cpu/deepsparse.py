@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.backends.cpu.prepare_point import build_synthetic_layer
+from latbench.base.engine_registry import DEEPSPARSE
 from latbench.errors import EnvironmentUnusable
 from latbench.timing.sampling import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
 from latbench.workloads.points import Point
@@ -201,7 +202,7 @@ def check_environment(environment: Environment) -> None:
         from latbench.backends.cpu.onnxruntime import build_one_node_model
     except ImportError as error:
         raise EnvironmentUnusable("DeepSparse runs ONNX models: `pip install latbench[onnx]` first") from error
-    point = Point("cpu", "deepsparse", "auto", LinearShape(32, 64, 8), Unstructured(), 0.75, threads=1)
+    point = Point("cpu", DEEPSPARSE, "auto", LinearShape(32, 64, 8), Unstructured(), 0.75, threads=1)
     layer = build_synthetic_layer(point)
     with tempfile.TemporaryDirectory(prefix="latbench-deepsparse-") as folder:
         path = Path(folder) / "layer.onnx"

@@ -80,7 +80,7 @@ class Refused(Exception):
 
 def _refuse_cpu_build(backend: str) -> None:
     """Raise Refused for a torch without CUDA, whose own message does not say what to do."""
-    if ("torch",) not in GPU_ENGINES[backend].packages:
+    if not GPU_ENGINES[backend].uses_torch:
         return
     torch: Any = importlib.import_module("torch")
     if torch.version.cuda is None:

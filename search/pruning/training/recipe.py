@@ -20,7 +20,6 @@ Missing entries have the values above; missing `settings` have those of the meth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -29,7 +28,25 @@ from typing import Any
 from torch import Tensor
 
 from latbench import MOST_SEED
-from latbench.base.strict_yaml import read_yaml, suggest_name
+from latbench.base.declared_keys import (
+    FLAG,
+    MAPPING,
+    NAMES,
+    TEXT,
+    Key,
+    Kind,
+    check_mapping,
+    check_names,
+    choice,
+    declare,
+    integer,
+    list_declared,
+    named_in_errors,
+    number,
+    optional,
+    suggest_name,
+)
+from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.saliency.scores import MagnitudeScore, Score
@@ -66,11 +83,6 @@ SCORES: dict[str, type[Score]] = {
     "woodfisher": WoodFisher,
 }
 """Scores by name, as in `settings: {score: mfac}`, or with own settings `score: {name: mfac, gradients: 32}`."""
-
-STARTS = ("dense", "one_shot")
-TRANSPOSABLE = ("exact", "quick")  # by linear programs, or by sorting
-SCHEDULES = ("cosine", "linear", "constant")
-OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
 @dataclass(frozen=True)
@@ -112,60 +124,33 @@ class Recipe:
         An entry is wrong.
     """
 
-    method: str = "gmp"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    start: str = "dense"
-    steps: int = 300
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup: int = 0
-    optimizer: str = "adam"
-    weight_decay: float = 0.0
-    momentum: float = 0.9
-    clip_norm: float | None = None
-    accumulate: int = 1
-    transposable: str | None = None
-    seed: int = 0
+    method: str = declare("gmp", choice(*TRAINING_METHODS), "Method that draws the masks")
+    settings: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"key": Key(MAPPING, "Settings of the method, such as {begin: 0.1}")}
+    )
+    start: str = declare("dense", choice("dense", "one_shot"), "Model at the start; `held` keeps one_shot's masks")
+    steps: int = declare(300, integer(1), "Optimizer steps")
+    learning_rate: float = declare(1e-3, number(above=0), "The highest learning rate")
+    schedule: str = declare("cosine", choice("cosine", "linear", "constant"), "Learning rate after the warmup")
+    warmup: int = declare(0, integer(0), "Steps in which the learning rate rises")
+    optimizer: str = declare("adam", choice("adam", "adamw", "sgd"), "Optimizer")
+    weight_decay: float = declare(0.0, number(least=0), "Weight decay of the optimizer")
+    momentum: float = declare(0.9, number(least=0, below=1), "Momentum of sgd")
+    clip_norm: float | None = declare(None, optional(number(above=0)), "Largest norm of all gradients together")
+    accumulate: int = declare(1, integer(1), "Batches of an optimizer step")
+    transposable: str | None = declare(
+        None,
+        optional(choice("exact", "quick")),
+        "N:M masks along the outputs too; quick ones keep at least half the score",
+    )
+    seed: int = declare(0, integer(0, MOST_SEED), "Random seed of the training")
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("method", tuple(TRAINING_METHODS)),
-            ("start", STARTS),
-            ("schedule", SCHEDULES),
-            ("optimizer", OPTIMIZERS),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r} is unknown{suggest_name(getattr(self, name), known)}: "
-                    f"known are {', '.join(known)}"
-                )
-        for name, least, most in (
-            ("steps", 1, math.inf),
-            ("warmup", 0, math.inf),
-            ("accumulate", 1, math.inf),
-            ("seed", 0, MOST_SEED),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-                raise UsageError(f"{name} is a whole number {bounds}, not {value!r}")
-        for name, above in (
-            ("learning_rate", True),
-            ("weight_decay", False),
-            ("momentum", False),
-            ("clip_norm", True),
-        ):
-            value = getattr(self, name)
-            if name == "clip_norm" and value is None:
-                continue
-            if not _is_number(value) or value < 0 or (above and value == 0):
-                raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
+        with named_in_errors(kind=UsageError):
+            for name, key in RECIPE_KEYS.items():
+                key.kind.parse(getattr(self, name), name)
         if self.warmup > self.steps:
             raise UsageError(f"warmup is part of the {self.steps} steps, and not {self.warmup} of them")
-        if self.momentum >= 1:
-            raise UsageError(f"momentum is a number below 1, not {self.momentum!r}")
-        if self.transposable not in (None, *TRANSPOSABLE):
-            raise UsageError(f"transposable is {' or '.join(TRANSPOSABLE)}, not {self.transposable!r}")
         if self.method == "step" and self.optimizer == "sgd":
             raise UsageError("step freezes Adam's second moments: the optimizer is adam or adamw, not sgd")
         if self.method == "held" and self.start != "one_shot":
@@ -199,11 +184,16 @@ class Recipe:
         kind = TRAINING_METHODS[self.method]
         own: dict[str, Any] = {"given_masks": masks or {}, "seed": self.seed, "trained": True}
         settings = {each.name: own[each.name] for each in fields(kind) if each.name in own}
-        return kind(**settings | _check_settings(self.method, kind, self.settings))
+        with named_in_errors(kind=UsageError):
+            return kind(**settings | _check_settings(self.method, kind, self.settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all entries as plain values, for a manifest."""
         return asdict(self)
+
+
+RECIPE_KEYS = list_declared(Recipe)
+"""The keys of a recipe's file."""
 
 
 def read_recipe(text: str) -> Recipe:
@@ -235,59 +225,51 @@ def read_recipe(text: str) -> Recipe:
             f"no recipe {text}{suggest_name(text, TRAINING_METHODS)}: give a YAML file, or one of {methods}"
         )
     content = read_yaml(path)
-    known = [each.name for each in fields(Recipe)]
-    if not isinstance(content, dict):
-        raise BadData(f"{path}: a recipe is a mapping with entries such as `method: gmp`")
-    if unknown := [name for name in content if name not in known]:
-        raise BadData(
-            f"{path}: unknown entry {unknown[0]!r}{suggest_name(unknown[0], known)}: a recipe has {', '.join(known)}"
-        )
-    if not isinstance(content.get("settings", {}), dict):
-        raise BadData(f"{path}: settings are a mapping, such as {{begin: 0.1}}")
+    with named_in_errors(path):
+        entries = check_names(content, "a recipe", RECIPE_KEYS)
+        MAPPING.parse(entries.get("settings", {}), "settings")
     try:
-        return Recipe(**content)
+        return Recipe(**entries)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _check_settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Check YAML values against the fields of a method or score, and return them as their values."""
-    kinds = {each.name: str(each.type) for each in fields(kind) if each.init and each.name != "given_masks"}
-    for name in settings:
-        if name not in kinds:
-            raise UsageError(
-                f"{what} has no setting {name!r}{suggest_name(name, kinds)}: it has "
-                f"{', '.join(sorted(kinds)) or 'none'}"
-            )
-    return {name: _check_setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
+def list_setting_keys(record: Any) -> dict[str, Key]:
+    """Return the keys of a method's or score's settings, by name."""
+    return {
+        each.name: Key(_SETTINGS[str(each.type)], "")
+        for each in fields(record)
+        if each.init and each.name != "given_masks"
+    }
 
 
-def _check_setting(what: str, value: Any, kind: str) -> Any:
-    """Check a YAML value against the type that the field's annotation names, and return the field's value."""
-    if kind == "Score":
-        return _build_score(what, value)
-    if isinstance(value, list) and "tuple" in kind and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    fits = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": _is_number(value),
-        "float | None": value is None or _is_number(value),
-        "bool": isinstance(value, bool),
-    }.get(kind, isinstance(value, str))
-    if not fits:
-        raise UsageError(f"{what} must be of kind {kind}, not {value!r}")
-    return value
+def _check_settings(name: str, record: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a method or score as the values of its fields."""
+    return check_mapping(settings, f"the settings of {name}", list_setting_keys(record), f"settings of {name}: ")
 
 
-def _build_score(what: str, value: Any) -> Score:
+def _parse_score(value: Any, what: str) -> Score:
+    """Return a score from its name, or from a mapping of its name and settings."""
     entries = dict(value) if isinstance(value, Mapping) else {"name": value}
-    name = entries.pop("name", None)
-    if name not in tuple(SCORES):
-        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}{suggest_name(name, SCORES)}")
+    name = choice(*SCORES).parse(entries.pop("name", None), what)
     kind: Any = SCORES[name]
     score: Score = kind(**_check_settings(name, kind, entries))
     return score
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _parse_stages(value: Any, what: str) -> str | tuple[str, ...]:
+    """Return a name, or a tuple of names."""
+    parsed: str | tuple[str, ...] = TEXT.parse(value, what) if isinstance(value, str) else NAMES.parse(value, what)
+    return parsed
+
+
+_SETTINGS = {
+    "int": integer(),
+    "float": number(),
+    "float | None": optional(number()),
+    "bool": FLAG,
+    "str": TEXT,
+    "str | tuple[str, ...]": Kind("a name or a list of names", _parse_stages),
+    "Score": Kind("a score, or a mapping of its name and settings", _parse_score),
+}
+"""The kind of a setting, by the type that the field of a method or score has."""

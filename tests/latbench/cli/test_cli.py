@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.cli.commands import doctor
 from latbench.tables.writer import write_part
 
@@ -20,7 +20,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     """Exit code, stdout and stderr of a command line."""
     monkeypatch.setattr(sys, "argv", ["latbench", *words])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     found = capsys.readouterr()
     return int(ended.value.code or 0), found.out, found.err
 
@@ -75,8 +75,8 @@ def test_a_reader_that_goes_away_changes_no_exit_code(
 
 
 def test_a_command_is_set_up_without_the_others() -> None:
-    assert [command.name for command in cli.build_application("import").registered_commands] == ["import"]
-    assert len(cli.build_application("nosuch").registered_commands) == len(cli.COMMANDS)
+    assert [command.name for command in main.build_application("import").registered_commands] == ["import"]
+    assert len(main.build_application("nosuch").registered_commands) == len(main.COMMANDS)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
@@ -85,7 +85,7 @@ def test_nothing_asked_for_is_help(
 ) -> None:
     code, out, err = outcome(monkeypatch, capsys, *words)
     assert (code, err) == (0, "")
-    assert all(command in out for command in cli.COMMANDS)
+    assert all(command in out for command in main.COMMANDS)
 
 
 @pytest.mark.parametrize(

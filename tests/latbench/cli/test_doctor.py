@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.backends.cpu import cpu_reference
@@ -184,7 +184,7 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
 
 
 def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(gpu_fakes.H200))
     [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
     assert "GPU 0, NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
@@ -193,8 +193,8 @@ def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 D")
-    gpus = [{**fakes.H200, "name": name, "uuid": f"GPU-{number}"} for number, name in enumerate(names)]
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(*gpus))
+    gpus = [{**gpu_fakes.H200, "name": name, "uuid": f"GPU-{number}"} for number, name in enumerate(names)]
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(*gpus))
     found = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert [(gpu["index"], gpu["option"]) for gpu in found] == [(0, "a100:0"), (1, "a100:1"), (2, "rtx-4090-d")]
     out = latbench("doctor").out
@@ -207,7 +207,7 @@ def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pyt
 
 
 def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(gpu_fakes.H200))
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
@@ -220,22 +220,24 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
 
 
 def test_a_hot_gpu_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hot = fakes.FakeNvml(fakes.H200)
+    hot = gpu_fakes.FakeNvml(gpu_fakes.H200)
     monkeypatch.setattr(hot, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x40, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", hot)
     assert "! NVIDIA H200 is slowed down now (hw_thermal_slowdown): let it cool" in latbench("doctor").out
 
 
 def test_advice_tells_equal_gpus_apart(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [{**fakes.H200, "uuid": f"GPU-{number}", "reasons": bits} for number, bits in enumerate((0x40, 0x40, 0x4))]
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(*gpus))
+    gpus = [
+        {**gpu_fakes.H200, "uuid": f"GPU-{number}", "reasons": bits} for number, bits in enumerate((0x40, 0x40, 0x4))
+    ]
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(*gpus))
     out = latbench("doctor").out
     assert "! GPU 0, NVIDIA H200 is slowed down" in out and "! GPU 1, NVIDIA H200 is slowed down" in out
     assert "GPU 2, NVIDIA H200 is slowed" not in out
 
 
 def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = fakes.FakeNvml(fakes.H200)
+    busy = gpu_fakes.FakeNvml(gpu_fakes.H200)
     for function, answer in (
         ("nvmlDeviceGetPersistenceMode", 0), ("nvmlDeviceGetPowerManagementDefaultLimit", 900_000),
         ("nvmlDeviceGetComputeRunningProcesses", [object()] * 2),
@@ -245,6 +247,6 @@ def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.Mon
     out = " ".join(latbench("doctor").out.split())
     assert "2 processes compute on it now" in out and "nvidia-smi -pm 1" in out
     assert "W instead of 900 W" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))  # that hides all of it
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(gpu_fakes.H200))  # that hides all of it
     out = latbench("doctor").out
     assert "processes compute" not in out and "-pm 1" not in out and "-pl" not in out

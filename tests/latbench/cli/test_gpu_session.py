@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pandas as pd
 import pytest
 
-from latbench.cli import gpu_session as session
+from latbench.cli import gpu_session
 from latbench.cli.gpu_session import Budget, Stopwatch, Swept
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.machines.gpu_names import Gpu
@@ -39,10 +39,10 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 ENVIRONMENT = f"env-{'e' * 16}.json"
 QUICK = SweepSettings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
-VERSIONS: dict[str, str] = fakes.PACKAGES
+VERSIONS: dict[str, str] = gpu_fakes.PACKAGES
 
 
-FakeMachine: Any = fakes.FakeMachine
+FakeMachine: Any = gpu_fakes.FakeMachine
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def no_real_locks(own_lock: Path) -> None:
     """Every test locks its own device."""
 
 
-def point(seed: int = fakes.FINE, shape: Any = SHAPE, sparsity: float = 0.75, kernel: Any = OURS[0]) -> Point:
+def point(seed: int = gpu_fakes.FINE, shape: Any = SHAPE, sparsity: float = 0.75, kernel: Any = OURS[0]) -> Point:
     return build_gpu_point("nvidia-h200", shape, VectorWise(32), sparsity, kernel, seed)
 
 
@@ -63,8 +63,8 @@ def sweep_into(
 ) -> Swept:
     machine = machine or FakeMachine()
     try:
-        return session.measure_visit(session.Visit(
-            machine, blocks, out, Budget(seconds + session.RESERVE_SECONDS), ["a remark"], smoke_points,
+        return gpu_session.measure_visit(gpu_session.Visit(
+            machine, blocks, out, Budget(seconds + gpu_session.RESERVE_SECONDS), ["a remark"], smoke_points,
             sources=(out, out / "measured"), settings=QUICK,
         ))  # fmt: skip
     finally:
@@ -87,8 +87,8 @@ class Clock:
 def test_the_time_of_a_session_is_shared_out() -> None:
     clock = Clock()
     budget, with_tests = Budget(540.0, clock), Budget(540.0, clock, tests=True)
-    assert (budget.left, budget.for_sweep) == (540.0, 540.0 - session.RESERVE_SECONDS)
-    assert with_tests.for_sweep == pytest.approx(540.0 - 189.0 - session.RESERVE_SECONDS)
+    assert (budget.left, budget.for_sweep) == (540.0, 540.0 - gpu_session.RESERVE_SECONDS)
+    assert with_tests.for_sweep == pytest.approx(540.0 - 189.0 - gpu_session.RESERVE_SECONDS)
     clock.now += with_tests.for_sweep  # a sweep that takes all it may
     assert with_tests.for_tests == pytest.approx(189.0) and with_tests.for_sweep == pytest.approx(0.0)
     clock.now += 1000.0
@@ -97,7 +97,7 @@ def test_the_time_of_a_session_is_shared_out() -> None:
 
 def test_a_session_ends_within_ten_minutes_even_if_the_last_kernel_hangs() -> None:
     # Requests are cut at the end of the budget: what is left is to end the process, and to write.
-    assert session.SECONDS + LEAST_SECONDS + END_SECONDS < 600
+    assert gpu_session.SECONDS + LEAST_SECONDS + END_SECONDS < 600
 
 
 def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
 
 def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     shapes = [LinearShape(8 * m, 128, 64) for m in (1, 2, 3)]
-    late = [[point(fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
+    late = [[point(gpu_fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
     swept = sweep_into(tmp_path, *late, seconds=2.0)
     said = r"the time is over; .* has the finished points, .* goes on .*nvidia-h200, or given by --table"
     assert re.match(said, str(swept.late))
@@ -144,7 +144,7 @@ def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(
 
 
 def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
-    run(tmp_path, [dense(), point(fakes.LATE)])
+    run(tmp_path, [dense(), point(gpu_fakes.LATE)])
     said = re.search(r"times: preparing (\d+) s, timing \d+ s", (tmp_path / "summary.txt").read_text())
     assert said
     assert "\nblock 1: " in (tmp_path / "summary.txt").read_text()
@@ -186,10 +186,10 @@ def test_the_next_visit_loses_no_row_whatever_changed(tmp_path: Path) -> None:
     assert swept.table is not None and len(swept.table) == 3
     versions = swept.table.set_index(["backend", "sparsity_target"])["backend_version"].to_dict()
     assert versions[("cupy", 0.75)] == "14.2.0" and versions[("cupy", 0.9)] == "14.3.0"
-    assert session.resume([source, tmp_path, source], tmp_path / "twice", "nvidia-h200") == 3
-    assert session.resume([tmp_path / "nowhere"], tmp_path / "none", "nvidia-h200") == 0
+    assert gpu_session.resume([source, tmp_path, source], tmp_path / "twice", "nvidia-h200") == 3
+    assert gpu_session.resume([tmp_path / "nowhere"], tmp_path / "none", "nvidia-h200") == 0
     with pytest.raises(UsageError, match=r"has a table of nvidia-h200, and this machine has nvidia-a100-pcie: name"):
-        session.resume([source], tmp_path / "other", "nvidia-a100-pcie")
+        gpu_session.resume([source], tmp_path / "other", "nvidia-a100-pcie")
 
 
 def test_what_is_finished_is_written_whatever_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +209,13 @@ def _fail(words: str) -> None:
 def test_a_summary_that_fails_costs_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "format_gpu_summary", lambda *_: _fail("no such column"))
+    monkeypatch.setattr(gpu_session, "format_gpu_summary", lambda *_: _fail("no such column"))
     told: list[str] = []
     machine = FakeMachine()
     blocks = [[dense()], [point()]]
-    session.measure_visit(session.Visit(machine, blocks, tmp_path, Budget(60.0), settings=QUICK, tell=told.append))
+    gpu_session.measure_visit(
+        gpu_session.Visit(machine, blocks, tmp_path, Budget(60.0), settings=QUICK, tell=told.append)
+    )
     machine.close()
     assert len(read_table(tmp_path / "table.parquet")) == 2
     assert "the results could not be written this time: RuntimeError: no such column" in told
@@ -236,7 +238,7 @@ def test_a_sweep_measures_again_what_the_table_has_of_another_version(tmp_path: 
 
 
 def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
-    seeds = {fakes.REFUSED: "unsupported", fakes.WRONG: "incorrect", fakes.HOT: "throttled"}
+    seeds = {gpu_fakes.REFUSED: "unsupported", gpu_fakes.WRONG: "incorrect", gpu_fakes.HOT: "throttled"}
     frame = run(tmp_path, [dense(), *(point(seed) for seed in seeds)])
     found = frame.drop_duplicates("point_id", keep="last").set_index("pattern_seed")["status"]
     assert {seed: found[seed] for seed in seeds} == seeds
@@ -247,8 +249,8 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
-    frame = run(tmp_path, [dense(), point(fakes.HOT)])
-    hot = frame[frame["pattern_seed"] == fakes.HOT].sort_values("started_at")
+    frame = run(tmp_path, [dense(), point(gpu_fakes.HOT)])
+    hot = frame[frame["pattern_seed"] == gpu_fakes.HOT].sort_values("started_at")
     tries = 1 + NOISY_CHANCES
     assert hot["status"].tolist() == ["throttled"] * tries
     assert hot["error"].tolist() == [
@@ -346,11 +348,11 @@ def test_why_there_is_no_roofline_is_told_once(tmp_path: Path) -> None:
 def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Path) -> None:
     machine = FakeMachine()
     machine.prepare_seconds = 0.2
-    first = sweep_into(tmp_path / "first", [point(fakes.LATE)], machine=machine).table
+    first = sweep_into(tmp_path / "first", [point(gpu_fakes.LATE)], machine=machine).table
     assert first is not None and first["status"].tolist() == ["ok"]
     machine = FakeMachine()
     machine.prepare_seconds = 0.2
-    second = sweep_into(tmp_path / "second", [point(sparsity=0.9), point(fakes.LATE)], machine=machine).table
+    second = sweep_into(tmp_path / "second", [point(sparsity=0.9), point(gpu_fakes.LATE)], machine=machine).table
     assert second is not None
     rows = second.set_index("sparsity_target")
     assert rows["status"].to_dict() == {0.9: "ok", 0.75: "timeout"}
@@ -360,10 +362,10 @@ def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Pat
 def test_kernels_that_hang_cost_a_moment_each_and_no_more_than_two(tmp_path: Path) -> None:
     machine = FakeMachine()
     machine.burst_seconds = 0.2
-    stuck = [point(fakes.STUCK, sparsity=sparsity) for sparsity in (0.5, 0.75, 0.9, 0.95)]
+    stuck = [point(gpu_fakes.STUCK, sparsity=sparsity) for sparsity in (0.5, 0.75, 0.9, 0.95)]
     frame = sweep_into(tmp_path, [dense(), *stuck], machine=machine).table
     assert frame is not None
-    of_stuck = frame[frame["pattern_seed"] == fakes.STUCK]
+    of_stuck = frame[frame["pattern_seed"] == gpu_fakes.STUCK]
     assert of_stuck["status"].value_counts().to_dict() == {"timeout": 2, "error": 2}
     skipped = of_stuck["error"][of_stuck["status"] == "error"]
     assert skipped.str.startswith("not tried in this run: 2 workers died of cupy vector points").all()
@@ -422,10 +424,10 @@ def test_processes_work_side_by_side_on_the_host_and_in_turn_on_the_gpu(tmp_path
 
 def test_what_fails_side_by_side_takes_nothing_else_along(tmp_path: Path) -> None:
     kernels = {
-        fakes.FINE: OURS[0],
-        fakes.CRASHES: DENSE[0],
-        fakes.REFUSED: gpu_points.BSR[0],
-        fakes.DIES: gpu_points.CSR[0],
+        gpu_fakes.FINE: OURS[0],
+        gpu_fakes.CRASHES: DENSE[0],
+        gpu_fakes.REFUSED: gpu_points.BSR[0],
+        gpu_fakes.DIES: gpu_points.CSR[0],
     }
     machine = FakeMachine()
     machine.versions["cusparse"] = "14.2.0"
@@ -434,15 +436,15 @@ def test_what_fails_side_by_side_takes_nothing_else_along(tmp_path: Path) -> Non
     assert table is not None
     found = table.set_index(["pattern_seed", "backend"])["status"].to_dict()
     assert found == {
-        (fakes.FINE, "cupy"): "ok", (fakes.CRASHES, "torch_gpu"): "error",
-        (fakes.REFUSED, "torch_sparse"): "unsupported",
-        (fakes.DIES, "cusparse"): "error", (fakes.FINE, "cusparse"): "ok",
+        (gpu_fakes.FINE, "cupy"): "ok", (gpu_fakes.CRASHES, "torch_gpu"): "error",
+        (gpu_fakes.REFUSED, "torch_sparse"): "unsupported",
+        (gpu_fakes.DIES, "cusparse"): "error", (gpu_fakes.FINE, "cusparse"): "ok",
     }  # fmt: skip
 
 
 def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> None:
     machine = FakeMachine()
-    wanted = [point(fakes.HANGS), point(kernel=DENSE[0]), point(kernel=gpu_points.BSR[0])]
+    wanted = [point(gpu_fakes.HANGS), point(kernel=DENSE[0]), point(kernel=gpu_points.BSR[0])]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -465,7 +467,7 @@ def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> 
 @pytest.mark.parametrize("seed", ["HANGS", "STUCK"])
 def test_a_budget_ends_what_hangs_too(seed: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    swept = sweep_into(tmp_path, [dense()], [point(), point(getattr(fakes, seed), sparsity=0.5)], seconds=4.0)
+    swept = sweep_into(tmp_path, [dense()], [point(), point(getattr(gpu_fakes, seed), sparsity=0.5)], seconds=4.0)
     assert time.monotonic() - began < 12  # a request may take 20 s, and the first of a process 40 s
     assert swept.late is not None and swept.table is not None
     assert "timeout" not in set(swept.table["status"])  # nobody knows whether it would have been one
@@ -482,7 +484,7 @@ class HangingReference(FakeMachine):
 
 
 class Hanging(GpuPace):
-    module = fakes.__file__
+    module = gpu_fakes.__file__
 
 
 def test_a_hanging_reference_costs_a_budget_no_more_than_a_moment(
@@ -500,16 +502,16 @@ def test_a_hanging_reference_costs_a_budget_no_more_than_a_moment(
 
 
 def test_what_is_finished_is_written_while_a_process_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session.Publisher.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(gpu_session.Publisher.__init__, "__defaults__", (0.2,))
     seen: list[int] = []
-    publish = session.publish
+    publish = gpu_session.publish
 
     def note(folder: Path, out: Path, environment: Any, remarks: Any) -> None:
         publish(folder, out, environment, remarks)
         seen.append(len(read_table(out / "table.parquet")))
 
-    monkeypatch.setattr(session, "publish", note)
-    sweep_into(tmp_path, [dense()], [point(fakes.HANGS)], seconds=4.0)
+    monkeypatch.setattr(gpu_session, "publish", note)
+    sweep_into(tmp_path, [dense()], [point(gpu_fakes.HANGS)], seconds=4.0)
     assert seen[0] == 1 and len(seen) >= 2  # before the end, in which it is written once more
 
 
@@ -548,9 +550,9 @@ def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path)
 
 
 def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
-    fast = build_gpu_point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], fakes.HOT)
+    fast = build_gpu_point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], gpu_fakes.HOT)
     slow = dense(gpu_points.CUSPARSELT[0])
-    frame = run(tmp_path, [fast, slow, point(), point(fakes.HOT, sparsity=0.9)])
+    frame = run(tmp_path, [fast, slow, point(), point(gpu_fakes.HOT, sparsity=0.9)])
     rows = compare_kernels(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([2e-4] * 4)
     summary = (tmp_path / "summary.txt").read_text()
@@ -582,7 +584,7 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
     tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = session.judge_visit([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
+    verdict = gpu_session.judge_visit([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
     if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
     elif tests == "late" and late is None:
@@ -593,18 +595,18 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
 
 def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
     late = Incomplete("the time was over before anything was measured")
-    failed = session.judge_visit([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
+    failed = gpu_session.judge_visit([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
     assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; nothing was measured" in str(failed)
-    assert session.judge_visit([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
-    assert session.judge_visit([], Swept(None, late)) is late
+    assert gpu_session.judge_visit([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
+    assert gpu_session.judge_visit([], Swept(None, late)) is late
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(driver=False))
-    monkeypatch.setenv(session.OUT, str(tmp_path))
-    assert session.run_visit([]) == EnvironmentUnusable.exit_code == 3
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(driver=False))
+    monkeypatch.setenv(gpu_session.OUT, str(tmp_path))
+    assert gpu_session.run_visit([]) == EnvironmentUnusable.exit_code == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("latbench: no NVIDIA driver is installed")
     assert not list(tmp_path.iterdir())
@@ -617,18 +619,18 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
 def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with a GPU that is not there, and the standard sweep in two blocks."""
     at = SimpleNamespace(out=tmp_path / "out", machine=FakeMachine(), smoke=[dense(), point(shape=LARGER)])
-    monkeypatch.setenv(session.OUT, str(at.out))
-    monkeypatch.setattr(session, "MEASURED", tmp_path)
-    monkeypatch.setattr(session, "find_first_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
-    monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
+    monkeypatch.setenv(gpu_session.OUT, str(at.out))
+    monkeypatch.setattr(gpu_session, "MEASURED", tmp_path)
+    monkeypatch.setattr(gpu_session, "find_first_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
+    monkeypatch.setattr(gpu_session, "GpuMachine", lambda gpu: at.machine)
     monkeypatch.setattr(
-        session, "explain_missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"}
+        gpu_session, "explain_missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"}
     )
-    monkeypatch.setattr(session, "explain_driver_refusals", lambda gpu, backends: {})
-    monkeypatch.setattr(session, "find_installed", lambda: VERSIONS)
+    monkeypatch.setattr(gpu_session, "explain_driver_refusals", lambda gpu, backends: {})
+    monkeypatch.setattr(gpu_session, "find_installed", lambda: VERSIONS)
     blocks = [[dense(), point()], [point(sparsity=0.9)]]
-    monkeypatch.setattr(session, "list_standard_blocks", lambda device, backends: blocks)
-    monkeypatch.setattr(session, "list_smoke_points", lambda device, backends: at.smoke)
+    monkeypatch.setattr(gpu_session, "list_standard_blocks", lambda device, backends: blocks)
+    monkeypatch.setattr(gpu_session, "list_smoke_points", lambda device, backends: at.smoke)
     return at
 
 
@@ -638,7 +640,7 @@ LARGER = LinearShape(512, 128, 64)
 def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
     visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert session.run_visit(["--seconds", "40"]) == 0
+    assert gpu_session.run_visit(["--seconds", "40"]) == 0
     assert {path.name for path in visit.out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "log.txt"}
     said = capsys.readouterr().err
     assert (
@@ -650,7 +652,7 @@ def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
     first = read_table(visit.out / "table.parquet")
     assert len(first) == 4 and set(first["status"]) == {"ok"}
     visit.machine = FakeMachine()
-    assert session.run_visit(["--seconds", "40", "--tests", "none"]) == 0
+    assert gpu_session.run_visit(["--seconds", "40", "--tests", "none"]) == 0
     assert "4 rows were there before, 3 points are wanted" in (visit.out / "summary.txt").read_text()
     assert len(read_table(visit.out / "table.parquet")) == 4
 
@@ -666,9 +668,9 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
         assert len(read_table(visit.out / "table.parquet")) == 4
         return GpuTestOutcome(tests, "GPU tests: as told", output)
 
-    monkeypatch.setattr(session, "run_all_tests", run_all_tests)
-    assert session.run_visit(["--tests", "all", "--seconds", "60"]) == code
-    assert given and 0.35 * 60 <= given[0] <= 60 - session.RESERVE_SECONDS
+    monkeypatch.setattr(gpu_session, "run_all_tests", run_all_tests)
+    assert gpu_session.run_visit(["--tests", "all", "--seconds", "60"]) == code
+    assert given and 0.35 * 60 <= given[0] <= 60 - gpu_session.RESERVE_SECONDS
     said = capsys.readouterr().err
     assert (f"GPU tests: as told\n  {output}\n" in said) == (tests == "failed")
     assert (visit.out / "tests.txt").read_text() == output
@@ -679,8 +681,13 @@ def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
     broken: str, code: int, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernel = {"cupy": OURS[0], "torch_gpu": DENSE[0], "torch_sparse": gpu_points.BSR[0]}[broken]
-    visit.smoke = [dense(DENSE[1]), point(shape=LARGER), point(fakes.CRASHES, kernel=kernel), point(fakes.REFUSED)]
-    assert session.run_visit(["--seconds", "40"]) == code
+    visit.smoke = [
+        dense(DENSE[1]),
+        point(shape=LARGER),
+        point(gpu_fakes.CRASHES, kernel=kernel),
+        point(gpu_fakes.REFUSED),
+    ]
+    assert gpu_session.run_visit(["--seconds", "40"]) == code
     said = capsys.readouterr().err
     verdict = "FAILED" if code else "passed"
     assert f"smoke: {verdict}: 2 of 4 points timed, 1 refused, 1 failed\n" in said
@@ -695,15 +702,15 @@ def test_a_visit_without_our_kernels_or_without_the_baseline_ends_before_it_meas
     name: str, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     visit.machine.refusals = {name: "it is built without CUDA"}
-    assert session.run_visit(["--seconds", "40"]) == EnvironmentUnusable.exit_code
+    assert gpu_session.run_visit(["--seconds", "40"]) == EnvironmentUnusable.exit_code
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"latbench: nothing to measure without {name}: it is built without CUDA"
     assert not (visit.out / "table.parquet").exists()
 
 
 def test_a_smoke_in_which_no_kernel_of_ours_runs_is_none(visit: SimpleNamespace) -> None:
-    visit.smoke = [dense(), point(fakes.REFUSED)]
-    assert session.run_visit(["--seconds", "40"]) == PromiseMissed.exit_code
+    visit.smoke = [dense(), point(gpu_fakes.REFUSED)]
+    assert gpu_session.run_visit(["--seconds", "40"]) == PromiseMissed.exit_code
 
 
 def test_an_interruption_ends_the_visit_and_starts_no_tests(
@@ -718,8 +725,8 @@ def test_an_interruption_ends_the_visit_and_starts_no_tests(
         return watch()
 
     visit.machine.watch = interrupt
-    monkeypatch.setattr(session, "run_all_tests", lambda seconds: _fail("tests were started"))
-    assert session.run_visit(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
+    monkeypatch.setattr(gpu_session, "run_all_tests", lambda seconds: _fail("tests were started"))
+    assert gpu_session.run_visit(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"latbench: interrupted; {visit.out} has")
 
 
@@ -729,7 +736,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_a_line(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    code = session.run_visit(["--seconds", "40", at, str(blocked)])
+    code = gpu_session.run_visit(["--seconds", "40", at, str(blocked)])
     assert code == (EnvironmentUnusable.exit_code if at == "--out" else UsageError.exit_code)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("latbench: ") and str(blocked) in said[0]
@@ -741,15 +748,15 @@ def test_a_folder_that_cannot_be_used_is_told_in_a_line(
 def test_a_visit_without_time_is_refused(
     visit: SimpleNamespace, given: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert session.run_visit(given) == UsageError.exit_code
+    assert gpu_session.run_visit(given) == UsageError.exit_code
     assert words in capsys.readouterr().err
 
 
 def test_a_folder_for_the_results_has_to_be_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(session.OUT, raising=False)
-    assert session.run_visit([]) == UsageError.exit_code
+    monkeypatch.delenv(gpu_session.OUT, raising=False)
+    assert gpu_session.run_visit([]) == UsageError.exit_code
     assert "LATBENCH_OUT" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.backends import installed_engines
@@ -18,7 +18,7 @@ from latbench.sweeping.settings import SweepSettings
 from latbench.tables.table import read_table
 
 
-class Machine(fakes.FakeMachine):  # type: ignore[misc, name-defined]
+class Machine(gpu_fakes.FakeMachine):  # type: ignore[misc, name-defined]
     """The GPU of these tests; a test sets what its engines refuse, or another task."""
 
     refused: dict[str, str] = {}  # noqa: RUF012 - the test's to set
@@ -36,7 +36,7 @@ class Machine(fakes.FakeMachine):  # type: ignore[misc, name-defined]
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with one H200 and everything installed; `packages` and `nvml` are the test's to change."""
-    at = SimpleNamespace(nvml=fakes.FakeNvml(fakes.H200), machine=Machine)
+    at = SimpleNamespace(nvml=gpu_fakes.FakeNvml(gpu_fakes.H200), machine=Machine)
     monkeypatch.setitem(sys.modules, "pynvml", at.nvml)
     at.packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
     monkeypatch.setattr(installed_engines.devices, "find_version", lambda package: at.packages.get(package, "1"))
@@ -148,7 +148,7 @@ def test_an_engine_that_is_named_has_to_work(here: SimpleNamespace, typed: Any) 
 def test_where_nothing_could_be_timed_the_exit_code_says_so(
     here: SimpleNamespace, typed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Path(fakes.FakeMachine.task.rpartition(":")[0])
+    script = Path(gpu_fakes.FakeMachine.task.rpartition(":")[0])
     monkeypatch.setattr(Machine, "task", f"{script}:no_point_works")
     ran = typed()
     assert ran.code == 3

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from latbench.cli import main as cli
+from latbench.cli import main
 
 MOST_WORDS = 25
 
@@ -62,7 +62,7 @@ def sentences(text: str) -> list[str]:
 
 
 def commands() -> dict[str, Any]:
-    group: Any = typer.main.get_command(cli.build_application())
+    group: Any = typer.main.get_command(main.build_application())
     return dict(group.commands)
 
 
@@ -90,7 +90,7 @@ def test_the_help_of_a_command_is_plain(verb: str) -> None:
 
 
 def test_all_of_them_are_looked_at() -> None:
-    assert len(commands()) == len(cli.COMMANDS)
+    assert len(commands()) == len(main.COMMANDS)
     assert len(list(every_option())) > 120
 
 

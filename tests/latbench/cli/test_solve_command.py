@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.importers.text_formats import read_spdy_profile
 from search.inputs import problem_from_spdy
 from search.problem.layers import Option
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     def outcome(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["latbench", "solve", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.sweep_report import print_summary
 from latbench.errors import UsageError
@@ -30,7 +30,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run

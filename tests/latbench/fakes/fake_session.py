@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
-import gpu_fakes as fakes
+import gpu_fakes
 
 from latbench.sweeping.settings import SweepSettings
 
@@ -19,7 +19,7 @@ POINTS = "--points"  # how many points the standard sweep has
 
 def prepare(point):
     """What a worker does: made-up times of a point, with the work that such a point is."""
-    ready = fakes.prepare(point)
+    ready = gpu_fakes.prepare(point)
     m, k, n = point.shape.m, point.shape.k, point.shape.n
     nnz = round((1 - point.sparsity) * m * k)
     ready.facts |= {
@@ -31,17 +31,17 @@ def prepare(point):
 
 
 def main(arguments: list[str]) -> int:
-    sys.modules["pynvml"] = fakes.FakeNvml(fakes.H200)
+    sys.modules["pynvml"] = gpu_fakes.FakeNvml(gpu_fakes.H200)
     sys.path.insert(0, str(ROOT))
     from latbench.base.environments import hash_environment
-    from latbench.cli import gpu_session as session
+    from latbench.cli import gpu_session
     from latbench.machines.nvml import describe_gpu_environment
     from latbench.sweeping import gpu_points
 
     if arguments[:1] == [POINTS]:
         gpu_points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
 
-    class Machine(fakes.FakeMachine):
+    class Machine(gpu_fakes.FakeMachine):
         """An H200 on which every backend is installed."""
 
         task = f"{__file__}:prepare"
@@ -59,13 +59,13 @@ def main(arguments: list[str]) -> int:
         def process(self, backend):
             return gpu_points.GPU_ENGINES[backend].process
 
-    session.GpuMachine = Machine
-    session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
-    session.find_installed = lambda: dict.fromkeys(gpu_points.GPU_ENGINES, "1")
+    gpu_session.GpuMachine = Machine
+    gpu_session.explain_missing, gpu_session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
+    gpu_session.find_installed = lambda: dict.fromkeys(gpu_points.GPU_ENGINES, "1")
     quick = SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
-    measure = session.measure_visit
-    session.measure_visit = lambda visit: measure(replace(visit, settings=quick))
-    return session.run_visit(arguments)
+    measure = gpu_session.measure_visit
+    gpu_session.measure_visit = lambda visit: measure(replace(visit, settings=quick))
+    return gpu_session.run_visit(arguments)
 
 
 if __name__ == "__main__":

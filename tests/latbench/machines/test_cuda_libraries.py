@@ -15,7 +15,6 @@ from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import cuda_libraries
 from latbench.machines.cuda_libraries import (
     LIBRARIES,
-    OPENED_LIBRARIES,
     explain_load_error,
     explain_mixed_cuda,
     find_library_versions,
@@ -71,9 +70,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 # What is opened, and the extras -----------------------------------------------------------------------------------
 
 
-def test_every_engine_is_in_the_table_of_what_is_opened() -> None:
-    assert OPENED_LIBRARIES.keys() == GPU_ENGINES.keys()
-    assert {name for names in OPENED_LIBRARIES.values() for name in names} == LIBRARIES.keys()
+def test_every_engine_names_known_libraries_and_each_is_opened_by_one() -> None:
+    assert all(engine.opened_libraries for engine in GPU_ENGINES.values())
+    assert {name for engine in GPU_ENGINES.values() for name in engine.opened_libraries} == LIBRARIES.keys()
 
 
 def _extra(name: str) -> list[Any]:
@@ -108,12 +107,7 @@ def test_the_extra_for_cuda_13_brings_every_library_but_torchs() -> None:
     pytest.importorskip("cupy")
     ours = [wanted for wanted in _extra("cuda13") if wanted.name != "torch"]
     brought = set(_brought(ours))
-    opened = {
-        name
-        for backend, names in OPENED_LIBRARIES.items()
-        if ("torch",) not in GPU_ENGINES[backend].packages
-        for name in names
-    }
+    opened = {name for engine in GPU_ENGINES.values() if not engine.uses_torch for name in engine.opened_libraries}
     missing = {name for name in opened if LIBRARIES[name].wheels[13] not in brought}
     assert not missing
 

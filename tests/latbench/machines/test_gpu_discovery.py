@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.errors import EnvironmentUnusable, UsageError
@@ -24,7 +24,7 @@ A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200, unless a test gives other devices; nothing hides it."""
-    made = fakes.FakeNvml(fakes.H200)
+    made = gpu_fakes.FakeNvml(gpu_fakes.H200)
     monkeypatch.setitem(sys.modules, "pynvml", made)
     for name in (VISIBLE_VARIABLE, ORDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
@@ -80,7 +80,7 @@ def test_an_unknown_name_is_refused_with_what_to_type(fake: Any) -> None:
 )
 def test_why_there_is_no_driver_is_said_with_what_to_do(fake: Any, reason: str, said: str) -> None:
     fake.driver = False
-    fake.refusal = type(f"NVMLError_{reason}", (fakes.NVMLError,), {})(reason)
+    fake.refusal = type(f"NVMLError_{reason}", (gpu_fakes.NVMLError,), {})(reason)
     with pytest.raises(EnvironmentUnusable, match=f"^--gpu a100 requested, but {said}") as refused:
         find_gpu("a100")
     assert refused.value.exit_code == 3 and "\n" not in str(refused.value)
@@ -110,13 +110,13 @@ def test_a_driver_without_gpus_is_said(fake: Any) -> None:
 
 def test_a_divided_gpu_goes_by_its_slices(fake: Any) -> None:
     slices = [{"name": "NVIDIA H200 MIG 3g.71gb", "uuid": f"MIG-{i}", "instances": (i + 1, 0)} for i in range(2)]
-    fake.devices = ({**fakes.H200, "slices": slices},)
+    fake.devices = ({**gpu_fakes.H200, "slices": slices},)
     found, reason = list_gpus()
     assert [each.uuid for each in found] == ["MIG-0", "MIG-1"] and not reason
     assert find_gpu("h200-mig-3g.71gb:1") == found[1]
     with pytest.raises(EnvironmentUnusable, match=r"has 2 x NVIDIA H200 MIG 3g\.71gb: type --gpu h200-mig-3g-71gb"):
         find_gpu("h200")
-    fake.devices = ({**fakes.H200, "slices": []},)
+    fake.devices = ({**gpu_fakes.H200, "slices": []},)
     assert list_gpus()[1].startswith("MIG is on and no GPU has an instance")
 
 

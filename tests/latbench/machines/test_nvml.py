@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.errors import EnvironmentUnusable
@@ -23,7 +23,7 @@ from latbench.machines.nvml import (
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200, unless a test gives other devices."""
-    made = fakes.FakeNvml(fakes.H200)
+    made = gpu_fakes.FakeNvml(gpu_fakes.H200)
     monkeypatch.setitem(sys.modules, "pynvml", made)
     monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
     return made
@@ -50,7 +50,7 @@ def test_the_state_is_in_si_units(fake: Any) -> None:
     [(0x0, False), (0x1, False), (0x4, False), (0x8, True), (0x20, True), (0x44, True), (0x80, True)],
 )
 def test_heat_and_the_power_supply_throttle(fake: Any, bits: int, throttled: bool) -> None:
-    fake.devices = ({**fakes.H200, "reasons": bits},)
+    fake.devices = ({**gpu_fakes.H200, "reasons": bits},)
     with open_observer("GPU-3f2a1b2c-0000") as observer:
         assert observer().throttled is throttled
 
@@ -63,7 +63,7 @@ def test_what_a_device_hides_is_unknown_and_no_failure(fake: Any) -> None:
 
 
 def test_older_drivers_call_the_reasons_by_another_name(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fakes.FakeNvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    monkeypatch.delattr(gpu_fakes.FakeNvml, "nvmlDeviceGetCurrentClocksEventReasons")
     fake.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x40
     with open_observer("GPU-3f2a1b2c-0000") as observer:
         assert observer().reasons == {"hw_thermal_slowdown"}

@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import report_example as example
+import report_example
 import typer
 from typer.testing import CliRunner
 
 from latbench.base.bundled_data import format_place
 from latbench.cli.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import figures, point_frames, report_data, report_inputs, summary
-from latbench.report import paper_figures as paper
-from latbench.report.pages import common_sections as sections
-from latbench.report.pages import html_page as html
+from latbench.report import figures, paper_figures, point_frames, report_data, report_inputs, summary
+from latbench.report.pages import common_sections, html_page
 from latbench.report.report_inputs import ReportFiles
 from latbench.tables.storage import parse_place
 from latbench.tables.table import read_table
@@ -39,12 +37,12 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return example.write(tmp_path_factory.mktemp("example"), np.random.default_rng(7))
+    return report_example.write(tmp_path_factory.mktemp("example"), np.random.default_rng(7))
 
 
 @pytest.fixture(scope="module")
 def page(files: Any) -> str:
-    return html.render(
+    return html_page.render(
         report_inputs.read_inputs(files.table, ReportFiles(**files.every)), command=["latbench", "report"]
     )
 
@@ -96,7 +94,7 @@ def test_bytes_of_weights_are_shown_only_where_they_had_a_budget(files: Any) -> 
     read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.profile
     free = replace(read, profile=replace(read.profile, most_bytes=None))
-    assert "MiB dense" not in Structure(html.render(free, command=[])).text
+    assert "MiB dense" not in Structure(html_page.render(free, command=[])).text
 
 
 def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any) -> None:
@@ -104,7 +102,7 @@ def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any
     assert [source.role for source in read.sources] == [
         "table", "cost model", "profile", "pruned model", "verification", "layer database", "workload", "accuracies",
     ]  # fmt: skip
-    text = Structure(html.render(read, command=[])).text
+    text = Structure(html_page.render(read, command=[])).text
     assert all(source.digest[:16] in text for source in read.sources)
 
 
@@ -112,13 +110,13 @@ def test_a_missed_promise_is_said(files: Any) -> None:
     read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.verdict
     missed = replace(read, verdict=replace(read.verdict, met=False))
-    text = Structure(html.render(missed, command=[])).text
+    text = Structure(html_page.render(missed, command=[])).text
     assert "promise missed" in text
     assert "not 2.00× as promised" in text
 
 
 def test_a_table_alone_is_a_report(files: Any) -> None:
-    text = Structure(html.render(report_inputs.read_inputs(files.table), command=[])).text
+    text = Structure(html_page.render(report_inputs.read_inputs(files.table), command=[])).text
     assert "At 75% sparsity, layers run " in text
     assert "On amd-epyc-example: use vector:32 at " in text
     assert "of 9 layer shapes" in text
@@ -170,7 +168,7 @@ def contrast(one: str, other: str) -> float:
 
 def themes() -> dict[str, dict[str, str]]:
     """The colours of the style sheet by theme and name, those of a theme over the light ones."""
-    light, dark, printed = re.findall(r":root \{(.*?)\}", html._read_template("report.css"), re.DOTALL)
+    light, dark, printed = re.findall(r":root \{(.*?)\}", html_page._read_template("report.css"), re.DOTALL)
     named = [re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6});", text) for text in (light, dark, printed)]
     whole = [{name: f"#{c[1] * 2}{c[2] * 2}{c[3] * 2}" if len(c) == 4 else c for name, c in own} for own in named]
     return {"light": whole[0], "dark": whole[0] | whole[1], "print": whole[0] | whole[2]}
@@ -192,14 +190,14 @@ def test_texts_on_bars_have_the_contrast_of_wcag_aa() -> None:
 
 
 def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> None:
-    files = example.write(tmp_path, rng, task=HOSTILE)
+    files = report_example.write(tmp_path, rng, task=HOSTILE)
     profile = json.loads(files.profile.read_text())
     profile["layers"] = {HOSTILE: next(iter(profile["layers"].values()))}
     profile["dense_engine"] = HOSTILE
     files.profile.write_text(json.dumps(profile))
     read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     hostile = read.table.assign(device=HOSTILE, kernel_used=HOSTILE, backend_version=HOSTILE)
-    page = html.render(replace(read, table=hostile), command=["latbench", "report", HOSTILE])
+    page = html_page.render(replace(read, table=hostile), command=["latbench", "report", HOSTILE])
     found = Structure(page)
     assert HOSTILE in found.text
     assert len(found.scripts) == 3
@@ -242,7 +240,7 @@ def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
     many["point_id"] += copy.astype(str)
     many["c_out"] += copy
     read = report_inputs.ReportInputs(table=many, table_hash="", environments=[])
-    page = html.render(read, command=[])
+    page = html_page.render(read, command=[])
     assert len(page.encode()) < 10_000_000
     assert "Only the 400 layer shapes with the longest dense time" in page
 
@@ -250,7 +248,7 @@ def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
 def test_a_missing_plotly_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(EnvironmentUnusable, match=r"pip install 'latbench\[report\]'"):
-        html.read_plotly()
+        html_page.read_plotly()
 
 
 def run(*arguments: object) -> Any:
@@ -297,7 +295,7 @@ def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> N
 def test_a_bad_file_is_named(
     tmp_path: Path, rng: np.random.Generator, name: str, content: str | None, expected: str
 ) -> None:
-    files = example.write(tmp_path, rng)
+    files = report_example.write(tmp_path, rng)
     path = files.files[name]
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(BadData, match=expected):
@@ -318,10 +316,10 @@ def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
     rows = read_table(files.table)
     dense = report_inputs.ReportInputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
     with pytest.raises(BadData, match="both a dense and a sparse time"):
-        html.render(dense, command=[])
+        html_page.render(dense, command=[])
     failed = report_inputs.ReportInputs(table=rows[rows["status"] == "unsupported"], table_hash="", environments=[])
     with pytest.raises(BadData, match="no timed layer"):
-        html.render(failed, command=[])
+        html_page.render(failed, command=[])
 
 
 def test_a_failure_of_the_command_writes_nothing(tmp_path: Path) -> None:
@@ -333,18 +331,18 @@ def test_a_failure_of_the_command_writes_nothing(tmp_path: Path) -> None:
 def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.profile
-    assert "The pruned model follows this very profile." in Structure(html.render(read, command=[])).text
+    assert "The pruned model follows this very profile." in Structure(html_page.render(read, command=[])).text
     other = replace(read, profile=replace(read.profile, table_hash="other"), manifest_hash="other")
-    text = Structure(html.render(other, command=[])).text
+    text = Structure(html_page.render(other, command=[])).text
     assert "The profile was made from another table." in text
     assert "The verification is of another pruned model." in text
     assert read.verdict
     foreign = replace(read, verdict=replace(read.verdict, device="elsewhere", target=7.0))
-    warned = [sentence for sentence, belongs in sections.check_sources(foreign) if not belongs]
+    warned = [sentence for sentence, belongs in common_sections.check_sources(foreign) if not belongs]
     [device] = set(read.table["device"])
     assert f"The verification is of device elsewhere, the table of device {device}." in warned
     assert f"The verification is of target 7.0, the profile of target {read.profile.target}." in warned
-    assert not [line for line, belongs in sections.check_sources(read) if not belongs and "device" in line]
+    assert not [line for line, belongs in common_sections.check_sources(read) if not belongs and "device" in line]
 
 
 @pytest.mark.parametrize(
@@ -392,7 +390,7 @@ def test_a_database_without_its_workload_is_refused(files: Any, tmp_path: Path) 
 def test_a_comparison_is_one_page_with_both_sides(files: Any, tmp_path: Path) -> None:
     slower = [
         {**row, "device": "nvidia-example", "samples_seconds": [2 * s for s in row["samples_seconds"]]}
-        for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")
+        for row in report_example.rows(np.random.default_rng(7)) if row.get("samples_seconds")
     ]  # fmt: skip
     write_part(tmp_path / "other", slower)
     output = tmp_path / "report.html"
@@ -406,7 +404,7 @@ def test_a_comparison_is_one_page_with_both_sides(files: Any, tmp_path: Path) ->
 
 def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path: Path) -> None:
     changed = []
-    for row in example.rows(np.random.default_rng(7)):
+    for row in report_example.rows(np.random.default_rng(7)):
         factor = 1.5 if row["pattern"] == "unstructured" else 1.0
         samples = row.get("samples_seconds")
         changed.append({**row, "samples_seconds": [factor * s for s in samples]} if samples else row)
@@ -414,7 +412,7 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
     output = tmp_path / "report.html"
     assert run(tmp_path / "other", "--against", files.table, "-o", output).exit_code == 0
     text = Structure(output.read_text(encoding="utf-8")).text
-    count = len(example.SHAPES) * len(example.SPARSITIES)
+    count = len(report_example.SHAPES) * len(report_example.SPARSITIES)
     assert re.search(rf"{count} of \d+ points became slower, 0 faster", text)
     assert f"{count} SLOWER" in text
 
@@ -459,8 +457,8 @@ def test_a_figure_for_papers_draws_no_more_points_than_one_can_see(
 
     read = report_inputs.read_inputs(files.table)
     rows = report_data.build_report_data(read).roofline
-    monkeypatch.setattr(paper.roofline, "POINTS", 10)
-    paper._roofline(figure := Figure(), rows)
+    monkeypatch.setattr(paper_figures.roofline, "POINTS", 10)
+    paper_figures._roofline(figure := Figure(), rows)
     [axes] = figure.axes
     roof, *kernels = axes.lines
     assert len(rows) > 10 == len(roof.get_xdata()) == sum(len(line.get_xdata()) for line in kernels)
@@ -472,8 +470,8 @@ def test_nothing_of_a_figure_for_papers_is_cut_off(files: Any) -> None:
     from matplotlib.figure import Figure
 
     read = report_inputs.read_inputs(files.table, ReportFiles(profile=files.profile, verify=files.verify))
-    for name, drawing in paper.list_drawings(report_data.build_report_data(read), read).items():
-        with mpl.rc_context(paper.STYLE):
+    for name, drawing in paper_figures.list_drawings(report_data.build_report_data(read), read).items():
+        with mpl.rc_context(paper_figures.STYLE):
             figure = Figure(figsize=(drawing.width, drawing.height))
             FigureCanvasAgg(figure)
             drawing.draw(figure, drawing.rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import report_rows as rows_of
+import report_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from latbench.base.number_format import (
 from latbench.report import point_frames
 from latbench.report.pages import overview
 
-row, frame = rows_of.row, rows_of.frame
+row, frame = report_rows.row, report_rows.frame
 
 SMALL = frame(
     row("dense", 0.0, 10.0, "torch"),

@@ -10,21 +10,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import report_rows as rows_of
+import report_rows
 import scipy.stats
 
 from cost_models import AnchoredLookup, Boosted, Transfer
 from cost_models.model_file import ModelFile
 from latbench.errors import BadData
 from latbench.report import figures, point_frames, report_data, report_inputs
-from latbench.report.pages import common_sections as sections
-from latbench.report.pages import comparison, overview, speedup_map
-from latbench.report.sections import accuracy, predictions, ranking, trade_off
-from latbench.report.sections import roofline_chart as roofline
+from latbench.report.pages import common_sections, comparison, overview, speedup_map
+from latbench.report.sections import accuracy, predictions, ranking, roofline_chart, trade_off
 from search.artifacts.profile import LayerChoice, Profile
 from search.inputs import problem_from_frame
 
-row, frame = rows_of.row, rows_of.frame
+row, frame = report_rows.row, report_rows.frame
 
 
 def speedups(*rows: dict[str, Any]) -> pd.DataFrame:
@@ -111,7 +109,7 @@ def test_one_sparsity_is_no_beginning_and_a_gain_within_the_noise_is_marked() ->
     starts = point_frames.build_break_evens(
         speedups(row("nm:2:4", 0.5, 4.0), row("unstructured", 0.5, 9.0), row("unstructured", 0.7, 7.9))
     )
-    cells = {start["pattern"]: sections._start_cell(start) for start in starts.to_dict("records")}
+    cells = {start["pattern"]: common_sections._start_cell(start) for start in starts.to_dict("records")}
     assert cells["nm:2:4"].text == "at 50%"
     assert cells["nm:2:4"].tint > 0
     assert cells["unstructured"].text.startswith("≈ ")  # 1.01 times as fast, and intervals of 10% and 20%
@@ -148,18 +146,20 @@ def test_kernels_are_ranked_among_those_of_their_shape_and_sparsity() -> None:
 
 def test_a_point_is_set_beside_its_own_roof() -> None:
     known = {"flop_nnz": 40, "bytes_min": 10, "roofline_seconds": 2.0}
-    rows = roofline.build_frame(
+    rows = roofline_chart.build_frame(
         point_frames.build_points(frame(row("dense", 0.0, 8.0, **known), row("vector:2", 0.5, 1.0)))
     )
     [found] = rows.to_dict("records")  # the other's work is not known
     assert (found["flop_per_byte"], found["flop_per_second"], found["roof_flop_per_second"]) == (4.0, 5.0, 20.0)
     assert found["share"] == 0.25
-    assert roofline.build_section(rows.iloc[:0]) is None
+    assert roofline_chart.build_section(rows.iloc[:0]) is None
 
 
 def test_points_without_a_roof_are_drawn_without_one() -> None:
-    rows = roofline.build_frame(point_frames.build_points(frame(row("dense", 0.0, 8.0, flop_nnz=40, bytes_min=10))))
-    drawn = roofline.build_section(rows)
+    rows = roofline_chart.build_frame(
+        point_frames.build_points(frame(row("dense", 0.0, 8.0, flop_nnz=40, bytes_min=10)))
+    )
+    drawn = roofline_chart.build_section(rows)
     assert drawn
     assert "did not measure" in drawn.sentences[1]
     assert [trace["name"] for trace in (drawn.charts[0].figure or {})["data"]] == ["dense"]
@@ -215,7 +215,7 @@ def test_a_long_table_is_represented_by_whole_shapes(rng: np.random.Generator, m
 def test_one_shape_alone_leaves_nothing_to_hold_out(rng: np.random.Generator) -> None:
     model = ModelFile(Boosted(), "", {"backend": "numba"}, {"by hand": {"median": 0.1}})
     assert predictions.build_frame(model, swept(1, rng)).empty
-    page = sections.build_cost_model(model, None)  # figures of another way of judging lack most of ours
+    page = common_sections.build_cost_model(model, None)  # figures of another way of judging lack most of ours
     assert "No point could be held out" in page.sentences[1]
     assert page.tables[0][1].rows[0][1].text == "10%" and page.tables[0][1].rows[1][1].text == "–"
 
@@ -415,12 +415,12 @@ def test_how_slow_the_machine_was_is_said() -> None:
     given = inputs_of(*rows)
     [said] = [
         line
-        for line in sections.build_noise(given, report_data.build_report_data(given)).sentences
+        for line in common_sections.build_noise(given, report_data.build_report_data(given)).sentences
         if "Fixed work" in line
     ]
     assert "took 1.15× as long as usual at the median point, and 1.30× at most. Beside 1 of 2" in said
     assert point_frames.count_flags(given.table) == {"in_cache": 2, "spike": 1}
-    assert sections.build_environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
+    assert common_sections.build_environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
 
 
 # Two tables --------------------------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ def test_tables_with_nothing_in_common_are_refused() -> None:
 def test_a_pruned_model_that_was_saved_without_stages_has_its_weights_alone() -> None:
     """As a user's own training saves it."""
     layer = {"weights": 200, "kept_weights": 50, "packed_bytes": 240}
-    found = sections.build_pruned({"layers": {"fc": layer}})
+    found = common_sections.build_pruned({"layers": {"fc": layer}})
     assert found.sentences == [
         "50 of 200 weights are kept in 1 layers (75% pruned); packed they take 240 bytes, dense 800 bytes."
     ]

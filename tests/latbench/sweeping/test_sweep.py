@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import worker_tasks as does
+import worker_tasks
 
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
 from latbench.machines.ceilings import Ceilings
@@ -35,7 +35,7 @@ from latbench.workloads.points import Point
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
-TASKS = Path(does.__file__)
+TASKS = Path(worker_tasks.__file__)
 
 QUICK = SweepSettings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
 
@@ -51,7 +51,9 @@ def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None
 VECTORS = VectorWise(8)
 
 
-def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba", pattern: Pattern = VECTORS) -> Point:
+def point(
+    m: int = 8, behaviour: int = worker_tasks.FINE, backend: str = "numba", pattern: Pattern = VECTORS
+) -> Point:
     pattern, sparsity = (pattern, 0.5) if backend == "numba" else (Dense(), 0.0)
     return Point(name_cpu(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
 
@@ -77,18 +79,18 @@ def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
 
 def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
     behaviours = {
-        does.FINE: ("ok", None),
-        does.REFUSES: ("unsupported", "not here"),
-        does.IS_WRONG: ("incorrect", "off by one"),
-        does.RAISES: ("error", "RuntimeError: boom"),
-        does.CRASHES: ("error", "the numba worker ended with exit code 7: the last words"),
-        does.HANGS: ("timeout", "the numba worker gave no answer for 3 s"),
-        does.EATS_MEMORY: ("oom", None),
-        does.CRASHES_LATER: ("error", "the numba worker ended with exit code 7: the last words"),
-        does.RAISES_LATER: ("error", "RuntimeError: boom in the middle"),
+        worker_tasks.FINE: ("ok", None),
+        worker_tasks.REFUSES: ("unsupported", "not here"),
+        worker_tasks.IS_WRONG: ("incorrect", "off by one"),
+        worker_tasks.RAISES: ("error", "RuntimeError: boom"),
+        worker_tasks.CRASHES: ("error", "the numba worker ended with exit code 7: the last words"),
+        worker_tasks.HANGS: ("timeout", "the numba worker gave no answer for 3 s"),
+        worker_tasks.EATS_MEMORY: ("oom", None),
+        worker_tasks.CRASHES_LATER: ("error", "the numba worker ended with exit code 7: the last words"),
+        worker_tasks.RAISES_LATER: ("error", "RuntimeError: boom in the middle"),
     }
     # What kills its worker does so in formats of their own: two deaths of one would end its chances.
-    formats: dict[int, Pattern] = {does.HANGS: BlockWise(4, 4), does.CRASHES_LATER: Unstructured()}
+    formats: dict[int, Pattern] = {worker_tasks.HANGS: BlockWise(4, 4), worker_tasks.CRASHES_LATER: Unstructured()}
     numba = (point(behaviour=behaviour, pattern=formats.get(behaviour, VECTORS)) for behaviour in behaviours)
     measure(tmp_path, *numba, point(backend="torch"))
     frame = read_table(tmp_path)
@@ -103,9 +105,9 @@ def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> No
 
 
 def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_path: Path) -> None:
-    deadly = [point(behaviour=does.CRASHES, pattern=VectorWise(v)) for v in (2, 4)]
-    spared = point(behaviour=does.REFUSES)
-    others = [point(behaviour=does.REFUSES, pattern=ShflBW(8)), point(backend="torch")]
+    deadly = [point(behaviour=worker_tasks.CRASHES, pattern=VectorWise(v)) for v in (2, 4)]
+    spared = point(behaviour=worker_tasks.REFUSES)
+    others = [point(behaviour=worker_tasks.REFUSES, pattern=ShflBW(8)), point(backend="torch")]
     statuses = measure(tmp_path, *deadly, spared, *others).statuses
     assert statuses[others[0].id] == "unsupported" and statuses[others[1].id] in ("ok", "noisy")
     row = read_table(tmp_path).set_index("point_id").loc[spared.id]
@@ -118,9 +120,9 @@ def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_p
 
 
 def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -> None:
-    deadly = [replace(point(behaviour=does.CRASHES, pattern=VectorWise(v)), kernel="wide") for v in (2, 4)]
-    spared = point(behaviour=does.REFUSES, pattern=VectorWise(4))
-    given_up = replace(point(behaviour=does.REFUSES), kernel="wide")
+    deadly = [replace(point(behaviour=worker_tasks.CRASHES, pattern=VectorWise(v)), kernel="wide") for v in (2, 4)]
+    spared = point(behaviour=worker_tasks.REFUSES, pattern=VectorWise(4))
+    given_up = replace(point(behaviour=worker_tasks.REFUSES), kernel="wide")
     statuses = measure(tmp_path, *deadly, spared, given_up).statuses
     assert statuses[spared.id] == "unsupported" and statuses[given_up.id] == "error"
     error = read_table(tmp_path).set_index("point_id").loc[given_up.id, "error"]
@@ -147,18 +149,18 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
             return run(self, *args)  # type: ignore[operator]
 
         monkeypatch.setattr(EngineWorkers, name, note)
-    crashes = point(behaviour=does.CRASHES, pattern=BlockWise(4, 4))
-    measure(tmp_path, point(), crashes, point(behaviour=does.CRASHES_LATER))
+    crashes = point(behaviour=worker_tasks.CRASHES, pattern=BlockWise(4, 4))
+    measure(tmp_path, point(), crashes, point(behaviour=worker_tasks.CRASHES_LATER))
     frame = read_table(tmp_path).set_index("pattern_seed")
-    assert frame["status"][does.FINE] in ("ok", "noisy")
-    crash = happened.index(f"prepare {does.CRASHES}")
+    assert frame["status"][worker_tasks.FINE] in ("ok", "noisy")
+    crash = happened.index(f"prepare {worker_tasks.CRASHES}")
     first_burst = next(i for i, event in enumerate(happened) if event.startswith("burst"))
-    assert f"prepare {does.FINE}" in happened[crash:first_burst]
+    assert f"prepare {worker_tasks.FINE}" in happened[crash:first_burst]
     # The other death comes in a burst: its own is the last event before what it took along is prepared.
     later = happened[first_burst:]
     for i, event in enumerate(later):
-        if event == f"prepare {does.FINE}":
-            assert later[i - 1] == f"burst {does.CRASHES_LATER}"
+        if event == f"prepare {worker_tasks.FINE}":
+            assert later[i - 1] == f"burst {worker_tasks.CRASHES_LATER}"
 
 
 def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +206,8 @@ def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
 
 
 def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: Path) -> None:
-    final = [point(behaviour=b) for b in (does.REFUSES, does.IS_WRONG)]
-    again = [point(behaviour=b) for b in (does.RAISES, does.EATS_MEMORY)]
+    final = [point(behaviour=b) for b in (worker_tasks.REFUSES, worker_tasks.IS_WRONG)]
+    again = [point(behaviour=b) for b in (worker_tasks.RAISES, worker_tasks.EATS_MEMORY)]
     measure(tmp_path, *final, *again)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("part-*.parquet")}
     summary = measure(tmp_path, *final, *again)
@@ -214,9 +216,9 @@ def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: 
 
 
 def test_a_table_with_every_point_starts_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure(tmp_path, point(behaviour=does.REFUSES))
+    measure(tmp_path, point(behaviour=worker_tasks.REFUSES))
     monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE", "no_such_module:prepare")
-    assert measure(tmp_path, point(behaviour=does.REFUSES)) == SweepSummary({}, 1)
+    assert measure(tmp_path, point(behaviour=worker_tasks.REFUSES)) == SweepSummary({}, 1)
 
 
 def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -
 
     def choose(table: pd.DataFrame | None) -> list[Point]:
         seen.append(0 if table is None else len(table))
-        refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
+        refused = [point(m=m, behaviour=worker_tasks.REFUSES) for m in (1, 2, 3)]
         return refused[: len(seen)]
 
     run_sweep(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK)
@@ -249,7 +251,7 @@ def test_an_interruption_keeps_what_is_finished_and_the_same_sweep_goes_on(tmp_p
 
 
 def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path) -> None:
-    points = [point(behaviour=does.REFUSES), point(), point(backend="torch")]
+    points = [point(behaviour=worker_tasks.REFUSES), point(), point(backend="torch")]
     with pytest.raises(Incomplete):
         measure(tmp_path, *points, report=interrupt_at("timing", 2))
     frame = read_table(tmp_path)
@@ -267,7 +269,7 @@ def test_an_interruption_while_a_block_is_written_comes_after_that(
 
     monkeypatch.setattr("latbench.sweeping.sweep.write_part", interrupted)
     with pytest.raises(Incomplete, match="1 of 2 points"):
-        measure(tmp_path, point(m=1, behaviour=does.REFUSES), point(m=2, behaviour=does.REFUSES))
+        measure(tmp_path, point(m=1, behaviour=worker_tasks.REFUSES), point(m=2, behaviour=worker_tasks.REFUSES))
     assert len(read_table(tmp_path)) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -278,7 +280,7 @@ def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
-    measure(tmp_path, point(behaviour=does.REFUSES))
+    measure(tmp_path, point(behaviour=worker_tasks.REFUSES))
     frame = read_table(tmp_path)
     row = {name: value for name, value in frame.iloc[0].items() if not pd.isna(value)}
     write_part(tmp_path, [row | {"device": "nvidia-h200"}])
@@ -287,7 +289,7 @@ def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) ->
 
 
 def test_a_damaged_part_stops_the_sweep_before_it_measures(tmp_path: Path) -> None:
-    measure(tmp_path, point(behaviour=does.REFUSES))
+    measure(tmp_path, point(behaviour=worker_tasks.REFUSES))
     part = next(tmp_path.glob("part-*.parquet"))
     part.write_bytes(part.read_bytes()[:-50])
     with pytest.raises(BadData, match=part.name):
@@ -305,7 +307,7 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
 
     def choose(table: pd.DataFrame | None) -> list[Point]:
         seen.append(0 if table is None else len(table))
-        return [point(m=len(seen), behaviour=does.REFUSES)] if len(seen) <= 4 else []
+        return [point(m=len(seen), behaviour=worker_tasks.REFUSES)] if len(seen) <= 4 else []
 
     def run() -> None:
         run_sweep(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK, saved=damage_the_first)
@@ -329,7 +331,7 @@ def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
     for year in (2026, 2016, 2016, 2027):
         now = datetime(year, 6, 1, tzinfo=UTC)
         monkeypatch.setattr("latbench.sweeping.bench.datetime", SimpleNamespace(now=lambda zone, now=now: now))
-        measure(tmp_path, point(behaviour=does.REFUSES))
+        measure(tmp_path, point(behaviour=worker_tasks.REFUSES))
         [run] = set(read_table(tmp_path)["run_id"]) - set(runs)
         runs.append(run)
     rows = read_table(tmp_path).sort_values("started_at")
@@ -343,13 +345,13 @@ def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
     for leftover in (of_now, of_long_ago):
         leftover.write_bytes(b"half a part")
     os.utime(of_long_ago, times=(1e9, 1e9))
-    measure(tmp_path, point(behaviour=does.REFUSES))
+    measure(tmp_path, point(behaviour=worker_tasks.REFUSES))
     assert not of_long_ago.exists()
     assert of_now.exists()  # another process may be writing it
 
 
 def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure(tmp_path, point(m=1, behaviour=does.REFUSES))
+    measure(tmp_path, point(m=1, behaviour=worker_tasks.REFUSES))
     before = hash_table(tmp_path)
 
     def full(path: Path, content: bytes) -> int:
@@ -357,7 +359,7 @@ def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(EnvironmentUnusable, match="No space left on device"):
-        measure(tmp_path, point(m=2, behaviour=does.REFUSES))
+        measure(tmp_path, point(m=2, behaviour=worker_tasks.REFUSES))
     assert hash_table(tmp_path) == before
     assert not list(tmp_path.glob(".*"))
 
@@ -581,7 +583,7 @@ def curve(behaviour: int) -> list[Point]:
 
 
 def test_a_spike_is_no_time_until_it_is_seen_twice(tmp_path: Path) -> None:
-    points = curve(does.SPIKES)
+    points = curve(worker_tasks.SPIKES)
     measure(tmp_path, *points)
     frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
@@ -591,7 +593,7 @@ def test_a_spike_is_no_time_until_it_is_seen_twice(tmp_path: Path) -> None:
 
 
 def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
-    measure(tmp_path, *curve(does.SPIKES_ONCE))
+    measure(tmp_path, *curve(worker_tasks.SPIKES_ONCE))
     frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in TIMED
@@ -649,7 +651,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
 
 
 def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:
-    low, middle, high = curve(does.SPIKES_ONCE)
+    low, middle, high = curve(worker_tasks.SPIKES_ONCE)
     steps = iter([[low, high], [middle], []])
     run_sweep(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
     frame = read_table(tmp_path)

@@ -10,7 +10,6 @@ import pytest
 from pyarrow import parquet
 
 from latbench.tables import merge
-from latbench.tables import table as tables
 from latbench.tables.merge import merge_tables
 from latbench.tables.schema import SCHEMA_VERSION
 from latbench.tables.table import has_table, hash_table, read_arrow_table, read_environments, read_table
@@ -40,7 +39,7 @@ def test_a_large_merge_is_written_in_parts(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge, "PART_ROWS", 4)
-    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
+    monkeypatch.setattr("latbench.tables.table.BATCH_ROWS", 3)
     write_part(tmp_path / "a", [row | {"m": m} for m in range(1, 8)])
     write_part(tmp_path / "b", [row | {"m": m} for m in range(8, 12)])
     merged = merge_tables([tmp_path / "a", tmp_path / "b", tmp_path / "a"], tmp_path / "out")

@@ -16,7 +16,7 @@ PUBLISHED = sorted((ROOT / "datasets" / "measured").glob("*/part-*.parquet"))
 
 def test_the_reference_page_is_what_the_code_generates() -> None:
     page = (ROOT / "docs/reference/table.md").read_text()
-    assert page == format_schema_page(), "python -m latbench.tables.schema_page > docs/reference/table.md"
+    assert page == format_schema_page(), "make docs"
 
 
 def test_every_column_has_one_record_with_a_description() -> None:

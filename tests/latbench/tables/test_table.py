@@ -14,7 +14,6 @@ from pyarrow import parquet
 
 from latbench.base.median_interval import bound_median
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.tables import table as tables
 from latbench.tables.point_ids import hash_key
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA, SCHEMA_VERSION
 from latbench.tables.storage import UNFINISHED
@@ -402,7 +401,7 @@ def test_a_table_that_is_damaged_while_it_grows_says_so_and_goes_on(tmp_path: Pa
 def test_only_the_rows_that_are_wanted_come_in(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
+    monkeypatch.setattr("latbench.tables.table.BATCH_ROWS", 3)
     write_part(tmp_path, [row | {"m": m, "batch": m if m % 2 else None} for m in range(1, 20)])
     found = select_rows(tmp_path, ["m"], lambda piece: pc.greater(piece["batch"], 7), ["batch"])
     assert found["m"].tolist() == [9, 11, 13, 15, 17, 19] and list(found) == ["m"]

@@ -15,7 +15,6 @@ from pyarrow import parquet
 from latbench.base.environments import hash_environment
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment
-from latbench.tables import table as tables
 from latbench.tables import validate
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import list_environment_files, list_environments, read_table
@@ -415,7 +414,7 @@ def test_flipped_bits_in_a_file_without_a_telling_name_never_pass_as_another_tim
 def test_findings_do_not_depend_on_how_a_file_is_cut(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _edited(whole, "median_seconds", 1e-3)
     expected = [str(found) for found in validate_table(folder)]
-    monkeypatch.setattr(tables, "BATCH_ROWS", 1)
+    monkeypatch.setattr("latbench.tables.table.BATCH_ROWS", 1)
     assert [str(found) for found in validate_table(folder)] == expected and expected
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.machines.gpu_names import Gpu
@@ -66,7 +66,7 @@ class FakeWorks:
 
 
 def found(*dtypes: str) -> tuple[GpuCeilings, Any]:
-    device = fakes.FakeDevice(launch=5e-6, tick=5e-7)
+    device = gpu_fakes.FakeDevice(launch=5e-6, tick=5e-7)
     return measure_gpu_ceilings(FakeWorks(device, dtypes), clock=device.clock), device
 
 
@@ -234,8 +234,8 @@ def paced(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> Paced:
     """The roofline of a new sweep on a GPU that is an H200 but for the settings given."""
 
     def pace(worker: FakeWorker, **settings: Any) -> GpuPace:
-        device = {**fakes.H200, **CLOCKS, **settings}
-        monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(device))
+        device = {**gpu_fakes.H200, **CLOCKS, **settings}
+        monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(device))
         monkeypatch.setattr(GpuMachine, "worker", lambda machine, process: worker)
         return GpuMachine(Gpu(device["name"], device["uuid"])).pace(lambda: None)
 
@@ -249,7 +249,7 @@ def test_ceilings_are_measured_once_a_gpu_and_read_again(paced: Paced, own_lock:
     (path,) = (own_lock / "latbench" / "ceilings").iterdir()
     assert path.name.startswith("nvidia-h200-") and path.name.endswith("-1.json")
     document = json.loads(path.read_text())
-    assert document["tensor_flop_per_second"]["float16"] == TENSOR and fakes.H200["uuid"] not in path.read_text()
+    assert document["tensor_flop_per_second"]["float16"] == TENSOR and gpu_fakes.H200["uuid"] not in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import gc
 import weakref
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import numpy as np
 import pytest
 
@@ -39,14 +39,14 @@ def ready(device: Any, mode: TimingMode, *calls: Any, **options: Any) -> EventTi
 def test_samples_are_the_devices_time_however_slow_the_host_is(
     mode: TimingMode, seconds: float, launch: float
 ) -> None:
-    device = fakes.FakeDevice(launch=launch)
+    device = gpu_fakes.FakeDevice(launch=launch)
     samples = ready(device, mode, device.kernel(seconds)).burst(0.01).samples
     assert samples and np.allclose(samples, seconds, rtol=1e-6)
 
 
 def test_without_a_head_start_the_hosts_latency_is_timed() -> None:
     # What the test above would not notice if the fake device were never late.
-    device = fakes.FakeDevice(launch=40e-6)
+    device = gpu_fakes.FakeDevice(launch=40e-6)
     timer = ready(device, CALL, device.kernel(2e-6))
     timer.flushes = 0
     device.wait()
@@ -56,14 +56,14 @@ def test_without_a_head_start_the_hosts_latency_is_timed() -> None:
 @pytest.mark.parametrize("mode", [GRAPH, CALL, WARM])
 @pytest.mark.parametrize("seconds", [3e-6, 1.1e-5, 9e-4])
 def test_a_sample_is_long_beside_the_tick_of_events(mode: TimingMode, seconds: float) -> None:
-    device = fakes.FakeDevice(tick=5e-7)
+    device = gpu_fakes.FakeDevice(tick=5e-7)
     timer = ready(device, mode, device.kernel(seconds))
     assert timer.inner_loops * seconds >= 0.9 * gpu_events.SHORTEST_SAMPLE_SECONDS
     assert np.allclose(timer.burst(0.01).samples, seconds, rtol=0.005)
 
 
 def test_cold_calls_follow_a_flush_each() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     timer = ready(device, COLD, device.kernel(1e-4), device.kernel(1e-4, "copy"))
     device.ran.clear()
     timer.burst(0.0)
@@ -73,7 +73,7 @@ def test_cold_calls_follow_a_flush_each() -> None:
 
 
 def test_warm_calls_are_preceded_by_themselves() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     timer = ready(device, WARM, device.kernel(3e-4), device.kernel(3e-4, "copy"))
     device.ran.clear()
     timer.burst(0.0)
@@ -85,7 +85,7 @@ def test_warm_calls_are_preceded_by_themselves() -> None:
 @pytest.mark.parametrize("mode", [GRAPH, CALL])
 @pytest.mark.parametrize("copies", [1, 3, 7])
 def test_rotated_copies_weigh_the_same(mode: TimingMode, copies: int) -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     timer = ready(device, mode, *(device.kernel((i + 1) * 1e-6, f"copy{i}") for i in range(copies)))
     assert timer.inner_loops % copies == 0
     mean = sum(i + 1 for i in range(copies)) / copies * 1e-6
@@ -97,7 +97,7 @@ def test_rotated_copies_weigh_the_same(mode: TimingMode, copies: int) -> None:
 
 
 def test_a_graph_is_captured_once_and_only_when_asked_for() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     ready(device, GRAPH, device.kernel(1e-5)).burst(0.05)
     assert device.captures == 1
     ready(device, CALL, device.kernel(1e-5)).burst(0.05)
@@ -107,7 +107,7 @@ def test_a_graph_is_captured_once_and_only_when_asked_for() -> None:
 @pytest.mark.parametrize("mode", [GRAPH, CALL])
 def test_what_a_graph_reads_lives_as_long_as_its_timer(mode: TimingMode) -> None:
     # Freed arrays are other points' soon: those would be overwritten at every replay.
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     device.capture = lambda work: device.kernel(1e-5)  # a graph holds no Python objects
     calls = [device.kernel(1e-5), device.kernel(1e-5, "copy")]
     alive = [weakref.ref(call) for call in calls]
@@ -121,7 +121,7 @@ def test_what_a_graph_reads_lives_as_long_as_its_timer(mode: TimingMode) -> None
 
 
 def test_what_cannot_be_captured_says_so() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
 
     def capture(work: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -149,7 +149,7 @@ def states(*given: GpuState | None) -> Any:
 
 
 def test_batches_of_a_hot_device_do_not_count_if_there_are_others() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     slowly = iter([1e-3] * 4 + [2e-3] * 100)  # 4: trials and warm-up are over by then
     timer = EventTimer(
         device.kernel(lambda: next(slowly)),
@@ -165,7 +165,7 @@ def test_batches_of_a_hot_device_do_not_count_if_there_are_others() -> None:
 
 
 def test_a_device_that_is_hot_all_the_time_has_all_its_samples_and_says_so() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     timer = ready(device, CALL, device.kernel(1e-4), watch=states(HOT))
     burst = timer.burst(0.02)
     assert burst.preempted and burst.samples and set(burst.states) == {HOT}
@@ -176,14 +176,14 @@ def test_a_device_that_is_hot_all_the_time_has_all_its_samples_and_says_so() -> 
 
 
 def test_a_device_that_tells_nothing_is_timed_all_the_same() -> None:
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     burst = ready(device, CALL, device.kernel(1e-4)).burst(0.0)
     assert burst.states == () and not burst.preempted
     assert summarise_gpu_states(burst.states)["clock_hertz"] is None
 
 
 def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generator) -> None:
-    device = fakes.FakeDevice(launch=1e-6)
+    device = gpu_fakes.FakeDevice(launch=1e-6)
     timer = ready(device, COLD, device.kernel(lambda: float(rng.normal(1e-4, 2e-6))))
     timing = next(
         iter(sample_interleaved({"x": timer.burst}, StopRule(rel_error=0.005, max_seconds=5), clock=device.clock))
@@ -192,7 +192,7 @@ def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generat
 
 
 def test_a_batch_never_fills_the_stream() -> None:
-    device = fakes.FakeDevice(launch=1e-6)
+    device = gpu_fakes.FakeDevice(launch=1e-6)
     timer = ready(device, COLD, device.kernel(1e-7))
     assert timer.samples <= gpu_events.MOST_SAMPLES_A_BATCH and timer.flushes <= gpu_events.MOST_FLUSHES
     graph = ready(device, GRAPH, device.kernel(1e-9))

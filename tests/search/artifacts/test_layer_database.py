@@ -8,7 +8,6 @@ import torch
 from safetensors import SafetensorError
 
 from latbench.errors import BadData, EnvironmentUnusable
-from search.artifacts import layer_database as database
 from search.artifacts.layer_database import Database, hash_model
 
 
@@ -86,7 +85,7 @@ def test_a_disk_that_refuses_is_said(
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
-    monkeypatch.setattr(database, "save_file", full)
+    monkeypatch.setattr("search.artifacts.layer_database.save_file", full)
     with pytest.raises(EnvironmentUnusable, match=r"cannot write .*unstructured@0.5.*No space left"):
         Database(tmp_path, "abc").put("fc1", "unstructured", 0.5, *entry(rng, 3, 5), 0.0)
     assert not list(tmp_path.glob("fc1/*"))

@@ -12,7 +12,7 @@ import pytest
 import cost_models
 from cost_models import AnchoredLookup
 from latbench.backends.cpu.deepsparse import Operation
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
@@ -156,7 +156,7 @@ def test_the_command_solves_a_table_with_its_cost_model(
         words = [table, "--workload", str(tmp_path / "w.yaml"), "--target", "3.5", "-o", str(out), *more]
         monkeypatch.setattr(sys, "argv", ["latbench", "solve", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         assert (ended.value.code or 0, capsys.readouterr().err) == (0, "")
         chosen[name] = set(pd.read_csv(out)["sparsity"])
     assert chosen["measured"] <= {0.0, *levels}
@@ -267,7 +267,7 @@ def test_the_command_keeps_a_target_at_two_batches(
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["latbench", "solve", str(tmp_path), "--batch", "1", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 
@@ -299,7 +299,7 @@ def test_how_the_first_times_were_taken_is_not_said_of_the_second(
         first = [str(table), "--target", "1.2", "--network", "net", "--device", "one", "--patterns", "unstructured"]
         monkeypatch.setattr(sys, "argv", ["latbench", "solve", *first, "--also", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 

@@ -18,7 +18,7 @@ from latbench.tables.table import read_table
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_part
 from latbench.timing.sampling import Burst
-from search.pipeline import measure_in_network as layer_times
+from search.pipeline import measure_in_network
 from search.pipeline.measure_in_network import (
     SPDY_LEVELS,
     RunSchedule,
@@ -159,7 +159,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
     monkeypatch.setattr(deepsparse, "time_operations", found.analyse)
     monkeypatch.setattr(deepsparse, "load_model", found.load)
-    monkeypatch.setattr(layer_times, "find_layer_values", lambda *_: values)
+    monkeypatch.setattr(measure_in_network, "find_layer_values", lambda *_: values)
     return found
 
 

@@ -17,8 +17,7 @@ from search.artifacts.profile import Profile, read_profile
 from search.deployment import Deployment
 from search.knapsack.arrays import Infeasible
 from search.loss.parallel import Workers
-from search.pipeline import search_job as job
-from search.pipeline import search_request, search_setup, verify
+from search.pipeline import search_job, search_request, search_setup, verify
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.problem.layers import DENSE, LayerOptions, Option
@@ -100,27 +99,27 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     found = Machine()
-    for module in (overhead, job):
+    for module in (overhead, search_job):
         monkeypatch.setattr(module, "time_engines", found.time_engines)
     return found
 
 
 def test_the_same_search_again_times_nothing_and_finds_the_same(inputs: SearchInputs, machine: Machine) -> None:
     machine.slowness = 1.1
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     timed = machine.sessions
     assert timed >= 3  # whole models, then two rounds at least
     machine.slowness = 3.0  # would show
-    assert job.search(inputs, REQUEST) == first
+    assert search_job.search(inputs, REQUEST) == first
     assert machine.sessions == timed
-    assert job.search(inputs, REQUEST, remeasure=True) != first
+    assert search_job.search(inputs, REQUEST, remeasure=True) != first
     assert machine.sessions > timed
 
 
 def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: SearchInputs, machine: Machine) -> None:
-    assert job.search(inputs, REQUEST).ceiling == pytest.approx(8e-3 / 1e-4)
+    assert search_job.search(inputs, REQUEST).ceiling == pytest.approx(8e-3 / 1e-4)
     with pytest.raises(Infeasible, match=r"and 80\.00x if all layers took no time; 1% of the time is in layers that"):
-        job.search(inputs, request(target=90.0))
+        search_job.search(inputs, request(target=90.0))
 
 
 def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None:
@@ -166,26 +165,26 @@ def test_layers_are_pruned_in_as_many_processes_as_judge(
 def test_where_nobody_can_judge_that_is_said_first(inputs: SearchInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(EnvironmentUnusable, match="--judges gpu needs a GPU"):
-        job.search(inputs, request(pool="gpu"))
+        search_job.search(inputs, request(pool="gpu"))
     assert not inputs.database.exists()
 
 
 def test_a_task_that_judges_nothing_is_refused(inputs: SearchInputs, machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "nan.py").write_text(TASK.replace("(model(*batch) -", "float('nan') * (model(*batch) -"))
     with pytest.raises(UsageError, match="the loss of task little is nan for its own dense model"):
-        job.search(replace(inputs, task=load_task(str(tmp_path / "nan.py"))), REQUEST)
+        search_job.search(replace(inputs, task=load_task(str(tmp_path / "nan.py"))), REQUEST)
     assert machine.sessions == 0
     ruined = "(float('nan') if any((it == 0).any() for it in model.parameters()) else 0.0) + (model(*batch) -"
     (tmp_path / "ruined.py").write_text(TASK.replace("(model(*batch) -", ruined))
     with pytest.raises(PromiseMissed, match="every profile that was tried for 2x ruins the model"):
-        job.search(replace(inputs, task=load_task(str(tmp_path / "ruined.py"))), REQUEST)
+        search_job.search(replace(inputs, task=load_task(str(tmp_path / "ruined.py"))), REQUEST)
 
 
 def test_an_interrupted_search_goes_on(
     inputs: SearchInputs, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.slowness = 1.1
-    whole = job.search(inputs, REQUEST)
+    whole = search_job.search(inputs, REQUEST)
     needed = machine.sessions
     for path in inputs.database.glob("*.json"):
         if path.name != "database.json":
@@ -197,18 +196,18 @@ def test_an_interrupted_search_goes_on(
         return machine.time_engines(engines)
 
     with monkeypatch.context() as patched:
-        for module in (overhead, job):
+        for module in (overhead, search_job):
             patched.setattr(module, "time_engines", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            job.search(inputs, REQUEST)
-    assert job.search(inputs, REQUEST) == whole
+            search_job.search(inputs, REQUEST)
+    assert search_job.search(inputs, REQUEST) == whole
     assert machine.sessions == 2 * needed
 
 
 def test_another_target_is_another_search(inputs: SearchInputs, machine: Machine) -> None:
-    job.search(inputs, REQUEST)
+    search_job.search(inputs, REQUEST)
     timed = machine.sessions
-    other = job.search(inputs, request(target=1.5))
+    other = search_job.search(inputs, request(target=1.5))
     assert other.target == 1.5 and machine.sessions > timed
 
 
@@ -229,12 +228,12 @@ def kept(found: Profile) -> float:
 def test_a_missed_verification_is_fed_back_and_stays_known(
     inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     machine.slowness = 1.15
     SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
     assert SearchHistory(inputs, REQUEST).digest() != first.inputs
     timed = machine.sessions
-    again = job.search(inputs, REQUEST)
+    again = search_job.search(inputs, REQUEST)
     assert 1 <= machine.sessions - timed <= 3  # whole models were known
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(again)) >= 2.0
     assert kept(again) < kept(first)
@@ -242,7 +241,7 @@ def test_a_missed_verification_is_fed_back_and_stays_known(
     SearchHistory(inputs, REQUEST).add_verification(tmp_path / "verify")
     assert SearchHistory(inputs, REQUEST).digest() == again.inputs
     SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, again, tmp_path / "again"))
-    third = job.search(inputs, REQUEST)
+    third = search_job.search(inputs, REQUEST)
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
     assert third.loss <= again.loss
 
@@ -254,7 +253,7 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     folder = verification(inputs, machine, first, tmp_path / "verify")
     dense, pruned = [[8e-3] * 5] * 3, [[3.9e-3] * 5] * 3
     verdict = verify.build_verdict(
@@ -268,7 +267,7 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
         searched.append(request.promise.target)
         return replace(first, inputs=SearchHistory(inputs, request).digest())
 
-    monkeypatch.setattr(job, "search", search)
+    monkeypatch.setattr(search_job, "search", search)
 
     def command(target: float, **more: Any) -> str:
         search_command(
@@ -295,17 +294,17 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
 def test_a_search_goes_on_from_a_verification_until_it_is_met_or_out_of_reach(
     inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     machine.slowness = 6.0  # as that profile says, nothing reaches the target
     SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "busy"))
     timed = machine.sessions
     with pytest.raises(
         PromiseMissed, match=r"no measured profile kept 2x: .*, the best reached 1\.6\dx.* it is out of reach"
     ):
-        job.search(inputs, REQUEST)
+        search_job.search(inputs, REQUEST)
     assert machine.sessions > timed
     machine.slowness = 1.0  # it had been busy
-    again = job.search(inputs, REQUEST)
+    again = search_job.search(inputs, REQUEST)
     assert 8e-3 / (2e-4 + 4e-3 * kept(again)) >= 2.0
 
 
@@ -320,33 +319,33 @@ def bytes_of(found: Profile) -> float:
 
 
 def test_a_search_keeps_a_budget_of_bytes_beside_the_target(inputs: SearchInputs, machine: Machine) -> None:
-    free = job.search(inputs, REQUEST)
+    free = search_job.search(inputs, REQUEST)
     assert (free.most_bytes, free.weight_bytes, free.dense_bytes) == (None, None, None)
     most = 0.8 * bytes_of(free)
     for strategy in ("staged", "uniform"):
-        found = job.search(inputs, request(most_bytes=most, strategy=strategy))
+        found = search_job.search(inputs, request(most_bytes=most, strategy=strategy))
         assert found.weight_bytes == bytes_of(found) <= found.most_bytes == most
         assert found.dense_bytes == 4 * (2 * 32 * 48 + 32 + 48)
         assert 8e-3 / (2e-4 + 4e-3 * kept(found)) >= 2.0
     timed = machine.sessions
     with pytest.raises(Infeasible, match=r"keeps bytes of all weights, 999: the .* that budget alone is too small"):
-        job.search(inputs, request(most_bytes=999.0))
+        search_job.search(inputs, request(most_bytes=999.0))
     assert machine.sessions == timed
 
 
 def test_a_verified_profile_that_takes_too_many_bytes_is_no_answer(
     inputs: SearchInputs, machine: Machine, tmp_path: Path
 ) -> None:
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
-    found = job.search(inputs, request(most_bytes=0.8 * bytes_of(first)))
+    found = search_job.search(inputs, request(most_bytes=0.8 * bytes_of(first)))
     assert bytes_of(found) <= 0.8 * bytes_of(first)
 
 
 def test_options_that_a_verification_had_need_not_be_there(
     inputs: SearchInputs, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     SearchHistory(inputs, REQUEST).add_verification(verification(inputs, machine, first, tmp_path / "verify"))
     used = {choice.sparsity for choice in first.layers.values()}
     layers = search_setup.build_layers(inputs, REQUEST.deployment, REQUEST.candidates, 0.8, {})
@@ -355,7 +354,7 @@ def test_options_that_a_verification_had_need_not_be_there(
     )
     monkeypatch.setattr(search_setup, "build_layers", lambda *_: fewer)
     inputs = replace(inputs, table_hash="another table")
-    assert used.isdisjoint({choice.sparsity for choice in job.search(inputs, REQUEST).layers.values()} - {0})
+    assert used.isdisjoint({choice.sparsity for choice in search_job.search(inputs, REQUEST).layers.values()} - {0})
 
 
 def test_only_a_verification_under_the_same_conditions_is_fed_back(
@@ -363,7 +362,7 @@ def test_only_a_verification_under_the_same_conditions_is_fed_back(
 ) -> None:
     with pytest.raises(BadData, match=r"has no session\.json; `latbench verify` writes it"):
         SearchHistory(inputs, REQUEST).add_verification(tmp_path / "nothing")
-    first = job.search(inputs, REQUEST)
+    first = search_job.search(inputs, REQUEST)
     for other in ({"backend": "deepsparse"}, {"threads": 7}, {"model_hash": "another"}):
         folder = verification(inputs, machine, first, tmp_path / "verify", **other)
         [(name, value)] = other.items()
@@ -372,12 +371,12 @@ def test_only_a_verification_under_the_same_conditions_is_fed_back(
 
 
 def test_a_search_that_failed_is_measured_again(inputs: SearchInputs, machine: Machine) -> None:
-    job.search(inputs, request(target=1.2))  # whole models are known now
+    search_job.search(inputs, request(target=1.2))  # whole models are known now
     machine.slowness = 60.0
     with pytest.raises(PromiseMissed):
-        job.search(inputs, REQUEST)
+        search_job.search(inputs, REQUEST)
     machine.slowness = 1.0
-    assert job.search(inputs, REQUEST).target == 2.0
+    assert search_job.search(inputs, REQUEST).target == 2.0
 
 
 # The benchmark of promises ------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINES
-from latbench.cli import main as cli
+from latbench.cli import main
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
 from search.artifacts.layer_database import Database, hash_model
 from search.deployment import Deployment
-from search.pipeline import search_job as job
+from search.pipeline import search_job
 from search.pipeline.measure_in_network import build_layer_rows
 from search.pipeline.search_request import CandidateOptions, SearchInputs
 from search.pipeline.search_setup import build_layers
@@ -29,8 +29,7 @@ from search.pipeline.speedup_loop import pool_sessions
 from search.problem.layers import DENSE, Option
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.task import Task, load_task
-from search.whole_model import model_engines as engines
-from search.whole_model import overhead
+from search.whole_model import model_engines, overhead
 from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
@@ -142,10 +141,10 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
         times = {"deepsparse": 2e-3, "pruned": 1e-3}
         return Timings({name: [[times.get(name, 3e-3)] * 5] * 4 for name in wanted}, {})
 
-    monkeypatch.setattr(job, "time_engines", timed)
+    monkeypatch.setattr(search_job, "time_engines", timed)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
     profiles = {"pruned": CHOICES}
-    timings = job.time_profiles(inputs, Deployment(2, backend), profiles, {}, lambda *_: None)
+    timings = search_job.time_profiles(inputs, Deployment(2, backend), profiles, {}, lambda *_: None)
     assert asked["pruned"].function == "search.whole_model.model_engines:build_database_pruned"
     assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
     found = pool_sessions([Session(profiles, timings)], "pruned", 0.9)
@@ -154,7 +153,7 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     assert found.speedup.value == pytest.approx(2.0 if backend == "deepsparse" else 3.0)
     asked.clear()
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
-    job.time_profiles(inputs, Deployment(2, backend), profiles, known, lambda *_: None)
+    search_job.time_profiles(inputs, Deployment(2, backend), profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
     assert [name for name in asked if name not in ("pruned", "deepsparse", *BFLOAT16_ENGINES)] == own
     assert (set(BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")
@@ -169,13 +168,13 @@ def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
     )
     stored = str(inputs.database), inputs.model_hash
     built: list[Any] = [
-        engines.build_dense_deepsparse(little.reference, 2),
-        engines.build_random_pruned(little.reference, 2, "deepsparse", CHOICES),
-        engines.build_database_pruned(little.reference, 2, "deepsparse", *stored, CHOICES),
+        model_engines.build_dense_deepsparse(little.reference, 2),
+        model_engines.build_random_pruned(little.reference, 2, "deepsparse", CHOICES),
+        model_engines.build_database_pruned(little.reference, 2, "deepsparse", *stored, CHOICES),
     ]
     assert [compiled.kept("fc1") for compiled in built] == [1.0, 0.25, 0.25]
     assert [compiled.kept("fc2") for compiled in built] == [1.0, 1.0, 1.0]
-    own: Any = engines.build_database_pruned(little.reference, 2, "numba", *stored, CHOICES)
+    own: Any = model_engines.build_database_pruned(little.reference, 2, "numba", *stored, CHOICES)
     np.testing.assert_allclose(own().numpy(), built[2].computed[0], rtol=1e-5, atol=1e-6)
 
 
@@ -184,7 +183,7 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
 ) -> None:
     monkeypatch.setattr(Compiled, "outputs", lambda self: [-y for y in self.computed])
     with pytest.raises(WrongResult, match="DeepSparse and torch compute different outputs"):
-        engines.build_dense_deepsparse(little.reference, 2)
+        model_engines.build_dense_deepsparse(little.reference, 2)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_options_that_do_not_go_together_are_refused_before_any_work(
     given = ["--target", "2", "--table", "absent", "--database", "database", "-o", "profile.json", *options]
     monkeypatch.setattr(sys, "argv", ["latbench", "search", "digits", *given])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (code, "")
     assert err.startswith(f"latbench: {said}") and len(err.splitlines()) == 1
@@ -232,7 +231,7 @@ def test_the_licence_is_said_before_a_search(
     given += ["-o", tmp_path / "profile.json"]
     monkeypatch.setattr(sys, "argv", ["latbench", "search", little.reference, *map(str, given)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     out, err = capsys.readouterr()
     assert "for evaluation in development and testing environments only" in out
     assert ended.value.code == 5 and err.endswith("absent: no such table\n")
@@ -240,7 +239,7 @@ def test_the_licence_is_said_before_a_search(
 
 def test_a_random_mask_never_reaches_a_dense_layer(little: Task, installed: None) -> None:
     dense = dict.fromkeys(SHAPES, (DENSE, 0.0))
-    compiled: Any = engines.build_random_pruned(little.reference, 2, "deepsparse", dense)
+    compiled: Any = model_engines.build_random_pruned(little.reference, 2, "deepsparse", dense)
     with torch.inference_mode():
         expected = little.model()(*little.example()).numpy()
     np.testing.assert_allclose(compiled.computed[0], expected, rtol=1e-5, atol=1e-6)

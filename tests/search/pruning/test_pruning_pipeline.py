@@ -23,7 +23,7 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.pruning import prune_model as pipeline
+from search.pruning import prune_model
 from search.pruning.masks.apply_masks import apply_masks
 from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
@@ -308,7 +308,7 @@ def test_batch_norms_are_tuned_where_that_lowers_the_loss_and_else_as_they_were(
         return -moved if better else moved
 
     judged = replace(task, implementation=SimpleNamespace(loss=loss))
-    found = pipeline._tune_norms(judged, model, task.calibration())
+    found = prune_model._tune_norms(judged, model, task.calibration())
     assert (found < 0) == better
     for name, buffer in model.get_submodule("norm").named_buffers():
         assert torch.equal(buffer, old[name]) != better
@@ -321,7 +321,9 @@ def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
     before = copy.deepcopy(model.state_dict())
     judged = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).square().sum()))
     batches = [torch.ones(1, 8)]
-    assert pipeline._tune_norms(judged, model, batches) == pipeline.compute_calibration_loss(judged, model, batches)
+    assert prune_model._tune_norms(judged, model, batches) == prune_model.compute_calibration_loss(
+        judged, model, batches
+    )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not model.training
 
@@ -329,10 +331,10 @@ def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
 def test_a_frozen_model_cannot_be_trained_and_is_refused_before_any_work(task: Task, database: Database) -> None:
     frozen = with_model(task, lambda: task.implementation.model().requires_grad_(False))
     with pytest.raises(UsageError, match="task tiny: no parameter of its model requires a gradient"):
-        pipeline.prune_model(
-            frozen, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(recipe=Recipe())
+        prune_model.prune_model(
+            frozen, profile_of(task, CHOICES), database, settings=prune_model.PruneSettings(recipe=Recipe())
         )
-    assert pipeline.prune_model(frozen, profile_of(task, CHOICES), database).selected.name == "one-shot"
+    assert prune_model.prune_model(frozen, profile_of(task, CHOICES), database).selected.name == "one-shot"
 
 
 TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
@@ -340,33 +342,33 @@ TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (
 
 def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
     model = task.model()
-    before = pipeline.compute_calibration_loss(task, model, task.calibration())
+    before = prune_model.compute_calibration_loss(task, model, task.calibration())
     trained = train(task, model, TARGETS, Recipe(method="gmp", steps=40, learning_rate=1e-2))
     assert zeros_hold(model, trained.masks)
     assert set(trained.masks) == {"conv", "fc"}
     assert trained.masks["conv"].sum() == 8 * 54 / 4
-    assert pipeline.compute_calibration_loss(task, model, task.calibration()) < before
+    assert prune_model.compute_calibration_loss(task, model, task.calibration()) < before
 
 
 def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
     profile = profile_of(task, CHOICES)
     result, again = (
-        pipeline.prune_model(
+        prune_model.prune_model(
             task,
             profile,
             database,
-            settings=pipeline.PruneSettings(seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)),
+            settings=prune_model.PruneSettings(seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)),
         )
         for _ in range(2)
     )
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global", "gmp"]
     assert result.selected.loss == min(stage.loss for stage in result.stages[1:])
-    assert result.selected.loss == pipeline.compute_calibration_loss(task, result.model, task.calibration())
+    assert result.selected.loss == prune_model.compute_calibration_loss(task, result.model, task.calibration())
     assert result.selected.score == task.score(result.model)
     assert zeros_hold(result.model, dict(result.masks))
     assert again.stages == result.stages
     assert hash_model(again.model) == hash_model(result.model)
-    alone = pipeline.prune_model(task, profile, database, settings=pipeline.PruneSettings(joint=False))
+    alone = prune_model.prune_model(task, profile, database, settings=prune_model.PruneSettings(joint=False))
     assert alone.stages == result.stages[:2]
 
 
@@ -388,8 +390,8 @@ def test_one_shot_pruning_holds_the_weights_once(task: Task, database: Database)
     watched = replace(
         task, implementation=SimpleNamespace(**{**vars(task.implementation), "model": model, "loss": loss})
     )
-    result = pipeline.prune_model(
-        watched, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(joint=False)
+    result = prune_model.prune_model(
+        watched, profile_of(task, CHOICES), database, settings=prune_model.PruneSettings(joint=False)
     )
     assert [reference() for reference in models] == [result.model]
     assert most == 1
@@ -402,11 +404,11 @@ def test_joint_tuning_that_does_harm_is_undone(
         with torch.no_grad():
             model.get_parameter("head.bias")[0] += 50  # always the same answer
 
-    alone = pipeline.prune_model(
-        task, profile_of(task, CHOICES), database, settings=pipeline.PruneSettings(joint=False)
+    alone = prune_model.prune_model(
+        task, profile_of(task, CHOICES), database, settings=prune_model.PruneSettings(joint=False)
     )
-    monkeypatch.setattr(pipeline, "run_global_adaprune", harm)
-    result = pipeline.prune_model(task, profile_of(task, CHOICES), database)
+    monkeypatch.setattr(prune_model, "run_global_adaprune", harm)
+    result = prune_model.prune_model(task, profile_of(task, CHOICES), database)
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global"]
     assert result.selected.name == "one-shot" and result.selected.loss == alone.selected.loss
     assert hash_model(result.model) == hash_model(alone.model)
@@ -456,7 +458,7 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     fill_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
     profile = profile_of(task, choices)
     one_shot = hash_model(
-        pipeline.prune_model(task, profile, built, settings=pipeline.PruneSettings(joint=False)).model
+        prune_model.prune_model(task, profile, built, settings=prune_model.PruneSettings(joint=False)).model
     )
     started: list[str] = []
 
@@ -464,9 +466,11 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
         started.append(hash_model(model))
         return train(task, model, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "train", seen)
+    monkeypatch.setattr(prune_model, "train", seen)
     held = Recipe(method="held", start="one_shot", steps=40, learning_rate=1e-2, weight_decay=0.1)
-    result = pipeline.prune_model(task, profile, built, settings=pipeline.PruneSettings(joint=False, recipe=held))
+    result = prune_model.prune_model(
+        task, profile, built, settings=prune_model.PruneSettings(joint=False, recipe=held)
+    )
     assert result.selected.name == "held"
     assert zeros_hold(result.model, dict(result.masks))
     for layer, choice in choices.items():
@@ -495,25 +499,25 @@ def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
     missing: str, recipe: Recipe, sentence: str, task: Task, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = {name: it for name, it in vars(task.implementation).items() if name != missing}
-    monkeypatch.setattr(pipeline, "stitch", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(prune_model, "stitch", lambda *_: pytest.fail("work was done"))
     with pytest.raises(UsageError, match=sentence):
-        pipeline.prune_model(
+        prune_model.prune_model(
             replace(task, implementation=SimpleNamespace(**members)), profile_of(task, CHOICES), database,
-            pipeline.PruneSettings(recipe=recipe),
+            prune_model.PruneSettings(recipe=recipe),
         )  # fmt: skip
 
 
 def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, database: Database) -> None:
     with pytest.raises(BadData, match=r"of another model .*layer conv9, .* has no such layer"):
-        pipeline.prune_model(task, profile_of(task, {"conv9": ("dense", 0.0)}), database)
+        prune_model.prune_model(task, profile_of(task, {"conv9": ("dense", 0.0)}), database)
     with pytest.raises(BadData, match=r"layer norm, .*BatchNorm2d has no sparse kernel"):
-        pipeline.prune_model(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
+        prune_model.prune_model(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
     with pytest.raises(BadData, match=r"model with other weights .0000"):
-        pipeline.prune_model(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
+        prune_model.prune_model(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
     with pytest.raises(
         BadData, match=r"cannot be followed: layer conv: nm:2:4 needs input channels in multiples of 4"
     ):
-        pipeline.prune_model(task, profile_of(task, {"conv": ("nm:2:4", 0.5)}), database)
+        prune_model.prune_model(task, profile_of(task, {"conv": ("nm:2:4", 0.5)}), database)
 
 
 def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Database, tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparse_kernels.cuda import build, sm90, variants, vector
-from sparse_kernels.cuda import family_fingerprint as fingerprint
+from sparse_kernels.cuda import build, family_fingerprint, sm90, variants, vector
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
 HOPPER = "sm_90a"
@@ -25,15 +24,15 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def launched_anew():
     """What is launched is worked out once in a process; a test that changes it has to forget it."""
-    fingerprint._launched_digest.cache_clear()
+    family_fingerprint._launched_digest.cache_clear()
     yield
-    fingerprint._launched_digest.cache_clear()
+    family_fingerprint._launched_digest.cache_clear()
 
 
 def every(architecture: str = HOPPER, families: tuple[str, ...] = variants.FAMILIES) -> dict[str, str]:
-    fingerprint._code.cache_clear()
-    found = {family: fingerprint.fingerprint_family(family, architecture) for family in families}
-    fingerprint._code.cache_clear()
+    family_fingerprint._code.cache_clear()
+    found = {family: family_fingerprint.fingerprint_family(family, architecture) for family in families}
+    family_fingerprint._code.cache_clear()
     return found
 
 
@@ -49,7 +48,7 @@ def test_a_comment_or_white_space_in_a_source_changes_nothing(sources):
         path.write_text('// a new first line, with a "quote" and */\n' + path.read_text().replace("\n", "\n\n", 3))
         edit(path, ";\n", "; /* said\n here */ \n")
     assert every() == before
-    assert all(len(digits) == fingerprint.DIGITS for digits in before.values())
+    assert all(len(digits) == family_fingerprint.DIGITS for digits in before.values())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_code_changes_the_families_that_compile_it_and_no_others(sources, source
 
 def test_a_text_that_looks_like_a_comment_stays(sources):
     (sources / "text.cu").write_text('const char *url = "http://x /* y */"; // gone\n')
-    assert fingerprint.code("text.cu") == 'const char *url = "http://x /* y */";'
+    assert family_fingerprint.code("text.cu") == 'const char *url = "http://x /* y */";'
 
 
 def test_a_compile_option_changes_all(sources, monkeypatch):
@@ -83,7 +82,7 @@ def test_a_compile_option_changes_all(sources, monkeypatch):
 
 def test_a_tile_is_seen_in_what_is_launched(launched_anew, monkeypatch):
     before = every("sm_80", ("vector", "csr"))
-    fingerprint._launched_digest.cache_clear()
+    family_fingerprint._launched_digest.cache_clear()
     monkeypatch.setitem(vector.WARPS, (64, 64), (1, 4))
     after = every("sm_80", ("vector", "csr"))
     assert {family for family in before if before[family] != after[family]} == {"vector"}
@@ -92,20 +91,24 @@ def test_a_tile_is_seen_in_what_is_launched(launched_anew, monkeypatch):
 def test_packed_weights_are_seen_in_what_is_launched(launched_anew, monkeypatch):
     families = ("nm_sm90", "csr")
     before, swizzled = every(families=families), sm90.swizzled
-    fingerprint._launched_digest.cache_clear()
+    family_fingerprint._launched_digest.cache_clear()
     monkeypatch.setattr(sm90, "swizzled", lambda lines: np.ascontiguousarray(swizzled(lines)[..., ::-1]))
     after = every(families=families)
     assert {family for family in before if before[family] != after[family]} == {"nm_sm90"}
 
 
 def test_every_architecture_has_fingerprints_of_its_own():
-    found = [fingerprint.fingerprint_family("csr", name) for name in ARCHITECTURES]
+    found = [family_fingerprint.fingerprint_family("csr", name) for name in ARCHITECTURES]
     assert len(set(found)) == len(found)
 
 
 def test_candidates_are_asked_in_the_order_of_a_plan():
-    assert fingerprint.list_families("linear", "vector") == ("vector_sm90", "vector")
-    assert fingerprint.list_families("conv2d", "block") == ("vector",)
-    assert fingerprint.list_families("conv2d", "nm") == fingerprint.list_families("linear", "no such") == ()
+    assert family_fingerprint.list_families("linear", "vector") == ("vector_sm90", "vector")
+    assert family_fingerprint.list_families("conv2d", "block") == ("vector",)
+    assert (
+        family_fingerprint.list_families("conv2d", "nm")
+        == family_fingerprint.list_families("linear", "no such")
+        == ()
+    )
     # Samples show every format that a family may run.
-    assert set(fingerprint.SAMPLES) == set(variants.LINEAR) >= set(variants.CONV2D)
+    assert set(family_fingerprint.SAMPLES) == set(variants.LINEAR) >= set(variants.CONV2D)

@@ -9,9 +9,8 @@ import pytest
 from emulated_machine import EmulatedMachine
 
 from sparse_kernels import patterns
-from sparse_kernels.cuda import cuda_plan as plans
+from sparse_kernels.cuda import cuda_plan, variants
 from sparse_kernels.cuda import machine as machines
-from sparse_kernels.cuda import variants
 from sparse_kernels.cuda.program import Launch, NotSupported, Operand, Variant
 from sparse_kernels.formats import pack
 from sparse_kernels.registry import MissingLibrary, NoDevice
@@ -42,7 +41,7 @@ def weight(rng, name):
 def test_each_format_has_a_kernel_that_multiplies(rng, name):
     packed, dense = weight(rng, name)
     machine = EmulatedMachine("sm_80")
-    plan = plans.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
     x = rng.integers(-4, 5, (K, N)).astype(np.float16)
     bias = rng.integers(-9, 10, M).astype(np.float32)
     # Whole numbers below 2048 are exact in a half.
@@ -52,7 +51,7 @@ def test_each_format_has_a_kernel_that_multiplies(rng, name):
 def test_weights_are_uploaded_once_and_a_copy_has_its_own(rng):
     packed, _ = weight(rng, "vector")
     machine = EmulatedMachine("sm_80")
-    plan = plans.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
     count = len(machine.uploads)
     assert count > 0
     x = np.zeros((K, N), np.float16)
@@ -70,7 +69,7 @@ def test_weights_are_uploaded_once_and_a_copy_has_its_own(rng):
 def test_no_columns_need_no_launch(rng):
     packed, _ = weight(rng, "nm")
     machine = EmulatedMachine("sm_80")
-    plan = plans.prepare_cuda_linear(packed, "feature_major", 0, machine=machine)
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", 0, machine=machine)
     assert plan(np.zeros((K, 0), np.float16)).shape == (M, 0)
     assert machine.launched == []
 
@@ -80,7 +79,9 @@ def test_hopper_kernels_come_first_where_they_can(rng):
     kernels = {}
     for v in (32, 64):
         packed = pack(dense, patterns.VectorWise(v).mask(np.abs(dense), 0.5), patterns.VectorWise(v))
-        kernels[v] = plans.prepare_cuda_linear(packed, "feature_major", 256, machine=EmulatedMachine("sm_90a")).kernel
+        kernels[v] = cuda_plan.prepare_cuda_linear(
+            packed, "feature_major", 256, machine=EmulatedMachine("sm_90a")
+        ).kernel
     assert kernels[64] == "cuda.vector_sm90.sm_90a"
     assert kernels[32] == "cuda.vector_matmul.sm_90a"
 
@@ -89,7 +90,7 @@ def test_where_all_refuse_each_says_why(rng, monkeypatch):
     monkeypatch.setitem(variants.LINEAR, "nm", ("vector", "csr"))
     packed, _ = weight(rng, "nm")
     with pytest.raises(NotSupported, match=r"no CUDA kernel runs nm:2:4 on sm_80: the vector .*; the CSR .*"):
-        plans.prepare_cuda_linear(packed, "feature_major", N, machine=EmulatedMachine("sm_80"))
+        cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=EmulatedMachine("sm_80"))
 
 
 def test_a_format_without_kernels_is_refused(rng, monkeypatch):
@@ -98,14 +99,14 @@ def test_a_format_without_kernels_is_refused(rng, monkeypatch):
     with pytest.raises(
         NotSupported, match="runs a linear layer of format nm: known are dense, vector, shflbw, block"
     ):
-        plans.prepare_cuda_linear(packed, "feature_major", N, machine=EmulatedMachine("sm_80"))
+        cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=EmulatedMachine("sm_80"))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("token_major", "float16"), ("feature_major", "float32")])
 def test_other_layouts_and_element_types_are_refused(rng, layout, dtype):
     packed, _ = weight(rng, "nm")
     with pytest.raises(NotSupported, match=r"the CUDA kernels .* not '?(token_major|float32)"):
-        plans.prepare_cuda_linear(packed, layout, N, dtype, EmulatedMachine("sm_80"))
+        cuda_plan.prepare_cuda_linear(packed, layout, N, dtype, EmulatedMachine("sm_80"))
 
 
 X = np.zeros((K, N), np.float16)
@@ -125,7 +126,7 @@ WRONG_CALLS = {
 def test_a_call_that_does_not_fit_is_refused(rng, arguments, error, message):
     packed, _ = weight(rng, "nm")
     machine = EmulatedMachine("sm_80")
-    plan = plans.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
     with pytest.raises(error, match=message):
         plan(*arguments)
     assert machine.launched == []
@@ -134,7 +135,7 @@ def test_a_call_that_does_not_fit_is_refused(rng, arguments, error, message):
 def test_out_may_not_lie_on_x(rng):
     pattern = patterns.NM(2, 4)
     dense = rng.standard_normal((K, K)).astype(np.float32)
-    plan = plans.prepare_cuda_linear(
+    plan = cuda_plan.prepare_cuda_linear(
         pack(dense, pattern.mask(np.abs(dense), 0.5), pattern), "feature_major", N, machine=EmulatedMachine("sm_80")
     )
     with pytest.raises(ValueError, match="out must not share memory with x"):
@@ -144,7 +145,7 @@ def test_out_may_not_lie_on_x(rng):
 @pytest.mark.parametrize(("n", "offset", "needed"), [(16, 1, 16), (16, 4, 16), (4, 1, 8), (6, 1, 4)])
 def test_arrays_must_be_aligned_for_copies_as_wide_as_their_rows_allow(rng, n, offset, needed):
     packed, _ = weight(rng, "nm")
-    plan = plans.prepare_cuda_linear(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
     odd = np.zeros(K * n + offset, np.float16)[offset:].reshape(K, n)
     with pytest.raises(ValueError, match=f"x must start at a multiple of {needed} bytes for {n} columns"):
         plan(odd)
@@ -154,7 +155,7 @@ def test_arrays_must_be_aligned_for_copies_as_wide_as_their_rows_allow(rng, n, o
 @pytest.mark.parametrize("name", PATTERNS)
 def test_arrays_may_start_where_their_copies_allow(rng, n, offset, name):
     packed, dense = weight(rng, name)
-    plan = plans.prepare_cuda_linear(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
     x = np.zeros(K * n + offset, np.float16)[offset:].reshape(K, n)
     x[:] = rng.integers(-4, 5, (K, n))
     np.testing.assert_array_equal(plan(x), dense @ x)
@@ -163,7 +164,7 @@ def test_arrays_may_start_where_their_copies_allow(rng, n, offset, name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_relu_keeps_what_is_no_number(rng, name):
     packed, dense = weight(rng, name)
-    plan = plans.prepare_cuda_linear(packed, "feature_major", 8, machine=EmulatedMachine("sm_80"))
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", 8, machine=EmulatedMachine("sm_80"))
     x = rng.integers(-4, 5, (K, 8)).astype(np.float16)
     x[:, 3] = np.nan
     out = plan(x, activation="relu")
@@ -183,7 +184,7 @@ class Counter:
 
 
 def counted(machine):
-    return plans.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
+    return cuda_plan.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
 
 
 def test_the_launches_of_a_call_share_scratch_for_the_one_that_needs_most():

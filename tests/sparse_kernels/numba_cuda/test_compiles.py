@@ -12,8 +12,7 @@ from numba import types
 from numba.np.numpy_support import from_dtype
 
 from sparse_kernels.formats import pack
-from sparse_kernels.numba_cuda import numba_cuda_plan as plan
-from sparse_kernels.numba_cuda import transpose
+from sparse_kernels.numba_cuda import numba_cuda_plan, transpose
 from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, build_taps
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
@@ -52,7 +51,7 @@ def packed_of(pattern):
     """A weight of 256 x 512, and the kernels for it."""
     weight = np.ones((256, 512), np.float32)
     packed = pack(weight, pattern.mask(weight, getattr(pattern, "sparsity", 0.0)), pattern)
-    return packed, plan.FORMATS[type(packed)]
+    return packed, numba_cuda_plan.FORMATS[type(packed)]
 
 
 def compiled(pattern, layout, dtype, n, capability):
@@ -121,13 +120,13 @@ def test_kernels_of_every_tile_compile(pattern, tmp_path):
     """Each for one generation, which take turns."""
     packed, format = packed_of(pattern)
     one_a_tile = {format.choose_tile(packed, n): n for n in (1, 40, 1000)}.values()
-    every = itertools.product((MATRIX, IMAGES), plan.DTYPES, one_a_tile)
+    every = itertools.product((MATRIX, IMAGES), numba_cuda_plan.DTYPES, one_a_tile)
     for (layout, dtype, n), capability in zip(every, itertools.cycle(COMPUTE_CAPABILITIES), strict=False):
         check_kernel(pattern, layout, dtype, n, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=str)
-@pytest.mark.parametrize("dtype", plan.DTYPES)
+@pytest.mark.parametrize("dtype", numba_cuda_plan.DTYPES)
 def test_the_transpose_compiles(dtype, capability):
     matrix = types.Array(from_dtype(np.dtype(dtype)), 2, "C")
     ptx, _ = cuda.compile_ptx(transpose.build_kernel().py_func, (matrix, matrix), cc=capability)

@@ -14,8 +14,7 @@ import pytest
 
 from sparse_kernels import oracle
 from sparse_kernels.formats import pack, unpack
-from sparse_kernels.numba_cuda import layouts
-from sparse_kernels.numba_cuda import numba_cuda_plan as plan
+from sparse_kernels.numba_cuda import layouts, numba_cuda_plan
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.numba_cuda.tile import ThreadBlockTile
 from sparse_kernels.numba_cuda.transpose import transpose
@@ -70,11 +69,11 @@ def quick_and_strict_simulator():
             return self._allocations[line]
 
     FakeCUDAShared.array = array
-    plan.transpose = functools.partial(transpose, side=4, warps=2)
+    numba_cuda_plan.transpose = functools.partial(transpose, side=4, warps=2)
     sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
     yield
     FakeCUDAShared.array = before
-    plan.transpose = transpose
+    numba_cuda_plan.transpose = transpose
     sys.setswitchinterval(interval)
 
 
@@ -129,7 +128,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout):
     for m, k, n in [(1, 1, 1), (9, 14, 5), (13, 11, 9)]:
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
-        prepared = plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
+        prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
         np.testing.assert_array_equal(run(prepared, x), unpack(packed).astype(float) @ x)
 
 
@@ -140,12 +139,13 @@ def test_the_tiles_of_a_gpu_are_whole(rng, pattern):
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     np.testing.assert_array_equal(
-        run(plan.prepare_numba_cuda_linear(packed, "feature_major", n), x), unpack(packed).astype(float) @ x
+        run(numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n), x),
+        unpack(packed).astype(float) @ x,
     )
 
 
 @pytest.mark.skipif(SIMULATED, reason="a GPU has the time")
-@pytest.mark.parametrize("dtype", plan.DTYPES)
+@pytest.mark.parametrize("dtype", numba_cuda_plan.DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pattern", [*PATTERNS, NM(1, 100), BlockWise(64, 32), VectorWise(128), ShflBW(32)], ids=str)
 def test_layers_of_real_size(rng, pattern, layout, dtype):
@@ -154,7 +154,7 @@ def test_layers_of_real_size(rng, pattern, layout, dtype):
     x = rng.standard_normal((k, n)).astype(dtype).astype(np.float32)
     bias = rng.standard_normal(m).astype(np.float32)
     packed = packed_of(pattern, weight, 0.75)
-    y = run(plan.prepare_numba_cuda_linear(packed, layout, n, dtype), x, bias, "gelu")
+    y = run(numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, dtype), x, bias, "gelu")
     check(y, packed, x, bias, "gelu")
 
 
@@ -164,7 +164,7 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, activation):
     m, k, n = 9, 14, 5
     packed = packed_of(pattern, rng.standard_normal((m, k)).astype(np.float32))
     x, bias = rng.standard_normal((k, n)).astype(np.float32), rng.standard_normal(m).astype(np.float32)
-    prepared = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
+    prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     oracle.check(run(prepared, x, bias, activation), packed, x, bias=bias, activation=activation)
 
 
@@ -197,7 +197,9 @@ def test_float16_is_summed_in_float32_and_rounded_once(rng, pattern, layout):
     x = rng.standard_normal((k, n)).astype(np.float16).astype(np.float32)
     bias = rng.standard_normal(m).astype(np.float32)
     packed = packed_of(pattern, weight)
-    y = run(plan.prepare_numba_cuda_linear(packed, layout, n, "float16", tile_of(pattern)), x, bias, "gelu")
+    y = run(
+        numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, "float16", tile_of(pattern)), x, bias, "gelu"
+    )
     assert y.dtype == np.float16
     check(y, packed, x, bias, "gelu")
 
@@ -220,7 +222,7 @@ def test_convolutions_are_those_of_the_oracle(rng, pattern, shape):
     weight, _ = oracle.exact_operands(rng, shape.m, shape.k, 1)
     packed = packed_of(pattern, weight)
     x, bias = images(rng, shape), np.arange(shape.m, dtype=np.float32)
-    prepared = plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(pattern))
+    prepared = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(pattern))
     assert (
         oracle.check_conv2d(convolve(prepared, x, bias, "relu"), packed, shape, x, bias=bias, activation="relu") == 0
     )
@@ -229,7 +231,7 @@ def test_convolutions_are_those_of_the_oracle(rng, pattern, shape):
 def test_a_convolution_runs_any_batch(rng):
     shape = SHAPES[0]
     packed = packed_of(VectorWise(8), oracle.exact_operands(rng, shape.m, shape.k, 1)[0])
-    prepared = plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(VectorWise(8)))
+    prepared = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(VectorWise(8)))
     x = images(rng, shape)
     for batch in (x[:0], x[1:]):
         oracle.check_conv2d(convolve(prepared, batch), packed, shape, batch)
@@ -247,7 +249,7 @@ def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
     bias = np.arange(m, dtype=np.float32)
     for kept in (mask, np.zeros_like(mask)):
         packed = pack(weight, kept, pattern)
-        y = run(plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern)), x, bias)
+        y = run(numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern)), x, bias)
         np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x + bias[:, None])
 
 
@@ -255,7 +257,7 @@ def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
 def test_without_out_there_is_a_new_array_even_of_no_columns(rng, layout):
     weight, x = oracle.exact_operands(rng, 9, 8, 3)
     packed = packed_of(VectorWise(8), weight)
-    prepared = plan.prepare_numba_cuda_linear(packed, layout, 3, tile=tile_of(VectorWise(8)))
+    prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, 3, tile=tile_of(VectorWise(8)))
     for columns in (x, x[:, :0]):
         y = prepared(cuda.to_device(np.ascontiguousarray(columns.T if layout == "token_major" else columns)))
         expected = unpack(packed).astype(float) @ columns
@@ -270,7 +272,12 @@ def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern,
     packed = packed_of(pattern, weight)
     x = np.abs(rng.standard_normal((10, 5))).astype(np.float32)
     x[4, 1], x[9, 3] = np.nan, np.inf
-    y = run(plan.prepare_numba_cuda_linear(packed, "feature_major", 5, tile=tile_of(pattern)), x, None, activation)
+    y = run(
+        numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 5, tile=tile_of(pattern)),
+        x,
+        None,
+        activation,
+    )
     kept = unpack(packed) != 0
     expected = np.zeros(y.shape, bool)
     expected[:, 1], expected[:, 3] = kept[:, 4], kept[:, 9]
@@ -285,7 +292,7 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
     m, k, n = 7, 6, 3
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    prepared = plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
+    prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
     turn = layout == "token_major"
     guarded = cuda.to_device(np.full(3 * m * n, np.float32(-7)))
     out = guarded[m * n : 2 * m * n].reshape(*((n, m) if turn else (m, n)))
@@ -300,7 +307,7 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
 def test_a_copy_has_weights_of_its_own(rng):
     weight, x = oracle.exact_operands(rng, 9, 8, 3)
     packed = packed_of(ShflBW(4), weight)
-    prepared = plan.prepare_numba_cuda_linear(packed, "feature_major", 3, tile=tile_of(ShflBW(4)))
+    prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 3, tile=tile_of(ShflBW(4)))
     copy = prepared.copy()
     assert (copy.kernel, copy.layout, copy.nbytes) == (prepared.kernel, prepared.layout, prepared.nbytes)
     values = prepared.weight.arguments[2]
@@ -311,14 +318,17 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 def test_the_bytes_are_those_of_the_format_and_halve_with_float16(rng):
     packed = packed_of(VectorWise(8), oracle.exact_operands(rng, 24, 30, 1)[0])
-    single, half = (plan.prepare_numba_cuda_linear(packed, "feature_major", 3, dtype) for dtype in plan.DTYPES)
+    single, half = (
+        numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 3, dtype)
+        for dtype in numba_cuda_plan.DTYPES
+    )
     assert single.nbytes == packed.nbytes
     assert single.nbytes - half.nbytes == packed.values.nbytes // 2
 
 
 def test_wrong_calls_are_refused_in_a_sentence(rng):
     weight, x = oracle.exact_operands(rng, 8, 6, 6)
-    prepared = plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6)
+    prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6)
     on_gpu = cuda.to_device(x)
     with pytest.raises(TypeError, match=r"x must be an array on the GPU.*not ndarray"):
         prepared(x)
@@ -338,15 +348,15 @@ def test_wrong_calls_are_refused_in_a_sentence(rng):
     with pytest.raises(ValueError, match="out must not share memory with x"):
         prepared(both[: 6 * 6].reshape(6, 6), out=both[5 * 6 : 13 * 6].reshape(8, 6))
     with pytest.raises(ValueError, match="no bfloat16 kernels: known are float32, float16"):
-        plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6, "bfloat16")
+        numba_cuda_plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6, "bfloat16")
     with pytest.raises(ValueError, match="float16 cannot hold a weight of 70000"):
-        plan.prepare_numba_cuda_linear(
+        numba_cuda_plan.prepare_numba_cuda_linear(
             pack(np.full((1, 1), 7e4, np.float32), None, Dense()), "feature_major", 6, "float16"
         )
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 9), (9, 3)])
-@pytest.mark.parametrize("dtype", plan.DTYPES)
+@pytest.mark.parametrize("dtype", numba_cuda_plan.DTYPES)
 def test_a_transpose_moves_every_element(rng, shape, dtype):
     matrix = rng.standard_normal(shape).astype(dtype)
     for square in ({"side": 4, "warps": 2}, {}):
@@ -394,9 +404,9 @@ def test_known_wrong_kernels_are_caught(rng, mutant):
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0 if isinstance(pattern, BlockWise) else 0.4)
     bias = np.arange(1, m + 1, dtype=np.float32)
-    right = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
+    right = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     oracle.check(run(right, x, bias), packed, x, bias=bias)
-    format = mutated(plan.FORMATS[type(packed)], old, new)
+    format = mutated(numba_cuda_plan.FORMATS[type(packed)], old, new)
     wrong = dataclasses.replace(right, weight=dataclasses.replace(right.weight, format=format))
     with pytest.raises((oracle.WrongResult, IndexError)):
         oracle.check(run(wrong, x, bias), packed, x, bias=bias)
@@ -407,7 +417,7 @@ def test_a_missing_tile_of_rows_is_caught(rng, pattern):
     m, k, n = 13, 6, 3
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0.2)
-    right = plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
+    right = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     wrong = dataclasses.replace(right, weight=dataclasses.replace(right.weight, row_tiles=right.weight.row_tiles - 1))
     with pytest.raises(oracle.WrongResult):
         oracle.check(run(wrong, x), packed, x)
@@ -428,11 +438,11 @@ def test_a_convolution_that_looks_elsewhere_is_caught(rng, old, new):
     shape = Conv2dShape(2, 2, 5, 4, 3, 2, 2, (2, 1), (1, 1))
     packed = packed_of(Dense(), oracle.exact_operands(rng, shape.m, shape.k, 1)[0])
     x = images(rng, shape)
-    right = plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(Dense()))
+    right = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(Dense()))
     mutant = mutated(layouts, old, new)
     wrong_taps = cuda.to_device(mutant.build_taps(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "IMAGES", mutant.IMAGES)
+        patch.setattr(numba_cuda_plan, "IMAGES", mutant.IMAGES)
         wrong = dataclasses.replace(right, taps=wrong_taps)
         with pytest.raises((oracle.WrongResult, IndexError)):
             oracle.check_conv2d(convolve(wrong, x), packed, shape, x)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_kernels.formats import pack
-from sparse_kernels.numba_cuda import library
-from sparse_kernels.numba_cuda import numba_cuda_plan as plan
+from sparse_kernels.numba_cuda import library, numba_cuda_plan
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.registry import MissingLibrary
 
@@ -26,7 +25,7 @@ def test_a_machine_without_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(library, "cuda", SimpleNamespace(is_available=lambda: False))
     packed = pack(np.ones((8, 4), np.float32), None, VectorWise(8))
     with pytest.raises(library.NoDevice, match="no NVIDIA GPU"):
-        plan.prepare_numba_cuda_linear(packed, "feature_major", 4)
+        numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 4)
 
 
 def test_kernels_compile_where_numpy_has_no_row_stack():

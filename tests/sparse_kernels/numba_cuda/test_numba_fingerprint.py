@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.numba_cuda import source_fingerprint as fingerprint
+from sparse_kernels.numba_cuda import source_fingerprint
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for path in fingerprint.FOLDER.glob("*.py"):
+    for path in source_fingerprint.FOLDER.glob("*.py"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(fingerprint, "FOLDER", tmp_path)
+    monkeypatch.setattr(source_fingerprint, "FOLDER", tmp_path)
     return tmp_path
 
 
 def every() -> dict[str, str]:
-    fingerprint.fingerprint_module.cache_clear()
-    found = {module: fingerprint.fingerprint_module(module) for module in fingerprint.MODULES.values()}
-    fingerprint.fingerprint_module.cache_clear()
+    source_fingerprint.fingerprint_module.cache_clear()
+    found = {module: source_fingerprint.fingerprint_module(module) for module in source_fingerprint.MODULES.values()}
+    source_fingerprint.fingerprint_module.cache_clear()
     return found
 
 
@@ -42,8 +42,8 @@ def test_code_changes_the_formats_that_run_it(folder, file, changed):
 
 
 def test_every_format_has_a_file():
-    from sparse_kernels.numba_cuda import numba_cuda_plan as plan
+    from sparse_kernels.numba_cuda import numba_cuda_plan
 
-    assert set(fingerprint.MODULES.values()) == {
-        module.__name__.rpartition(".")[2] for module in plan.FORMATS.values()
+    assert set(source_fingerprint.MODULES.values()) == {
+        module.__name__.rpartition(".")[2] for module in numba_cuda_plan.FORMATS.values()
     }

@@ -18,9 +18,9 @@ from latbench.backends.cpu import prepare_point
 from latbench.backends.cpu.prepare_point import Engine, Rotation, SyntheticLayer
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import CPU_ENGINES
-from latbench.workloads.points import KERNELS, Point
+from latbench.workloads.points import Point
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.codegen import cpu_target
 from sparse_kernels.formats import pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -76,7 +76,9 @@ for sessions in (2, 1):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("backend", "position"), DENSE)
 def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int, shape: Shape) -> None:
-    rotation = prepare_point.prepare_point(point(backend, KERNELS[backend][shape.op][position], shape))
+    rotation = prepare_point.prepare_point(
+        point(backend, CPU_ENGINES[backend].timed_kernels[shape.op][position], shape)
+    )
     assert rotation.facts["max_rel_err"] < 1e-5
     assert rotation.facts["nnz"] == shape.m * shape.k and rotation.facts["sparsity_actual"] == 0
     assert rotation.facts["flop_dense"] == rotation.facts["flop_nnz"] == shape.flop
@@ -112,7 +114,7 @@ def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("kernel", KERNELS["torch"]["conv2d"])
+@pytest.mark.parametrize("kernel", CPU_ENGINES["torch"].timed_kernels["conv2d"])
 def test_a_convolution_by_torch_ends_in_the_order_of_memory_that_its_row_names(kernel: str, layout: str) -> None:
     y = prepare_point.prepare_point(point("torch", kernel, Conv2dShape(2, 5, 9, 7, 6, 3, 3), layout=layout))()
     assert y.is_contiguous(memory_format=torch.channels_last) == (layout == "nhwc")
@@ -301,10 +303,10 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
         rotation = prepare_point.prepare_point(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
     except Unsupported as reason:  # the processor lacks it, and says so
         assert "bfloat16" in str(reason) or "bf16" in str(reason) or "f32" in str(reason)
-        assert backend != "numba" or not (target.host().pairs or target.host().matrix)
+        assert backend != "numba" or not (cpu_target.host().pairs or cpu_target.host().matrix)
         return
     assert rotation.facts["max_rel_err"] < oracle.BFLOAT16_ROUNDOFF
-    if backend != "numba" or (target.host().pairs and not target.host().matrix):
+    if backend != "numba" or (cpu_target.host().pairs and not cpu_target.host().matrix):
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
         assert rotation.facts["bytes_min"] < 0.9 * prepare_point.prepare_point(usual).facts["bytes_min"]
@@ -368,10 +370,10 @@ def test_a_wrong_engine_is_caught_in_any_copy(
         prepare_point.prepare_point(point("torch", "linear", LinearShape(8, 16, 4)))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", CPU_ENGINES)
 def test_calls_keep_what_they_read(backend: str) -> None:
     pattern = Unstructured() if backend in ("torch_sparse_cpu", "scipy") else Dense()
-    for kernel in KERNELS[backend]["linear"]:
+    for kernel in CPU_ENGINES[backend].timed_kernels["linear"]:
         wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=1 if backend == "scipy" else 2)
         layer = prepare_point.build_synthetic_layer(wanted)
         rotation = prepare_point.prepare_point(wanted)
@@ -412,8 +414,8 @@ def test_weights_rotate_past_the_last_cache(
 ) -> None:
     if told is not None:
         (tmp_path / "size").write_text(told)
-    monkeypatch.setattr(target, "_LAST_CACHE", tmp_path / "size")
-    assert target.rotated_bytes.__wrapped__() == mebibytes * 2**20
+    monkeypatch.setattr(cpu_target, "_LAST_CACHE", tmp_path / "size")
+    assert cpu_target.rotated_bytes.__wrapped__() == mebibytes * 2**20
 
 
 def test_the_same_point_always_gets_the_same_layer() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.cpu import deepsparse
-from latbench.backends.cpu import deepsparse_environment as environment
-from latbench.cli import main as cli
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.cli import main
 from latbench.errors import EnvironmentUnusable, UsageError
 
 Run = Callable[[Sequence[str], str], str]
@@ -54,7 +53,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine({sys.executable: "cpython 3.11.7\n"})
-    monkeypatch.setattr(environment, "_run", found.run)
+    monkeypatch.setattr(deepsparse_environment, "_run", found.run)
     return found
 
 
@@ -65,7 +64,7 @@ def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     def run(*arguments: str) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["latbench", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         return ended.value.code or 0, *capsys.readouterr()
 
     return run
@@ -82,7 +81,7 @@ def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_a_machine_that_cannot_is_told_why(system: str, processor: str, flags: set[str], said: str | None) -> None:
-    assert environment.explain_refusal(system, processor, flags) == said
+    assert deepsparse_environment.explain_refusal(system, processor, flags) == said
 
 
 def test_the_command_line_refuses_such_a_machine(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +89,13 @@ def test_the_command_line_refuses_such_a_machine(latbench: Any, monkeypatch: pyt
     code, _, err = latbench("setup", "deepsparse")
     assert (code, err) == (3, "latbench: DeepSparse needs a processor with AVX2, and this one has none\n")
     with pytest.raises(EnvironmentUnusable, match="AVX2"):
-        environment.find_environment()
+        deepsparse_environment.find_environment()
 
 
 def test_where_it_is_not_set_up_that_is_said(latbench: Any, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentUnusable, match="not set up here: run `latbench setup deepsparse` once"):
-        environment.find_environment()
-    assert environment.find_deepsparse_version() is None
+        deepsparse_environment.find_environment()
+    assert deepsparse_environment.find_deepsparse_version() is None
     code, _, err = latbench("layers", "digits", "-o", str(tmp_path / "table"))
     assert (code, err) == (3, "latbench: DeepSparse is not set up here: run `latbench setup deepsparse` once\n")
 
@@ -115,8 +114,8 @@ def test_a_python_that_does_is_found(
     machine: Machine, pythons: dict[str, str], wanted: str | None, chosen: str
 ) -> None:
     machine.pythons = pythons
-    assert environment.install_environment(lambda _: None, wanted)
-    assert [chosen, "-m", "venv", str(environment.find_folder())] in machine.commands
+    assert deepsparse_environment.install_environment(lambda _: None, wanted)
+    assert [chosen, "-m", "venv", str(deepsparse_environment.find_folder())] in machine.commands
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_python_that_does_is_found(
 def test_a_named_python_that_does_not_is_refused(machine: Machine, wanted: str, said: str) -> None:
     machine.pythons |= {"/opt/new": "cpython 3.12.1", "/opt/old": "cpython 3.8.18", "/bin/true": ""}
     with pytest.raises(UsageError, match=said):
-        environment.install_environment(lambda _: None, wanted)
+        deepsparse_environment.install_environment(lambda _: None, wanted)
 
 
 def test_without_any_such_python_it_says_what_to_do(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,24 +138,24 @@ def test_without_any_such_python_it_says_what_to_do(machine: Machine, monkeypatc
     monkeypatch.setattr(platform, "python_version", lambda: "3.12.4")
     said = r"runs in CPython 3\.9 to 3\.11, and this is 3\.12\.4: put a python3\.11 on the PATH, or give --python"
     with pytest.raises(EnvironmentUnusable, match=said):
-        environment.install_environment(lambda _: None)
+        deepsparse_environment.install_environment(lambda _: None)
 
 
 def test_installing_is_done_once_and_undone(machine: Machine, latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[environment.Environment] = []
+    checked: list[deepsparse_environment.Environment] = []
     monkeypatch.setattr(deepsparse, "check_environment", checked.append)
     code, out, err = latbench("setup", "deepsparse")
     assert code == 0
     assert "evaluation in development and testing environments only" in out.splitlines()[0]
     assert "installing numpy==1.26.4 deepsparse==1.8.0" in err
     (pip,) = [command for command in machine.commands if "pip" in command]
-    assert pip[0] == str(environment.find_folder() / "bin" / "python")
+    assert pip[0] == str(deepsparse_environment.find_folder() / "bin" / "python")
     assert "--no-deps" in pip and pip[-3:] == [":all:", "numpy==1.26.4", "deepsparse==1.8.0"]
-    assert environment.find_deepsparse_version() == "1.8.0"
-    assert checked == [environment.find_environment()]
+    assert deepsparse_environment.find_deepsparse_version() == "1.8.0"
+    assert checked == [deepsparse_environment.find_environment()]
     assert (
-        environment.find_environment().engine
-        == environment.find_folder() / "package" / "avx512" / "deepsparse_engine.so"
+        deepsparse_environment.find_environment().engine
+        == deepsparse_environment.find_folder() / "package" / "avx512" / "deepsparse_engine.so"
     )
 
     before = len(machine.commands)
@@ -164,53 +163,53 @@ def test_installing_is_done_once_and_undone(machine: Machine, latbench: Any, mon
     assert (code, err) == (0, "") and "is installed already" in out
     assert not any("venv" in command or "pip" in command for command in machine.commands[before:])
 
-    assert latbench("setup", "deepsparse", "--remove")[1] == f"{environment.find_folder()} is removed\n"
-    assert environment.find_deepsparse_version() is None
-    assert latbench("setup", "deepsparse", "--remove")[1] == f"{environment.find_folder()} is not there\n"
+    assert latbench("setup", "deepsparse", "--remove")[1] == f"{deepsparse_environment.find_folder()} is removed\n"
+    assert deepsparse_environment.find_deepsparse_version() is None
+    assert latbench("setup", "deepsparse", "--remove")[1] == f"{deepsparse_environment.find_folder()} is not there\n"
 
 
 def test_an_environment_that_does_not_work_is_made_again(machine: Machine) -> None:
-    environment.install_environment(lambda _: None)
+    deepsparse_environment.install_environment(lambda _: None)
     results = [EnvironmentUnusable("it computes nonsense"), None]
     told: list[str] = []
 
-    def check(_: environment.Environment) -> None:
+    def check(_: deepsparse_environment.Environment) -> None:
         if (result := results.pop(0)) is not None:
             raise result
 
-    assert environment.install_environment(check, tell=told.append)
+    assert deepsparse_environment.install_environment(check, tell=told.append)
     assert told[0] == "what is there does not work (it computes nonsense): making it again"
-    assert environment.find_deepsparse_version() == "1.8.0"
+    assert deepsparse_environment.find_deepsparse_version() == "1.8.0"
 
 
 def test_what_fails_half_way_is_not_taken_for_an_environment(machine: Machine) -> None:
-    def check(_: environment.Environment) -> None:
+    def check(_: deepsparse_environment.Environment) -> None:
         raise EnvironmentUnusable("it computes nonsense")
 
     with pytest.raises(EnvironmentUnusable, match="nonsense"):
-        environment.install_environment(check)
-    assert environment.find_deepsparse_version() is None
+        deepsparse_environment.install_environment(check)
+    assert deepsparse_environment.find_deepsparse_version() is None
 
 
 def test_an_environment_of_other_pins_is_made_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment.install_environment(lambda _: None)
-    monkeypatch.setattr(environment, "PINS", ("numpy==1.26.5", "deepsparse==1.8.0"))
-    assert environment.find_deepsparse_version() is None
-    assert environment.install_environment(lambda _: None)
+    deepsparse_environment.install_environment(lambda _: None)
+    monkeypatch.setattr(deepsparse_environment, "PINS", ("numpy==1.26.5", "deepsparse==1.8.0"))
+    assert deepsparse_environment.find_deepsparse_version() is None
+    assert deepsparse_environment.install_environment(lambda _: None)
 
 
 def test_a_processor_without_a_build_is_told(machine: Machine) -> None:
     machine.build = "unknown"
     with pytest.raises(EnvironmentUnusable, match=r"DeepSparse 1\.8\.0 has no build for this processor \(unknown\)"):
-        environment.install_environment(lambda _: None)
+        deepsparse_environment.install_environment(lambda _: None)
 
 
 def test_a_command_that_fails_is_quoted_by_its_last_line() -> None:
     code = "import sys; sys.exit('no network\\nERROR: no matching distribution\\n')"
     with pytest.raises(EnvironmentUnusable, match=r"^it cannot be installed: ERROR: no matching distribution$"):
-        environment._run([sys.executable, "-c", code], "it cannot be installed")
+        deepsparse_environment._run([sys.executable, "-c", code], "it cannot be installed")
     with pytest.raises(EnvironmentUnusable, match=r"^it cannot be made: No such file or directory$"):
-        environment._run(["/absent/python"], "it cannot be made")
+        deepsparse_environment._run(["/absent/python"], "it cannot be made")
 
 
 def test_an_unknown_engine_is_refused(latbench: Any) -> None:
@@ -229,7 +228,7 @@ def test_doctor_tells_whether_it_is_there(
     machine: Machine, latbench: Any, monkeypatch: pytest.MonkeyPatch, ready: bool, flags: set[str], said: str
 ) -> None:
     if ready:
-        environment.install_environment(lambda _: None)
+        deepsparse_environment.install_environment(lambda _: None)
     monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.read_cpu_flags", lambda: flags)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("time.sleep", lambda _: None)  # doctor watches the machine for a second

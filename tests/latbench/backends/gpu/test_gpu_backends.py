@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import numpy as np
 import pytest
 
@@ -43,7 +43,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     Its calls write into arrays of their own, or, with `fresh`, into a new one whenever they are called.
     """
-    device = fakes.FakeDevice()
+    device = gpu_fakes.FakeDevice()
     settings = SimpleNamespace(
         copies=3, corrupt=lambda y, copy: y, device=device, capture_fails=False, fresh=False, ran=[], bytes=100
     )

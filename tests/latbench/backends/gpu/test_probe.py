@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_fakes as fakes
+import gpu_fakes
 import pytest
 
 from latbench.backends import installed_engines
@@ -23,13 +23,13 @@ from latbench.sweeping.gpu_points import build_probe_points
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
-GPU = Gpu(fakes.H200["name"], fakes.H200["uuid"])
+GPU = Gpu(gpu_fakes.H200["name"], gpu_fakes.H200["uuid"])
 
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NVML sees an H200 with a driver of CUDA 13.0; a test may set another."""
-    nvml = fakes.FakeNvml(fakes.H200)
+    nvml = gpu_fakes.FakeNvml(gpu_fakes.H200)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     return nvml
 

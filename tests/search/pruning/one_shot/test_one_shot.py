@@ -12,10 +12,8 @@ from torch import Tensor
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.pruning.masks.prunable_units import PatternUnits, find_units
-from search.pruning.one_shot import auto_pruner as auto
-from search.pruning.one_shot import exact_obs as obs
+from search.pruning.one_shot import auto_pruner, exact_obs, sparsegpt
 from search.pruning.one_shot import fill_database as build
-from search.pruning.one_shot import sparsegpt
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto_pruner import AutoPruner
 from search.pruning.one_shot.exact_obs import ExactOBS, eliminate
@@ -106,7 +104,7 @@ def by_the_book(weight: Tensor, damped: Tensor, units: PatternUnits, drops: int)
 def test_exact_obs_is_brute_force_obs(
     pattern: Pattern, sparsity: float, pending: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obs, "PENDING", pending)
+    monkeypatch.setattr(exact_obs, "PENDING", pending)
     weight, hessian = layer(rng, 8, 12, 40)
     units = find_units(pattern, sparsity)
     method = ExactOBS(weight, hessian)
@@ -149,7 +147,7 @@ def test_little_memory_means_fewer_bands_at_once_and_the_same_masks(rng: np.rand
 def test_one_elimination_serves_all_sparsities(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = layer(rng, 8, 12, 40)
     calls: list[PatternUnits] = []
-    monkeypatch.setattr(obs, "eliminate", lambda *args: (calls.append(args[2]), eliminate(*args))[1])
+    monkeypatch.setattr(exact_obs, "eliminate", lambda *args: (calls.append(args[2]), eliminate(*args))[1])
     method = ExactOBS(weight, hessian)
     masks = [method.mask(Unstructured(), sparsity) for sparsity in (0.3, 0.6, 0.9)]
     assert calls == [PatternUnits()]
@@ -311,7 +309,7 @@ def test_auto_is_exact_obs_where_its_bands_are_few_and_adaprune_elsewhere(
     bands = {Unstructured(): 9, NM(2, 4): 9, VectorWise(4): 3, ShflBW(4): 3, BlockWise(4, 3): 3}
     for pattern, count in bands.items():
         assert found.count_multiplications(pattern, 0.5) == count * 12**3
-    monkeypatch.setattr(auto, "MULTIPLICATIONS", 3 * 12**3)
+    monkeypatch.setattr(auto_pruner, "MULTIPLICATIONS", 3 * 12**3)
     for pattern, count in bands.items():
         expected = (ExactOBS if count == 3 else AdaPrune)(weight, hessian).prune(pattern, 0.5)
         assert torch.equal(found.prune(pattern, 0.5).weight, expected.weight)

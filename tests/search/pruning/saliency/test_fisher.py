@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latbench.errors import BadData
-from search.pruning.saliency import dynamic_mfac, mfac, woodfisher
-from search.pruning.saliency import fisher_blocks as fisher
+from search.pruning.saliency import dynamic_mfac, fisher_blocks, mfac, woodfisher
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.saliency.scores import Score
 
@@ -47,7 +46,7 @@ def test_block_wise_is_the_dense_inverse_of_each_block(
     method: ModuleType, m: int, d: int, block: int, chunk_bytes: int,
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(fisher_blocks, "CHUNK_BYTES", chunk_bytes)
     gradients = torch.from_numpy(rng.standard_normal((m, d)))
     expected = dense_inverse(gradients, block)
     diagonal = method.compute_inverse_diagonal(gradients, damping=DAMPING, block=block)
@@ -60,7 +59,7 @@ def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
     m: int, d: int, chunk_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is F^-1's diagonal; what is moved, F_KK^-1 F_KD w_D, is held against the dense matrix below."""
-    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(fisher_blocks, "CHUNK_BYTES", chunk_bytes)
     gradients, weight = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
     bound = tolerance(gradients)
     diagonal = dynamic_mfac.compute_inverse_diagonal(gradients, damping=DAMPING)
@@ -69,7 +68,7 @@ def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
     assert (diagonal - mfac.compute_inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
     dropped = torch.arange(d) % 3 == 0
     moved = dynamic_mfac.update_weights(weight, dropped, gradients, damping=DAMPING)
-    static = fisher.update_weights(weight, dropped, gradients, damping=DAMPING, block=d)
+    static = fisher_blocks.update_weights(weight, dropped, gradients, damping=DAMPING, block=d)
     size = float(weight.abs().sum()) * float(np.linalg.norm(np.linalg.inv(expected), 2))
     assert (moved - static).abs().max() <= bound * size
 
@@ -104,7 +103,7 @@ def test_the_update_is_optimal_however_many_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The least of dw F dw / 2 with all the dropped at zero, solved for the others by the dense matrix."""
-    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(fisher_blocks, "CHUNK_BYTES", chunk_bytes)
     gradients, weight = (
         torch.from_numpy(rng.standard_normal((6, 2, 5))),
         torch.from_numpy(rng.standard_normal((2, 5))),
@@ -181,7 +180,7 @@ def test_memory_is_a_chunk_of_float64_and_a_few_numbers_a_weight(
 ) -> None:
     """Not m gradients of a layer in float64, nor a copy of them."""
     chunk, m, d = 2**17, 32, 2**11
-    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(fisher_blocks, "CHUNK_BYTES", chunk)
     generator = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(1, d, generator=generator), torch.randn(m, 1, d, generator=generator)
     mask = torch.rand(1, d, generator=generator) < 0.5

@@ -4,12 +4,14 @@ from itertools import chain
 
 import pytest
 
-from sparse_kernels.cpu.codegen import prefetch as ahead
+from sparse_kernels.cpu.codegen import prefetch
 from sparse_kernels.cpu.codegen.register_tiles import PACE_BITS
-from sparse_kernels.cpu.kernels import token_blocks as blocks
-from sparse_kernels.cpu.layouts import vector_grid as vectors
+from sparse_kernels.cpu.kernels import token_blocks
+from sparse_kernels.cpu.layouts import vector_grid
 
-walk, step, standing = (function.py_func for function in (ahead.start_walk, ahead.advance, ahead.start_standing))
+walk, step, standing = (
+    function.py_func for function in (prefetch.start_walk, prefetch.advance, prefetch.start_standing)
+)
 
 
 def lines_of(fetched, columns: int) -> list[int]:
@@ -62,7 +64,7 @@ def asked(going) -> set[int]:
     """Numbers of the lines of a whole walk, from address 0 on."""
     found: set[int] = set()
     while lines := lines_of(fetched := step(going, 10_000), 10_000):
-        found.update(line // ahead.LINE_BYTES for line in lines)
+        found.update(line // prefetch.LINE_BYTES for line in lines)
         going = fetched[3]
     return found
 
@@ -70,13 +72,17 @@ def asked(going) -> set[int]:
 @pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 95), (7, 8)])
 def test_the_rows_of_the_next_block_are_those_that_it_reads(begin: int, end: int) -> None:
     k = 48  # whole lines
-    assert asked(blocks.walk_token_rows.py_func(0, k, begin, end, 3)) == set(range(begin * k // 16, end * k // 16))
+    assert asked(token_blocks.walk_token_rows.py_func(0, k, begin, end, 3)) == set(
+        range(begin * k // 16, end * k // 16)
+    )
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 95), (7, 8)])
 def test_the_lines_of_y_are_those_that_the_block_fills(begin: int, end: int) -> None:
     m = 48
-    assert asked(blocks.walk_output_strips.py_func(0, m, begin, end, 3)) == set(range(begin * m // 16, end * m // 16))
+    assert asked(token_blocks.walk_output_strips.py_func(0, m, begin, end, 3)) == set(
+        range(begin * m // 16, end * m // 16)
+    )
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -86,7 +92,7 @@ def test_the_lines_of_y_are_those_that_the_block_fills(begin: int, end: int) -> 
 def test_the_tiles_of_the_next_block_are_those_that_it_copies(lanes: int, begin: int, end: int, reached: int) -> None:
     """As far as `reached`: of a part of a tile only that much is foreseen."""
     k = 20
-    starts = vectors.whole_tiles(6, lanes, k, k).x_starts
-    going = blocks.walk_token_tiles.py_func(lanes, int(starts[begin]) * 4, k, begin, end, 3)
-    elements = (starts[v] + c * vectors.TILE * lanes for v in range(begin, reached) for c in range(k))
-    assert asked(going) == {int(element) * 4 // ahead.LINE_BYTES for element in elements}
+    starts = vector_grid.whole_tiles(6, lanes, k, k).x_starts
+    going = token_blocks.walk_token_tiles.py_func(lanes, int(starts[begin]) * 4, k, begin, end, 3)
+    elements = (starts[v] + c * vector_grid.TILE * lanes for v in range(begin, reached) for c in range(k))
+    assert asked(going) == {int(element) * 4 // prefetch.LINE_BYTES for element in elements}

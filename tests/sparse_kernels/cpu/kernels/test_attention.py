@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.kernels.attention import attention
-from sparse_kernels.cpu.runtime import scratch_buffers as scratch
+from sparse_kernels.cpu.runtime import scratch_buffers
 from sparse_kernels.patterns import VectorWise
 
 SIZES = [
@@ -67,7 +67,9 @@ def test_nan_and_infinity_spread_as_in_dense_code(rng, special):
 def test_what_an_earlier_call_left_in_the_shared_room_is_not_read(rng, monkeypatch, size):
     q, k, v, out = drawn(rng, size)
     wanted = attention(q, k, v, np.empty_like(out))
-    monkeypatch.setattr(scratch, "_free", deque([scratch.ScratchBuffer(np.full(2**20, np.nan, np.float32))]))
+    monkeypatch.setattr(
+        scratch_buffers, "_free", deque([scratch_buffers.ScratchBuffer(np.full(2**20, np.nan, np.float32))])
+    )
     np.testing.assert_array_equal(attention(q, k, v, out), wanted)
 
 

@@ -16,10 +16,9 @@ from torch import nn
 
 from sparse_kernels import oracle
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.cpu.codegen import cpu_target as target
-from sparse_kernels.cpu.kernels import transpose_tiles as transpose
-from sparse_kernels.cpu.plans import autotune as tuner
-from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.codegen import cpu_target
+from sparse_kernels.cpu.kernels import transpose_tiles
+from sparse_kernels.cpu.plans import autotune, linear
 from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -53,7 +52,7 @@ def run(plan: linear.TokenPlan | linear.RowPlan, x: np.ndarray) -> np.ndarray:
     if plan.layout == "feature_major":
         return plan(x)
     if plan.layout == "token_blocked":
-        return transpose.unpack_tiles(plan(transpose.pack_tiles(x.T)), x.shape[1]).T
+        return transpose_tiles.unpack_tiles(plan(transpose_tiles.pack_tiles(x.T)), x.shape[1]).T
     return plan(np.ascontiguousarray(x.T)).T
 
 
@@ -76,7 +75,7 @@ def test_every_choice_is_right_for_any_number_of_tokens(
     expected = unpack(packed).astype(float) @ x
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        for choice in tuner.list_candidates(linear.describe_layer(packed, layout, n)):
+        for choice in autotune.list_candidates(linear.describe_layer(packed, layout, n)):
             plan = linear.build_plan(linear.describe_layer(packed, layout, n), choice)
             for tokens in TOKENS:
                 np.testing.assert_array_equal(run(plan, x[:, :tokens].copy()), expected[:, :tokens])
@@ -87,18 +86,18 @@ def test_every_choice_is_right_for_any_number_of_tokens(
 def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(pattern: Pattern, layout: str) -> None:
     packed = packed_of(pattern, np.ones((96, 40), np.float32))
     for n in TOKENS:
-        choices = tuner.list_candidates(linear.describe_layer(packed, layout, n))
+        choices = autotune.list_candidates(linear.describe_layer(packed, layout, n))
         names = [linear.build_plan(linear.describe_layer(packed, layout, n), choice).kernel for choice in choices]
         assert choices[0] == linear.choose_kernel(linear.describe_layer(packed, layout, n))
         assert names[0] == linear.prepare_linear(packed, layout, n).kernel
         assert len(set(names)) == len(names) <= 5
 
 
-@pytest.mark.skipif(target.host().name != "avx512", reason="the tiles of other vector units are others")
+@pytest.mark.skipif(cpu_target.host().name != "avx512", reason="the tiles of other vector units are others")
 def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(shared: bool, matrix: bool = False, halves: bool = True) -> None:
-        for module in (linear, tuner):
-            found = replace(target.host(), shared=shared, matrix=matrix, halves=halves and not shared)
+        for module in (linear, autotune):
+            found = replace(cpu_target.host(), shared=shared, matrix=matrix, halves=halves and not shared)
             monkeypatch.setattr(module, "host", lambda found=found: found)
 
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
@@ -106,7 +105,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
         packed = packed_of(pattern, np.ones((96, 40), np.float32))
         plans = (
             linear.build_plan(linear.describe_layer(packed, layout, n), it)
-            for it in tuner.list_candidates(linear.describe_layer(packed, layout, n))
+            for it in autotune.list_candidates(linear.describe_layer(packed, layout, n))
         )
         return [plan.kernel.split(".", 2)[2].removesuffix(".avx512") for plan in plans]
 
@@ -175,7 +174,7 @@ class Machine:
         return run
 
     def fastest(self, *calls: Callable[[], None]) -> int:
-        return tuner.find_fastest(calls, self.clock)
+        return autotune.find_fastest(calls, self.clock)
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 2e-5, 3e-3, 0.5])
@@ -255,12 +254,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(calls))
         return 1
 
-    monkeypatch.setattr(tuner, "find_fastest", fastest)
+    monkeypatch.setattr(autotune, "find_fastest", fastest)
     return counts
 
 
 # Rows of a group fill half a vector: of few tokens there is a choice.
-LOW = VectorWise(max(4, target.host().lanes // 2))
+LOW = VectorWise(max(4, cpu_target.host().lanes // 2))
 
 
 def vector_layer(m: int = 32, sparsity: float = 0.5) -> Packed:
@@ -269,9 +268,9 @@ def vector_layer(m: int = 32, sparsity: float = 0.5) -> Packed:
 
 
 def test_what_was_found_is_not_measured_again(measured: list[int], cache: Path) -> None:
-    first = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
-    assert first == tuner.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))[1]
-    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == first
+    first = autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
+    assert first == autotune.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))[1]
+    assert autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == first
     assert len(measured) == 1
     assert len(list(cache.iterdir())) == 1
 
@@ -287,7 +286,7 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
         """How often it had to be measured, of two times."""
         before = len(measured)
         for _ in range(2):
-            tuner.choose_fastest(linear.describe_layer(packed or vector_layer(), layout, n, precision))
+            autotune.choose_fastest(linear.describe_layer(packed or vector_layer(), layout, n, precision))
         return len(measured) - before
 
     assert choose() == 1
@@ -306,17 +305,17 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
         assert choose() == 1
         numba.set_num_threads(threads)
     with monkeypatch.context() as patch:
-        patch.setattr(tuner, "VERSION", tuner.VERSION + 1)
+        patch.setattr(autotune, "VERSION", autotune.VERSION + 1)
         assert choose() == 1
     with monkeypatch.context() as patch:
-        patch.setattr(tuner, "describe_device", lambda: "avx512 znver9 Another Processor")
+        patch.setattr(autotune, "describe_device", lambda: "avx512 znver9 Another Processor")
         assert choose() == 1
     assert choose() == 0
 
 
 def test_the_device_is_the_vector_unit_and_the_processor() -> None:
-    assert tuner.describe_device().split()[0] == target.host().name
-    assert len(tuner.describe_device().split()) > 1
+    assert autotune.describe_device().split()[0] == cpu_target.host().name
+    assert len(autotune.describe_device().split()) > 1
 
 
 @pytest.mark.parametrize(
@@ -326,18 +325,18 @@ def test_the_device_is_the_vector_unit_and_the_processor() -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_ignored_and_replaced(measured: list[int], cache: Path, content: bytes) -> None:
-    choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
+    choice = autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
     (path,) = cache.iterdir()
     whole = path.read_bytes()
     path.write_bytes(content)
-    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
+    assert autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
     assert path.read_bytes() == whole
     assert len(measured) == 2
 
 
 @pytest.mark.parametrize("field", ["kernel", "tile", "key"])
 def test_a_file_of_another_layer_or_program_is_ignored(measured: list[int], cache: Path, field: str) -> None:
-    choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
+    choice = autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4))
     (path,) = cache.iterdir()
     document = json.loads(path.read_text())
     if field == "key":
@@ -345,7 +344,7 @@ def test_a_file_of_another_layer_or_program_is_ignored(measured: list[int], cach
     else:
         document["choice"][field] = {"kernel": "single", "tile": [64, 64]}[field]
     path.write_text(json.dumps(document))
-    assert tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
+    assert autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4)) == choice
     assert len(measured) == 2
 
 
@@ -353,20 +352,20 @@ def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(measured: list
     file = tmp_path / "file"
     file.write_text("")
     with pytest.warns(UserWarning, match="tuning results are not kept.*set LATBENCH_CACHE"):
-        choice = tuner.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4), file)
-    assert choice in tuner.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))
+        choice = autotune.choose_fastest(linear.describe_layer(vector_layer(), "token_major", 4), file)
+    assert choice in autotune.list_candidates(linear.describe_layer(vector_layer(), "token_major", 4))
 
 
 RACE = """
 import sys
 from pathlib import Path
-from sparse_kernels.cpu.plans import autotune as tuner
+from sparse_kernels.cpu.plans import autotune
 from sparse_kernels.cpu.plans.linear import Choice
 
 path, key, choices = Path(sys.argv[1]), {"device": "one"}, [Choice("rows", (4, v, 16)) for v in (1, 2, 4)]
 for turn in range(300):
-    tuner._write_choice(path, key, choices[turn % 3])
-    if tuner._read_choice(path, key, choices) is None:
+    autotune._write_choice(path, key, choices[turn % 3])
+    if autotune._read_choice(path, key, choices) is None:
         sys.exit("half a file was read")
 """
 
@@ -393,7 +392,7 @@ def test_a_tuned_plan_computes_what_the_default_does(rng: np.random.Generator, l
         again = prepare(packed, "numba", layout, n, tune=True)
         names = [
             linear.build_plan(linear.describe_layer(packed, layout, n), it).kernel
-            for it in tuner.list_candidates(linear.describe_layer(packed, layout, n))
+            for it in autotune.list_candidates(linear.describe_layer(packed, layout, n))
         ]
         assert plan.kernel == again.kernel and plan.kernel in names
         for tokens in (n, 1, 33):

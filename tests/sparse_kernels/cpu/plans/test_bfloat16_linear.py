@@ -12,13 +12,10 @@ import torch
 from bfloat16_rounding import nearest
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen import cpu_target as target
-from sparse_kernels.cpu.kernels import row_panels as rows
-from sparse_kernels.cpu.kernels import token_blocks as blocks
-from sparse_kernels.cpu.kernels import transpose_tiles as transpose
+from sparse_kernels.cpu.codegen import cpu_target
+from sparse_kernels.cpu.kernels import row_panels, token_blocks, transpose_tiles
 from sparse_kernels.cpu.layouts import panels
-from sparse_kernels.cpu.plans import autotune as tuner
-from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.plans import autotune, linear
 from sparse_kernels.cpu.plans.linear import Choice, RowPlan
 from sparse_kernels.formats import Packed, bfloat16, pack, rounded, unpack
 from sparse_kernels.nn import SparseLinear
@@ -48,7 +45,7 @@ def packed_of(pattern: Pattern, weight: np.ndarray, sparsity: float = 0.7) -> Pa
 
 
 def plan_of(packed: Packed, layout: str, n: int) -> RowPlan:
-    tile = (*rows.choose_tile(panels.count_group_rows(packed), target.host()), target.host().lanes)
+    tile = (*row_panels.choose_tile(panels.count_group_rows(packed), cpu_target.host()), cpu_target.host().lanes)
     plan = linear.build_plan(linear.describe_layer(packed, layout, n, "bfloat16"), Choice("pairs", tile, "blocks"))
     assert isinstance(plan, RowPlan) and ".pairs" in plan.kernel
     return plan
@@ -62,9 +59,9 @@ def run(packed: Packed, x: np.ndarray, layout: str = "token_major", **given: Any
     if layout == "token_major":
         return plan(np.ascontiguousarray(x.T), **given).T
     if layout == "out_of_blocks":
-        return plan(transpose.pack_tiles(x.T), **given, out=np.empty((n, packed.shape[0]), np.float32)).T
-    laid_out = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.pack_tiles(x.T)
-    return transpose.unpack_tiles(plan(laid_out, **given), n).T
+        return plan(transpose_tiles.pack_tiles(x.T), **given, out=np.empty((n, packed.shape[0]), np.float32)).T
+    laid_out = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose_tiles.pack_tiles(x.T)
+    return transpose_tiles.unpack_tiles(plan(laid_out, **given), n).T
 
 
 @pytest.mark.parametrize(("pattern", "layout"), PLACES, ids=str)
@@ -132,7 +129,7 @@ def test_rounding_is_torchs_for_every_kind_of_number(by: str) -> None:
 
 def test_many_tokens_fetch_ahead_and_compute_the_same(rng: np.random.Generator, by: str) -> None:
     n, packed = 1100, packed_of(ShflBW(32), rng.integers(-3, 4, (256, 255)).astype(np.float32))
-    assert n * (256 + 255) >= blocks.FAR
+    assert n * (256 + 255) >= token_blocks.FAR
     x = rng.integers(-4, 5, (255, n)).astype(np.float32)
     for layout in ("token_major", "token_blocked"):
         np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
@@ -181,7 +178,7 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
     numba.set_num_threads(1)
 
     def kernel(n: int, precision: str, layout: str = "token_major", **of_host: bool) -> str:
-        own = replace(target.host(), matrix=False, **of_host)
+        own = replace(cpu_target.host(), matrix=False, **of_host)
         monkeypatch.setattr(linear, "host", lambda: own)
         return prepare(packed, "numba", layout, n, precision=precision).kernel.split(".")[2]
 
@@ -191,10 +188,10 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
     for other in (kernel(128, "bfloat16", pairs=False), kernel(128, "bfloat16-weights", pairs=True)):
         assert other == kernel(128, "bfloat16-weights", pairs=False)
     assert not kernel(128, "float32", pairs=True).startswith("pairs")
-    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False, pairs=True))
+    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False, pairs=True))
     kinds = [
         choice.kernel
-        for choice in tuner.list_candidates(linear.describe_layer(packed, "token_major", 128, "bfloat16"))
+        for choice in autotune.list_candidates(linear.describe_layer(packed, "token_major", 128, "bfloat16"))
     ]
     assert kinds[0] == "pairs" and len(kinds) > 1
 
@@ -208,7 +205,7 @@ def test_a_dense_layer_of_one_row_has_no_pairs_and_is_no_error(rng: np.random.Ge
 
 
 def test_a_torch_layer_has_a_plan_for_few_tokens_and_one_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False, pairs=True))
+    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False, pairs=True))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -16,7 +16,7 @@ from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.kernels import row_panels as rows
-from sparse_kernels.cpu.kernels import unstructured_rows as single
+from sparse_kernels.cpu.kernels import unstructured_rows
 from sparse_kernels.cpu.plans import conv2d
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
@@ -213,7 +213,7 @@ def test_nothing_outside_out_is_written(rng, pattern, shape):
 )
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4)], ids=str)
 def test_columns_in_several_stages(rng, monkeypatch, shape, pattern):
-    monkeypatch.setattr(single, "CLOSE", 1000)
+    monkeypatch.setattr(unstructured_rows, "CLOSE", 1000)
     packed, x = operands(rng, shape, pattern)
     plan = prepare_conv2d(packed, shape, "numba")
     assert len(plan.panels.table) > 1

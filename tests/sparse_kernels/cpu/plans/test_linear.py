@@ -18,22 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.codegen import cpu_target
 from sparse_kernels.cpu.codegen.register_tiles import AHEAD
 from sparse_kernels.cpu.kernels import (
-    row_panels as rows,
+    row_panels,
+    token_blocks,
+    transpose_tiles,
 )
 from sparse_kernels.cpu.kernels import (
     small_batch as few,
 )
 from sparse_kernels.cpu.kernels import (
-    token_blocks as blocks,
-)
-from sparse_kernels.cpu.kernels import (
     token_major as tokens,
-)
-from sparse_kernels.cpu.kernels import (
-    transpose_tiles as transpose,
 )
 from sparse_kernels.cpu.kernels import (
     unstructured_rows as single,
@@ -41,7 +37,7 @@ from sparse_kernels.cpu.kernels import (
 from sparse_kernels.cpu.layouts import panels
 from sparse_kernels.cpu.layouts import vector_grid as vectors
 from sparse_kernels.cpu.plans import linear
-from sparse_kernels.cpu.runtime import scratch_buffers as scratch
+from sparse_kernels.cpu.runtime import scratch_buffers
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
@@ -72,7 +68,7 @@ OTHER_MACHINES = [
     ),
     pytest.param(
         {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+popcnt"},
-        marks=pytest.mark.skipif(target.host().name not in ("avx2", "avx512"), reason="needs AVX2"),
+        marks=pytest.mark.skipif(cpu_target.host().name not in ("avx2", "avx512"), reason="needs AVX2"),
     ),
 ]
 # What takes long there is to compile: of linear layers an odd pattern in all layouts, and one of each other kind of
@@ -90,9 +86,9 @@ def all_threads():
     numba.set_num_threads(before)
 
 
-def avx512(**how: bool) -> target.CpuTarget:
+def avx512(**how: bool) -> cpu_target.CpuTarget:
     """Intel's: shared; AMD's Zen 4: halves; AMD's Zen 5: neither."""
-    return target.CpuTarget("avx512", 16, 32, fused=True, **how)
+    return cpu_target.CpuTarget("avx512", 16, 32, fused=True, **how)
 
 
 INTEL, ZEN_4, ZEN_5 = avx512(shared=True), avx512(halves=True), avx512()
@@ -111,9 +107,11 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, prec
     if layout in BLOCKED_LAYOUTS:
         n = x.shape[1]
         if layout == "out_of_blocks":
-            return plan(transpose.pack_tiles(x.T), bias, activation, np.empty((n, packed.shape[0]), np.float32)).T
-        given = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.pack_tiles(x.T)
-        return transpose.unpack_tiles(plan(given, bias, activation, out), n).T
+            return plan(
+                transpose_tiles.pack_tiles(x.T), bias, activation, np.empty((n, packed.shape[0]), np.float32)
+            ).T
+        given = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose_tiles.pack_tiles(x.T)
+        return transpose_tiles.unpack_tiles(plan(given, bias, activation, out), n).T
     return plan(np.ascontiguousarray(x.T), bias, activation, out).T
 
 
@@ -213,15 +211,15 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
 def test_tiles_of_tokens_are_the_tokens(rng, n):
     x = rng.standard_normal((n, 37)).astype(np.float32)
-    tiles, tokens = transpose.pack_tiles(x), transpose.count_tile_tokens()
+    tiles, tokens = transpose_tiles.pack_tiles(x), transpose_tiles.count_tile_tokens()
     assert tiles.shape == (-(-n // tokens), 37, tokens)
     np.testing.assert_array_equal(tiles.swapaxes(1, 2).reshape(-1, 37)[:n], x)
     assert (tiles.swapaxes(1, 2).reshape(-1, 37)[n:] == 0).all()
-    np.testing.assert_array_equal(transpose.unpack_tiles(tiles, n), x)
+    np.testing.assert_array_equal(transpose_tiles.unpack_tiles(tiles, n), x)
     with pytest.raises(ValueError, match="cannot hold"):
-        transpose.unpack_tiles(tiles, len(tiles) * tokens + 1)
+        transpose_tiles.unpack_tiles(tiles, len(tiles) * tokens + 1)
     with pytest.raises(ValueError, match="cannot hold"):
-        transpose.unpack_tiles(tiles[:, :, 1:], n)
+        transpose_tiles.unpack_tiles(tiles[:, :, 1:], n)
 
 
 @pytest.mark.parametrize("layout", BLOCKED_LAYOUTS)
@@ -232,7 +230,7 @@ def test_only_numba_takes_tiles_of_tokens(layout):
 
 
 def test_tiles_that_do_not_hold_the_tokens_wanted_are_refused():
-    packed, tokens = packed_of(VectorWise(32), np.ones((32, 4), np.float32)), transpose.count_tile_tokens()
+    packed, tokens = packed_of(VectorWise(32), np.ones((32, 4), np.float32)), transpose_tiles.count_tile_tokens()
     plan = prepare(packed, "numba", "out_of_blocks", tokens)
     assert plan(np.ones((2, 4, tokens), np.float32)).shape == (2 * tokens, 32)
     for n in (tokens, 2 * tokens + 1):
@@ -275,9 +273,9 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 
 def test_the_kernel_says_what_runs(monkeypatch):
-    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False))
+    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False))
     weight = np.ones((64, 64), np.float32)
-    name = target.host().name
+    name = cpu_target.host().name
     vector = packed_of(VectorWise(32), weight)
     assert prepare(vector, "numba", "token_major", 64).kernel.startswith("numba.vector.tokens")
     assert prepare(vector, "numba", "feature_major", 64).kernel.startswith("numba.vector.rows")
@@ -379,7 +377,7 @@ def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
     for n, ways in itertools.product((12, 150), itertools.product((False, True), repeat=2)):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(ShflBW(32), weight)
-        tile, expected = linear.choose_token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+        tile, expected = linear.choose_token_tile(packed, cpu_target.host()), unpack(packed).astype(float) @ x
         if tile is None:  # a vector is wider than a group here
             return
         monkeypatch.setattr(
@@ -432,15 +430,15 @@ def test_threads_have_chunks_of_their_own_where_tokens_make_up_for_reading_all_w
 
 
 def test_calls_share_room_one_after_the_other_and_never_at_once():
-    first = scratch.borrow(100)
-    other = scratch.borrow(50)
+    first = scratch_buffers.borrow(100)
+    other = scratch_buffers.borrow(50)
     assert abs(first.address - other.address) >= 50 * 4
-    scratch.give_back(first)
-    again = scratch.borrow(80)
+    scratch_buffers.give_back(first)
+    again = scratch_buffers.borrow(80)
     assert again.address == first.address
-    scratch.give_back(again)
-    assert scratch.borrow(10**6).size >= 10**6
-    assert first.address % scratch.ALIGNMENT == 0
+    scratch_buffers.give_back(again)
+    assert scratch_buffers.borrow(10**6).size >= 10**6
+    assert first.address % scratch_buffers.ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("way", ["", "pass"])
@@ -448,9 +446,9 @@ def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
     choice = linear.Choice("rows", linear.choose_row_tile(linear.describe_layer(packed, "feature_major", 1)), way)
     plan = linear.build_plan(linear.describe_layer(packed, "feature_major", 1), choice)
-    lanes, vectors = (target.host().lanes, plan.tile[1]) if way else (target.NARROWEST, 1)
+    lanes, vectors = (cpu_target.host().lanes, plan.tile[1]) if way else (cpu_target.NARROWEST, 1)
     room = np.full(10**5, np.nan, np.float32)
-    monkeypatch.setattr(scratch, "_free", deque([scratch.ScratchBuffer(room)]))
+    monkeypatch.setattr(scratch_buffers, "_free", deque([scratch_buffers.ScratchBuffer(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
     oracle.check(plan(x), packed, x)
     multiplied = room[: 40 * vectors * lanes].reshape(40, -1)[:, :lanes]
@@ -562,7 +560,7 @@ def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
         prepare(packed, "numba", "token_major", 4, precision=each) for each in ("float32", "bfloat16-weights")
     )
     assert whole.panels.values.nbytes == 2 * half.panels.values.nbytes == 4 * packed.nnz
-    assert half.kernel == whole.kernel.removesuffix(target.host().name) + f"bf16.{target.host().name}"
+    assert half.kernel == whole.kernel.removesuffix(cpu_target.host().name) + f"bf16.{cpu_target.host().name}"
     assert half.copy().kernel == half.kernel
     assert not np.shares_memory(half.copy().panels.values, half.panels.values)
 
@@ -662,15 +660,15 @@ def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
 
 
 def test_a_tile_wastes_as_few_rows_as_possible():
-    assert rows.choose_tile(32, ZEN_5) == (8, 2)
-    assert rows.choose_tile(4, ZEN_5) == (4, 4)
-    assert rows.choose_tile(3, ZEN_5)[0] == 4
-    assert rows.choose_tile(9, ZEN_5)[0] in (2, 4)
-    assert np.prod(rows.choose_tile(32, target.CpuTarget("avx2", 8, 16, fused=True))) == 8
+    assert row_panels.choose_tile(32, ZEN_5) == (8, 2)
+    assert row_panels.choose_tile(4, ZEN_5) == (4, 4)
+    assert row_panels.choose_tile(3, ZEN_5)[0] == 4
+    assert row_panels.choose_tile(9, ZEN_5)[0] in (2, 4)
+    assert np.prod(row_panels.choose_tile(32, cpu_target.CpuTarget("avx2", 8, 16, fused=True))) == 8
 
 
 def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
-    assert [rows.choose_width((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [
+    assert [row_panels.choose_width((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [
         2,
         2,
         2,
@@ -680,14 +678,14 @@ def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
         2,
         3,
     ]
-    assert [rows.choose_width((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
+    assert [row_panels.choose_width((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
     assert (
-        rows.choose_width((8, 1), 4, target.CpuTarget("avx2", 8, 16, fused=True)) == 1
+        row_panels.choose_width((8, 1), 4, cpu_target.CpuTarget("avx2", 8, 16, fused=True)) == 1
     )  # others would not fit the registers
 
 
 def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():
-    assert [rows.choose_width((8, 2), together, INTEL) for together in (1, 2, 3, 4, 6, 8, 64)] == [
+    assert [row_panels.choose_width((8, 2), together, INTEL) for together in (1, 2, 3, 4, 6, 8, 64)] == [
         2,
         2,
         3,
@@ -696,14 +694,14 @@ def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multipl
         2,
         3,
     ]
-    assert [rows.choose_width((4, 4), together, INTEL) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+    assert [row_panels.choose_width((4, 4), together, INTEL) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
     ("pattern", "kept"), [(VectorWise(3), True), (BlockWise(16, 4), True), (ShflBW(4), False)], ids=str
 )
 def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, pattern, kept):
-    m, k, n = 3 * blocks.RUN - 48, 40, 100
+    m, k, n = 3 * token_blocks.RUN - 48, 40, 100
     weight, x = oracle.exact_operands(rng, m, k, n)
     # Rows with equal columns lie apart, so that Shfl-BW has to permute them.
     packed = packed_of(pattern, weight * (np.arange(k) % 3 == np.arange(m)[:, None] % 3))
@@ -717,8 +715,8 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
 
 @pytest.mark.parametrize("layout", ["token_major", "token_blocked"])
 def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, layout):
-    monkeypatch.setattr(blocks, "FAR", 0)
-    monkeypatch.setattr(blocks, "CACHED", 1)  # as many blocks as there are tiles
+    monkeypatch.setattr(token_blocks, "FAR", 0)
+    monkeypatch.setattr(token_blocks, "CACHED", 1)  # as many blocks as there are tiles
     numba.set_num_threads(1)
     m, k, n = 70, 90, 333
     weight, x = oracle.exact_operands(rng, m, k, n)
@@ -748,7 +746,7 @@ def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_ha
 @pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
 def test_stages_add_up(monkeypatch, rng, pattern, precision):
     monkeypatch.setattr(tokens, "FIRST_LEVEL", 128)
-    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), shared=True))
+    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), shared=True))
     m, k = 83, 101
     for n in (1, 3, 8, 77):
         weight, x = oracle.exact_operands(rng, m, k, n)
@@ -770,7 +768,7 @@ def test_stages_add_up_where_threads_have_several_tiles_of_tokens(monkeypatch, r
     m, k, n = 160, 101, 77
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    tile, expected = linear.choose_token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+    tile, expected = linear.choose_token_tile(packed, cpu_target.host()), unpack(packed).astype(float) @ x
     if tile is None:  # a vector is wider than a group here
         return
     plan = linear.build_plan(linear.describe_layer(packed, "token_major", n), linear.Choice("tokens", tile))
@@ -790,7 +788,7 @@ def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
     expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        tile = linear.choose_token_tile(packed, target.host())
+        tile = linear.choose_token_tile(packed, cpu_target.host())
         if tile is not None:  # a vector is as wide as it can be here
             for tokens_at_once in (tile[0], 6):
                 plan = linear.build_plan(
@@ -812,7 +810,7 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
     for n in (5, 7, 8, 9):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight, sparsity=0.9)
-        tile = linear.choose_token_tile(packed, target.host())
+        tile = linear.choose_token_tile(packed, cpu_target.host())
         if tile is None:  # a vector is wider than a group here
             return
         plan = linear.build_plan(
@@ -824,7 +822,7 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
         for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
             numba.set_num_threads(threads)
             np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
-    assert laid.count(True) >= (3 if tile[0] == 8 and not target.host().shared else 0)
+    assert laid.count(True) >= (3 if tile[0] == 8 and not cpu_target.host().shared else 0)
 
 
 def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
@@ -868,11 +866,11 @@ def test_blocks_are_even_and_no_larger_than_the_cache():
             for cached in (1, 5, 16):
                 for threads in (1, 2, 3):
                     for own in (False, True):
-                        count, tiles = rows.count_blocks(total, tile, cached, threads, own), -(-total // tile)
+                        count, tiles = row_panels.count_blocks(total, tile, cached, threads, own), -(-total // tile)
                         assert 1 <= -(-tiles // count) <= max(1, cached // tile)
-    assert rows.count_blocks(8, 2, 100, 2, True) == 2  # two threads, a block each
-    assert rows.count_blocks(26, 2, 5, 2, True) == 8  # where blocks are many, each thread has as many
-    assert rows.split_vectors(13, 2, 2).tolist() == [0, 6, 13]
+    assert row_panels.count_blocks(8, 2, 100, 2, True) == 2  # two threads, a block each
+    assert row_panels.count_blocks(26, 2, 5, 2, True) == 8  # where blocks are many, each thread has as many
+    assert row_panels.split_vectors(13, 2, 2).tolist() == [0, 6, 13]
 
 
 def test_threads_have_blocks_of_their_own_where_these_come_out_even_or_x_is_long(rng):
@@ -880,7 +878,7 @@ def test_threads_have_blocks_of_their_own_where_these_come_out_even_or_x_is_long
     cut = panels.build_panels(panels.build_groups(packed), 8)
 
     def own(tiles, columns):
-        return rows.gives_own_blocks(cut, 2, 2 * tiles, columns, 2)
+        return row_panels.gives_own_blocks(cut, 2, 2 * tiles, columns, 2)
 
     assert own(4, 64) and own(9, 64)
     assert not own(3, 64) and not own(7, 127)  # threads share panels
