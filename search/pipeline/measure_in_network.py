@@ -25,6 +25,7 @@ from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
+from latbench.machines.processors import check_threads
 from latbench.tables.point_ids import hash_key
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
@@ -113,7 +114,10 @@ def time_layers_in_network(
     ------
     EnvironmentUnusable
         No layer has a time, or DeepSparse cannot run the model.
+    UsageError
+        This process may not use so many processors.
     """
+    check_threads(threads, f"{threads} threads")
     model, inputs = task.model(), task.example()
     shapes = list_prunable_layers(task, model)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
