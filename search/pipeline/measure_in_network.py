@@ -114,10 +114,7 @@ def time_layers_in_network(
     ------
     EnvironmentUnusable
         No layer has a time, or DeepSparse cannot run the model.
-    UsageError
-        This process may not use so many processors.
     """
-    check_threads(threads, f"{threads} threads")
     model, inputs = task.model(), task.example()
     shapes = list_prunable_layers(task, model)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
@@ -144,6 +141,7 @@ class _Network:
     """An exported model on DeepSparse, and the samples taken of it."""
 
     def __init__(self, path: Path, arrays: Sequence[NDArray[Any]], threads: int, environment: Environment) -> None:
+        check_threads(threads, f"{threads} threads")
         self._path, self._arrays, self._threads, self._environment = path, arrays, threads, environment
         self.analyses: dict[float, list[list[Operation]]] = {}
         self.end_to_end: list[float] = []
