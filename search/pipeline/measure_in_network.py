@@ -119,7 +119,7 @@ def time_layers_in_network(
     shapes = list_prunable_layers(task, model)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
-        export_onnx(model, inputs, path)
+        export_onnx(model, inputs, path, transposes_once=False)  # DeepSparse prunes weights that it finds stored
         values = find_layer_values(model, inputs, path)
         network = _Network(path, [x.numpy() for x in inputs], threads, environment)
         with lock_cpu(progress):
