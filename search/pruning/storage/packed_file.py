@@ -121,10 +121,9 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
             names, patterns = set(file.keys()), dict(file.metadata() or {})
             patterns.pop("format", None)
             checksum = patterns.pop("sha256", None)
-            tied = dict(json.loads(patterns.get(_TIED, "{}")))
-            stored = {name: tied.get(name, name) for name in own}
+            stored = {name: name for name in own} | json.loads(patterns.get(_TIED, "{}"))
             wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in stored.values()]
-            if {name for parts in wanted for name in parts} != names:
+            if stored.keys() != own.keys() or {name for parts in wanted for name in parts} != names:
                 raise BadData(f"{path}: not the packed weights of this model")
             if _compute_checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
                 raise damaged
@@ -134,25 +133,30 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
             for name, tensor in own.items():  # check all before any weight changes
                 if stored[name] in names:
                     fits = file.get_slice(stored[name]).get_shape() == list(tensor.shape)
-                else:
-                    m, k = as_matrix(model.get_submodule(_get_layer_name(name)), tensor).shape
-                    bits = file.get_tensor(f"{name}.mask").numpy()
-                    fits = bits.shape == (m, -(-k // 8))
-                    if fits:
-                        masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
-                        fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
-                        choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
+                elif fits := (mask := _read_mask(file, model, name, tensor)) is not None:
+                    masks[name] = mask
+                    choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
-                if name in masks:
-                    tensor.copy_(_unpack_weight(file, model, name, masks[name]))
-                else:
-                    tensor.copy_(file.get_tensor(stored[name]))
+                whole = name not in masks
+                tensor.copy_(
+                    file.get_tensor(stored[name]) if whole else _unpack_weight(file, model, name, masks[name])
+                )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
     return model.eval(), choices
+
+
+def _read_mask(file: Any, model: nn.Module, name: str, tensor: Tensor) -> NDArray[np.bool_] | None:
+    """Return the mask (m, k) of a weight in an open packed file; None if it or its values do not fit `tensor`."""
+    m, k = as_matrix(model.get_submodule(_get_layer_name(name)), tensor).shape
+    bits = file.get_tensor(f"{name}.mask").numpy()
+    if bits.shape != (m, -(-k // 8)):
+        return None
+    mask: NDArray[np.bool_] = np.unpackbits(bits, axis=1, count=k).astype(bool)
+    return mask if file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)] else None
 
 
 def _unpack_weight(file: Any, model: nn.Module, name: str, mask: NDArray[np.bool_]) -> Tensor:

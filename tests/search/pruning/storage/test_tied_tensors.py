@@ -14,7 +14,7 @@ from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.storage.model_folder import load_pruned, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
 from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
-from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
 
@@ -111,8 +111,11 @@ def test_a_packed_file_stores_a_tied_weight_once(tmp_path: Path) -> None:
     found, choices = load_packed(path, LanguageModel())
     assert hash_model(found) == hash_model(model) and set(choices) == {"first"}
     assert found.head.weight.data_ptr() == found.embedding.weight.data_ptr()
-    with pytest.raises(BadData, match="not the packed weights of this model"):
-        load_packed(path, nn.Sequential(nn.Linear(2, 2)))
+    headless = LanguageModel()
+    del headless.head
+    for other in (nn.Sequential(nn.Linear(2, 2)), headless):
+        with pytest.raises(BadData, match="not the packed weights of this model"):
+            load_packed(path, other)
 
 
 def test_a_damaged_list_of_tied_weights_is_refused(tmp_path: Path) -> None:
