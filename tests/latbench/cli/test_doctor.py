@@ -50,6 +50,7 @@ def test_what_slurm_granted_and_what_cannot_be_read_is_told(latbench: Any, monke
     monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "some")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    monkeypatch.setattr("latbench.cli.main.limit_default_threads", lambda: None)  # it would outlast this test
     out = latbench("doctor").out
     assert "1 granted by Slurm" in out
     assert "! SLURM_CPUS_PER_TASK is 'some', which is no number of processors: it is ignored" in out
