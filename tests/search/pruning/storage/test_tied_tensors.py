@@ -14,8 +14,8 @@ from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.storage.model_folder import load_pruned, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
 from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
-from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 
 class LanguageModel(nn.Module):
