@@ -8,22 +8,70 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-_CGROUPS = Path("sys/fs/cgroup")
+_USUAL = Path("sys/fs/cgroup")
+
+
+class _Mount(NamedTuple):
+    """Where control groups are visible: `folder` shows the group `top` and those inside of it.
+
+    `controllers` is empty for version 2.
+    """
+
+    controllers: frozenset[str]
+    top: PurePosixPath
+    folder: Path
 
 
 def list_cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the folders of this process's control groups of `controller` (cpu, memory), innermost first."""
+    known = list(_list_mounts(root))
     for line in (read_text_file(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        if (found := re.fullmatch(r"\d+:([^:]*):(/.*)", line)) is None:
             continue
-        top = root / _CGROUPS / controllers
-        # Inside a container the path may be the host's, of which only the top is visible.
-        for folder in [Path(path), *Path(path).parents]:
-            if (group := top / str(folder).lstrip("/")).is_dir():
-                yield group
+        names, path = found[1], PurePosixPath(found[2])
+        if names and controller not in names.split(","):
+            continue
+        mounts = [it for it in known if (controller in it.controllers if names else not it.controllers)]
+        for mount in mounts or ([] if known else _list_usual_mounts(names, root)):
+            yield from filter(_is_folder, _list_visible(mount, path))
+
+
+def _list_mounts(root: Path) -> Iterator[_Mount]:
+    """Yield the mounts of control groups from /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    for line in (read_text_file(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        places, kind = before.split(" ")[3:5], after.split(" ")
+        if len(places) < 2 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        top, folder = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), place) for place in places)
+        controllers = kind[2].split(",") if kind[0] == "cgroup" else ()
+        yield _Mount(frozenset(controllers), PurePosixPath(top), root / folder.lstrip("/"))
+
+
+def _list_usual_mounts(names: str, root: Path) -> list[_Mount]:
+    """Return where the groups of these controllers usually are, for a process that cannot see its mounts."""
+    folders = (names, *names.split(",")) if names else ("", "unified")
+    top = PurePosixPath("/")
+    return [_Mount(frozenset(), top, root / _USUAL / folder) for folder in dict.fromkeys(folders)]
+
+
+def _list_visible(mount: _Mount, path: PurePosixPath) -> Iterator[Path]:
+    """Yield the folders of the group `path` and of those around it; of a group elsewhere only the top."""
+    inside = path.relative_to(mount.top) if path.is_relative_to(mount.top) else path.relative_to("/")
+    if ".." in inside.parts:  # outside of the namespace of control groups
+        inside = PurePosixPath()
+    for group in (inside, *inside.parents):
+        yield mount.folder / group
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def runs_in_container(root: Path = Path("/")) -> bool:
@@ -60,6 +108,6 @@ def read_number(path: Path) -> float | None:
 def read_text_file(path: Path) -> str | None:
     """Return the content of a file without surrounding blanks; None where it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return None

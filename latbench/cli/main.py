@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, UsageError
+from latbench.machines.processors import limit_default_threads
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -66,6 +67,7 @@ def main() -> None:
     stdout, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
         given = sys.argv[1:] or ["--help"]
+        limit_default_threads()
         code = build_application(given[0])(given, prog_name="latbench", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt

@@ -88,15 +88,12 @@ class SweepDevice:
 def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
     from latbench.backends import installed_engines
-    from latbench.errors import UsageError
-    from latbench.machines.devices import count_cores, list_allowed_processors
+    from latbench.machines.processors import select_threads
     from latbench.sweeping.settings import CPU_SETTINGS
     from latbench.sweeping.sweep import run_sweep
     from latbench.sweeping.sweep_machine import CpuMachine
 
-    if threads is not None and threads > (most := len(list_allowed_processors())):
-        raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = CpuMachine(threads or count_cores())
+    cpu = CpuMachine(select_threads(threads))
     there = [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
     run = functools.partial(run_sweep, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return SweepDevice(cpu.device, cpu.threads, Installed(there), run)
@@ -166,7 +163,11 @@ def _check_needed(gpu: str, needed: Collection[str], refusals: Mapping[str, str]
 def open_cluster(
     on: str, gpu: str | None, threads: int | None, how: SweepCommandOptions, settings: Sequence[str]
 ) -> SweepDevice:
-    """Return the nodes of a cluster that have the GPU, or for None a CPU alone; `settings` are those of Slurm."""
+    """Return the nodes of a cluster that have the GPU, or for None a CPU alone; `settings` are those of Slurm.
+
+    Raises UsageError for more threads than a node has processors.
+    """
+    from latbench.errors import UsageError
     from latbench.runners.ray_nodes import RayNodes
     from latbench.runners.slurm_nodes import SlurmNodes
     from latbench.sweeping.cluster import ClusterSite, survey_nodes
@@ -182,6 +183,11 @@ def open_cluster(
     cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, settings, tell)
     try:
         common = survey_nodes(cluster, gpu, tell)
+        if threads is not None and threads > common.processors:
+            raise UsageError(
+                f"--threads {threads}: one of the nodes may use {common.processors} processors only, and more "
+                "threads would only wait; use no more than that"
+            )
     except BaseException:
         cluster.close()
         raise

@@ -81,7 +81,7 @@ def _print_faults(console: Console, rows: pd.DataFrame, noisy: int) -> None:
     """Print why points failed, and how many have no roofline, are noisy or were disturbed."""
     import os
 
-    from latbench.machines.devices import count_cores
+    from latbench.machines.processors import count_cores
     from latbench.sweeping.settings import NO_ROOFLINE
     from latbench.tables.table import select_timed
 

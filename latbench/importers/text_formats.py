@@ -17,7 +17,8 @@ Names without any time may follow, as in one of the published files. SPDY, profi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def read_spdy(path: Path) -> SpdyTimings:
     points: list[tuple[float, float]] | None = None
     for index, line in enumerate(lines[4:], start=4):
         words = line.split()
-        if len(words) == 1 and not _is_number(words[0]):
+        if len(words) == 1 and _is_name(words[0]):
             if words[0] in layers:
                 raise _bad(path, index, f"layer {words[0]} is listed twice")
             points = layers.setdefault(words[0], [])
@@ -74,17 +75,23 @@ def read_spdy(path: Path) -> SpdyTimings:
 def write_spdy(timings: SpdyTimings, path: Path) -> None:
     """Write SPDY timings; `read_spdy` reads them again, sparsities to the format's four digits.
 
-    Raises BadData for a layer whose name would be read as something else.
+    Raises BadData as `check_spdy_names` does.
     """
-    for name in timings.layers:
-        if name.split() != [name] or _is_number(name):
-            raise BadData(
-                f"a SPDY timing file cannot hold a layer called {name!r}: names have no space, and are no numbers"
-            )
+    check_spdy_names(timings.layers)
     lines = ["base", _exact(timings.base), "prunable", _exact(timings.prunable)]
     for name, points in timings.layers.items():
         lines += [name, *(f"{_exact(seconds)} {sparsity:.4f}" for seconds, sparsity in points)]
     write_text_atomically(path, "\n".join(lines) + "\n")
+
+
+def check_spdy_names(layers: Iterable[str]) -> None:
+    """Raise BadData for a layer whose name a SPDY timing file cannot hold: it would be read as something else."""
+    for name in layers:
+        if name.split() != [name] or not _is_name(name):
+            raise BadData(
+                f"a SPDY timing file cannot hold a layer called {name!r}: names have no space, and are no numbers "
+                "but positions such as 0 or 1.2"
+            )
 
 
 def _exact(seconds: float) -> str:
@@ -223,12 +230,16 @@ def _number(path: Path, index: int, text: str, what: str) -> float:
         raise _bad(path, index, f"expected {what}, found {text!r}") from None
 
 
-def _is_number(text: str) -> bool:
+def _is_name(text: str) -> bool:
+    """Return whether a word alone is a layer's name, not a number without its sparsity.
+
+    Layers of nn.Sequential are called 0, 12 or 1.2, which are numbers too.
+    """
     try:
         float(text)
     except ValueError:
-        return False
-    return True
+        return True
+    return re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*))?", text, flags=re.A) is not None
 
 
 def _bad(path: Path, index: int, message: str) -> BadData:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from latbench.base.environments import hash_environment
+from latbench.machines.processors import list_allowed_processors, read_processors
 
 CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 _CLOCKS = Path("/sys/devices/system/cpu")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MACHINE = Path("/etc/machine-id")
 
 # The instruction-set flags that decide which kernels run, widest registers first, with their width in bits.
@@ -64,20 +64,6 @@ def _cpu_fields(cpuinfo: str | None = None) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def count_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and the quota of its control group.
-
-    Two threads of one core count once, because the second adds nothing to a kernel that fills the vector units.
-    """
-    siblings = set()
-    for cpu in sorted(list_allowed_processors()):
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(topology.read_text().strip() if topology.exists() else str(cpu))
-    quota = _QUOTA.read_text().split() if _QUOTA.exists() else ["max"]
-    most = len(siblings) if quota[0] == "max" else int(quota[0]) // int(quota[1])
-    return max(1, min(len(siblings), most))
-
-
 # The environment: everything that may change times on the same device ---------------------------------------------
 
 
@@ -85,13 +71,15 @@ def describe_cpu_environment(threads: int) -> dict[str, Any]:
     """Return this machine and its software as texts and integers by name; env_id is the hash of the rest."""
     fields = _cpu_fields()
     flags = read_cpu_flags()
+    processors = read_processors()
     row: dict[str, Any] = {
         "device": name_cpu(),
         "device_uuid_hash": hash_machine(),
         "cpu_model": fields.get("model name", platform.processor()),
         "cpu_flags": " ".join(flag for flag in _TELLING_FLAGS if flag in flags),
         "vector_bits": find_vector_bits(flags),
-        "cores": count_cores(),
+        "cores": processors.default_threads,
+        "processors": processors.most_threads,
         "threads": threads,
         "memory_bytes": read_memory_bytes(),
         **read_cache_sizes(),
@@ -219,8 +207,3 @@ def read_scaling_hertz() -> float | None:
         return max(float(file.read_text()) for file in files) * 1e3
     except (OSError, ValueError):
         return None
-
-
-def list_allowed_processors() -> set[int]:
-    """Return the processors that this process may use."""
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -5,13 +5,13 @@ Everything is read from /proc and /sys of Linux. A hidden value is None and give
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.base.cgroups import list_cgroups, read_number, read_text_file, runs_in_container
+from latbench.base.cgroups import read_number, read_text_file, runs_in_container
+from latbench.machines.processors import list_allowed_processors, read_processors
 
 _CPUS = Path("sys/devices/system/cpu")
 
@@ -43,6 +43,8 @@ class Host:
         Cores' worth of time that the control group grants.
     throttled_periods
         How often the quota was used up.
+    granted_by_slurm
+        Processors that Slurm granted.
     load
         Runnable threads, mean of a minute.
     steal_fraction
@@ -51,6 +53,8 @@ class Host:
         Whether this is a virtual machine.
     container
         Whether this is a container; others may run on the same machine.
+    faults
+        Sentences on files and variables that could not be read.
     """
 
     processors: int
@@ -62,10 +66,12 @@ class Host:
     most_clock_hertz: float | None = None
     quota_cores: float | None = None
     throttled_periods: int | None = None
+    granted_by_slurm: int | None = None
     load: float | None = None
     steal_fraction: float | None = None
     virtual: bool | None = None
     container: bool = False
+    faults: tuple[str, ...] = ()
 
 
 def read_host(
@@ -73,25 +79,26 @@ def read_host(
 ) -> Host:
     """Return this machine's state, or that of /proc and /sys under `root`; `allowed` are the processors in use."""
     if allowed is None:
-        allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else {0}
+        allowed = list_allowed_processors()
+    there = read_processors(root, allowed=allowed)
     cpus, first = root / _CPUS, root / _CPUS / f"cpu{min(allowed)}" / "cpufreq"
-    siblings = {read_text_file(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     turbo, switch = _turbo(cpus)
     clocks = [read_number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
     info = read_text_file(root / "proc/cpuinfo") or ""
     flags = re.search(r"^flags\s*:(.*)$", info, flags=re.M)
     load = read_text_file(root / "proc/loadavg")
-    quotas, throttled = _quota(root)
     return Host(
-        processors=len(allowed),
-        cores=len(siblings),
+        processors=there.hardware_threads,
+        cores=there.cores,
         governor=read_text_file(first / "scaling_governor"),
         turbo=turbo,
         turbo_switch=switch,
         clock_hertz=_mean_clock(clocks, info),
         most_clock_hertz=_scaled(read_number(first / "cpuinfo_max_freq"), 1e3),
-        quota_cores=quotas,
-        throttled_periods=throttled,
+        quota_cores=there.quota.processors if there.quota else None,
+        throttled_periods=there.quota.throttled_periods if there.quota else None,
+        granted_by_slurm=there.granted,
+        faults=there.faults,
         load=float(load.split()[0]) if load else None,
         steal_fraction=steal_fraction,
         virtual=None if flags is None else "hypervisor" in flags[1].split(),
@@ -100,8 +107,8 @@ def read_host(
 
 
 def list_advice(host: Host) -> list[str]:
-    """Return advice for less noise, the greatest source first: one sentence each, with the remedy."""
-    return [*_taken_away(host), *_clock(host), *_shared(host)]
+    """Return what could not be read, and advice for less noise, the greatest source first: one sentence each."""
+    return [*host.faults, *_taken_away(host), *_clock(host), *_shared(host)]
 
 
 def _taken_away(host: Host) -> Iterator[str]:
@@ -157,21 +164,6 @@ def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
     if (setting := read_text_file(cpus / "cpufreq/boost")) is not None:
         return setting == "1", "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
     return None, None
-
-
-def _quota(root: Path) -> tuple[float | None, int | None]:
-    """Return the least quota of this process's control groups in cores, and how often it was used up."""
-    found: list[tuple[float, int | None]] = []
-    for group in list_cgroups("cpu", root):
-        quota, _, period = (read_text_file(group / "cpu.max") or "max 0").partition(" ")
-        old = read_number(group / "cpu.cfs_quota_us"), read_number(group / "cpu.cfs_period_us")
-        stat = re.search(r"^nr_throttled (\d+)", read_text_file(group / "cpu.stat") or "", flags=re.M)
-        throttled = int(stat[1]) if stat else None
-        if quota != "max":
-            found.append((int(quota) / int(period), throttled))
-        elif old[0] is not None and old[1] and old[0] > 0:
-            found.append((old[0] / old[1], throttled))
-    return min(found, key=lambda pair: pair[0]) if found else (None, None)
 
 
 def _mean_clock(khz: list[float | None], cpuinfo: str) -> float | None:

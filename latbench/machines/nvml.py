@@ -15,9 +15,10 @@ from typing import Any
 
 from latbench.base.environments import hash_environment
 from latbench.errors import EnvironmentUnusable
-from latbench.machines.devices import count_cores, describe_cpu_environment, find_version
+from latbench.machines.devices import describe_cpu_environment, find_version
 from latbench.machines.gpu_discovery import list_gpus
 from latbench.machines.gpu_names import Gpu
+from latbench.machines.processors import count_cores
 
 # nvml.h, "clocks event reasons": why the clocks are not higher.
 _REASONS = {

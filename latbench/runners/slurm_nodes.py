@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
@@ -40,6 +40,7 @@ from typing import Any, Self
 from latbench.base.files import find_cache_folder
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
 from latbench.machines.devices import make_slug
+from latbench.machines.processors import SLURM_VARIABLES
 from latbench.runners.block_scheduler import (
     ASK_SECONDS,
     MOST_LOSSES,
@@ -196,7 +197,8 @@ class SlurmNodes(WholeNodes):
     def _submit(self, node: Node) -> None:
         address = socket.gethostname(), self._server.getsockname()[1]
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints its exceptions there too
+            # submitit prints its exceptions there too.
+            with contextlib.redirect_stderr(io.StringIO()), _forget_own_grant():
                 handle = self._executor.submit(run_node_job, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
             reason = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
@@ -377,6 +379,16 @@ def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
     if not (count.isdecimal() and int(count) > 0):
         raise UsageError(f"--slurm nodes= takes a number of nodes, not {count!r}")
     return int(count), given
+
+
+@contextlib.contextmanager
+def _forget_own_grant() -> Iterator[None]:
+    """Hide what Slurm granted to this process, because jobs inherit the variables that Slurm does not set anew."""
+    own = {name: os.environ.pop(name) for name in SLURM_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(own)
 
 
 def _connection(peer: socket.socket, *, patient: bool) -> Connection:

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, Self
 
 from latbench.errors import LatbenchError
+from latbench.machines.processors import THREAD_VARIABLES
 from latbench.timing.sampling import Burst
 
 START_SECONDS = 120.0
@@ -260,6 +261,5 @@ def build_thread_variables(threads: int) -> dict[str, str]:
     costs up to 0.3 ms a call. Brief spinning is as fast as the default on a quiet machine and robust on a busy one.
     OpenBLAS's threads spin for 2**26 cycles, 20 ms in which another engine is timed; 2**4 is the least value.
     """
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     brief = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_THREAD_TIMEOUT": "4"}
-    return {**dict.fromkeys(names, str(threads)), **brief}
+    return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **brief}

@@ -26,9 +26,10 @@ import sparse_kernels
 from latbench.backends import installed_engines
 from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_versions import Versions
-from latbench.errors import EnvironmentUnusable
-from latbench.machines.devices import count_cores, name_cpu
+from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_discovery import find_gpu
+from latbench.machines.processors import read_processors
 from latbench.runners.block_scheduler import FunctionCall, LostNodes, Node
 from latbench.runners.device_lock import WAIT_SECONDS, lock_device
 from latbench.runners.worker import load_function
@@ -80,7 +81,9 @@ class NodeInventory:
     device
         The device's name in tables.
     cores
-        Cores of the CPU.
+        Cores that may be used: the default number of threads.
+    processors
+        Processors that may be used: the most threads.
     backends
         Installed backends for the device.
     sources
@@ -91,6 +94,7 @@ class NodeInventory:
 
     device: str
     cores: int
+    processors: int
     backends: frozenset[str]
     sources: str
     versions: tuple[Versions, ...] = ()
@@ -105,14 +109,16 @@ class NodeInventory:
 
 def inspect_node(gpu: str | None) -> NodeInventory:
     """Return the inventory of this node for its CPU, or for the GPU of that name; raises as `find_gpu`."""
+    here = read_processors()
+    cores, most = here.default_threads, here.most_threads
     if gpu is not None:
         machine = GpuMachine(find_gpu(gpu))
-        installed_backends = frozenset(find_installed())
-        return NodeInventory(machine.device, count_cores(), installed_backends, hash_sources(), (machine.versions,))
-    installed_backends = frozenset(
+        backends = frozenset(find_installed())
+        return NodeInventory(machine.device, cores, most, backends, hash_sources(), (machine.versions,))
+    backends = frozenset(
         name for name, version in installed_engines.list_cpu_versions().items() if version is not None
     )
-    return NodeInventory(name_cpu(), count_cores(), installed_backends, hash_sources())
+    return NodeInventory(name_cpu(), cores, most, backends, hash_sources())
 
 
 def hash_sources() -> str:
@@ -146,9 +152,10 @@ def survey_nodes(nodes: NodePool, gpu: str | None, tell: Callable[[str], None]) 
     versions: list[Versions] = []
     for inventory in matching.values():
         versions += (each for each in inventory.versions if each not in versions)
-    return NodeInventory(
-        device, min(inventory.cores for inventory in matching.values()), common, hash_sources(), tuple(versions)
+    cores, processors = (
+        min(getattr(inventory, name) for inventory in matching.values()) for name in ("cores", "processors")
     )
+    return NodeInventory(device, cores, processors, common, hash_sources(), tuple(versions))
 
 
 def open_gpu_machine(name: str) -> GpuMachine:
@@ -170,7 +177,10 @@ def open_matching_machine(common: NodeInventory, gpu: str | None, machine: Funct
         what = inventory.device if inventory.device != common.device else missing
         raise EnvironmentUnusable(f"it has {what}")
     name, *args = machine
-    found: SweepMachine = load_function(name)(*args)
+    try:
+        found: SweepMachine = load_function(name)(*args)
+    except UsageError as error:  # this node has fewer processors than those of the survey
+        raise EnvironmentUnusable(str(error)) from error
     return found
 
 

@@ -20,9 +20,10 @@ from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
 from latbench.base.engine_registry import GPU_ENGINES
 from latbench.base.environments import hash_environment
 from latbench.machines.cuda_libraries import find_library_versions
-from latbench.machines.devices import count_cores, read_cpu_times, read_telemetry
+from latbench.machines.devices import read_cpu_times, read_telemetry
 from latbench.machines.gpu_names import Gpu
 from latbench.machines.nvml import describe_gpu_environment, open_observer, summarise_gpu_states
+from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping.gpu_points import build_probe_points
 from latbench.sweeping.gpu_roofline import GpuPace, build_cached_gpu_ceilings

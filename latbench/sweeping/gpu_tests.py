@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.machines.devices import count_cores
+from latbench.machines.processors import count_cores
 from latbench.timing.sampling import Clock
 
 ROOT = Path(__file__).resolve().parents[2]

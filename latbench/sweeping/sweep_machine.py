@@ -15,6 +15,7 @@ from latbench.backends.cpu import cpu_reference, prepare_point
 from latbench.base.cgroups import read_available_bytes
 from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
+from latbench.machines.processors import check_threads
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.roofline_pace import CpuPace, SweepRoofline
 from latbench.sweeping.settings import SecondsLeft
@@ -116,7 +117,7 @@ class SweepMachine(Protocol):
 
 
 class CpuMachine:
-    """This machine's CPU, with `threads` threads for each engine."""
+    """This machine's CPU, with `threads` threads for each engine. Raises UsageError for too many."""
 
     timer = "perf_counter"
     disturbed_status = "noisy"
@@ -126,6 +127,7 @@ class CpuMachine:
     burst_seconds = BURST_SECONDS
 
     def __init__(self, threads: int) -> None:
+        check_threads(threads, f"{threads} threads")
         self.threads = threads
         self.device = name_cpu()
 

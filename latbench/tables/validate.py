@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -79,14 +79,10 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
     path = parse_place(path)
     parts = list_parts(path)
     described: set[str] = set()
+    processors: dict[str, int] = {}
     for file in list_environment_files(path):
         described.add(file.name)
-        try:
-            fault = find_fault(read_environment(file))
-        except BadData as error:
-            fault = str(error).removeprefix(f"{file}: ")
-        if fault is not None:
-            yield Finding(file, "corrupt", fault)
+        yield from _environment_findings(file, processors)
     measured = _Measured(parts)
     for number, part in enumerate(parts):
         if not PART_NAME.fullmatch(part.name):
@@ -97,7 +93,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
         try:
             for start, table in read_part_batches(part):
                 rows += table.num_rows
-                for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
+                for severity, row, text in sorted(_row_findings(table, processors), key=lambda found: found[1]):
                     found[severity] += 1
                     if found[severity] <= MOST_OF_A_FILE:
                         point = table["point_id"][row]
@@ -122,6 +118,20 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
     yield from measured.findings(path)
     for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:
         yield Finding(leftover, "note", "left behind by a killed writer; it is not part of the table")
+
+
+def _environment_findings(file: Place, processors: dict[str, int]) -> Iterator[Finding]:
+    """Yield the fault of an environment's file; add its number of processors, if known, to {env_id: processors}."""
+    try:
+        environment = read_environment(file)
+        fault = find_fault(environment)
+    except BadData as error:
+        fault = str(error).removeprefix(f"{file}: ")
+    else:
+        if isinstance(most := environment.get("processors"), int):
+            processors[environment["env_id"]] = most
+    if fault is not None:
+        yield Finding(file, "corrupt", fault)
 
 
 class _Measured:
@@ -188,12 +198,25 @@ def _again(ordered: Hashes) -> NDArray[np.int64]:
 _Found = Iterator[tuple[str, int, str]]
 
 
-def _row_findings(table: pa.Table) -> _Found:
+def _row_findings(table: pa.Table, processors: Mapping[str, int]) -> _Found:
     checks = (
         _identity, _words, _ranges, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics, _moments,
     )  # fmt: skip
     for check in checks:
         yield from check(table)
+    yield from _threads(table, processors)
+
+
+def _threads(table: pa.Table, processors: Mapping[str, int]) -> _Found:
+    """Yield rows with more threads than the process of their environment could use at the same time."""
+    environments = table["env_id"].combine_chunks().dictionary_encode()
+    known = np.array([*(processors.get(name, math.inf) for name in environments.dictionary.to_pylist()), math.inf])
+    most = known[environments.indices.fill_null(-1).to_numpy()]
+    threads = _reals(table, "threads")
+    yield from _each(
+        "corrupt", threads > most,
+        lambda row: f"threads is {threads[row]:g}, and this process could use {most[row]:g} processors",
+    )  # fmt: skip
 
 
 def _identity(table: pa.Table) -> _Found:

@@ -22,14 +22,25 @@ from torch import Tensor, nn
 
 from latbench.base.files import write_atomically
 from latbench.errors import LatbenchError
+from search.artifacts.onnx_weights import list_weight_shapes, remove_copies, store_transposes_once
 
 OPSET = 14
 MAX_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
-def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, transposes_once: bool = True) -> None:
     """Write the model to one ONNX file, for inputs of exactly these shapes; pruned weights are zeros in it.
+
+    Equal weights are stored once.
+
+    Parameters
+    ----------
+    model, inputs, path
+        The model, inputs of it, and the file.
+    transposes_once
+        Store a matrix once that is also read transposed, such as that of an embedding tied to the output. False where
+        an engine must find the weight of each layer stored as the layer reads it.
 
     Raises
     ------
@@ -38,6 +49,8 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> Non
     EnvironmentUnusable
         The file cannot be written.
     """
+    import onnx
+
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     if size > MAX_BYTES:
         raise LatbenchError(
@@ -52,6 +65,11 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> Non
             # Verbose or not, an exporter that fails prints the whole graph to stdout.
             with mock.patch.object(torch._C, "_jit_onnx_log", create=True):
                 torch.onnx.export(model, inputs, str(temporary), opset_version=OPSET, dynamo=False, verbose=False)
+        written = onnx.load(temporary)
+        remove_copies(written.graph)
+        if transposes_once:
+            store_transposes_once(written.graph)
+        onnx.save(written, temporary)
 
     try:
         write_atomically(path, write)
@@ -70,7 +88,7 @@ def find_layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) 
 
     calls = _layer_calls(model, inputs)
     graph = onnx.load(path).graph
-    sizes = {weight.name: list(weight.dims) for weight in graph.initializer}
+    sizes = list_weight_shapes(graph)
     found: dict[str, str] = {}
     at = 0
     for node in graph.node:

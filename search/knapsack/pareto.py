@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from latbench.machines.devices import count_cores
+from latbench.machines.processors import count_cores
 from search.knapsack.arrays import BadProblem, Choice, FlatOptions, Floats
 from search.knapsack.one_budget import select_efficient_options, solve
 

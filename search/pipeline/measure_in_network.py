@@ -26,6 +26,7 @@ from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.base.engine_registry import DEEPSPARSE
 from latbench.errors import EnvironmentUnusable
 from latbench.machines.devices import describe_cpu_environment, name_cpu
+from latbench.machines.processors import check_threads
 from latbench.tables.point_ids import hash_key
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
@@ -119,7 +120,7 @@ def time_layers_in_network(
     shapes = list_prunable_layers(task, model)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
-        export_onnx(model, inputs, path)
+        export_onnx(model, inputs, path, transposes_once=False)  # DeepSparse prunes weights that it finds stored
         values = find_layer_values(model, inputs, path)
         network = _Network(path, [x.numpy() for x in inputs], threads, environment)
         with lock_cpu(progress):
@@ -141,6 +142,7 @@ class _Network:
     """An exported model on DeepSparse, and the samples taken of it."""
 
     def __init__(self, path: Path, arrays: Sequence[NDArray[Any]], threads: int, environment: Environment) -> None:
+        check_threads(threads, f"{threads} threads")
         self._path, self._arrays, self._threads, self._environment = path, arrays, threads, environment
         self.analyses: dict[float, list[list[Operation]]] = {}
         self.end_to_end: list[float] = []

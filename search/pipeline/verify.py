@@ -22,6 +22,7 @@ from latbench.base.engine_registry import MODEL_ENGINES, TORCH, is_deepsparse
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
+from latbench.machines.processors import check_threads
 from latbench.runners.worker_process import TaskFailed, Worker
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
@@ -161,12 +162,15 @@ def verify(
     BadData
         The folder has no pruned model of this task, or `output` is damaged.
     UsageError
-        The task fails.
+        The task fails, or the profile has more threads than this process has processors.
     EnvironmentUnusable
         The backend is not available.
     """
     inputs = hash_manifest(folder)
     profile = _read_own_profile(task, folder)
+    check_threads(
+        profile.threads, f"{folder} was searched for {profile.threads} threads", "search again with fewer --threads"
+    )
     deployment = Deployment(profile.threads, backend or profile.backend)
     if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()

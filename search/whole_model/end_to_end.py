@@ -25,6 +25,7 @@ import numpy as np
 
 from latbench.errors import LatbenchError
 from latbench.machines.devices import hash_machine, name_cpu
+from latbench.machines.processors import check_threads
 from latbench.runners.device_lock import lock_device
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 from latbench.sweeping.core_placement import CorePlacement
@@ -152,7 +153,10 @@ def time_engines(
     ------
     LatbenchError
         A required engine cannot run.
+    UsageError
+        This process may not use so many processors.
     """
+    check_threads(threads, f"{threads} threads")
     names = list(dict.fromkeys(engine.worker for engine in engines.values()))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))

@@ -300,7 +300,7 @@ def _build_on_deepsparse(
     """Build the model on DeepSparse, keep its ONNX file as `exported`, and check its outputs against torch."""
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
         path = exported or Path(folder) / "model.onnx"
-        export_onnx(model, inputs, path)
+        export_onnx(model, inputs, path, transposes_once=False)
         arrays = [x.numpy() for x in inputs]
         compiled = deepsparse.load_model(
             path, arrays, threads=threads, environment=deepsparse_environment.find_environment()

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from latbench.errors import PromiseMissed
-from latbench.machines.devices import count_cores
+from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile

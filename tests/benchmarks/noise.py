@@ -29,7 +29,8 @@ import numpy as np
 import pandas as pd
 
 from latbench.backends.cpu import prepare_point
-from latbench.machines.devices import count_cores, name_cpu
+from latbench.machines.devices import name_cpu
+from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import Worker
 from latbench.sweeping import sweep_machine
 from latbench.sweeping.settings import SweepOptions, SweepSettings

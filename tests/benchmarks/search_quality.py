@@ -22,7 +22,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from latbench.machines.devices import count_cores
+from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment

@@ -42,7 +42,8 @@ from runs import Row
 from torch import nn
 
 from latbench.errors import PromiseMissed
-from latbench.machines.devices import count_cores, name_cpu
+from latbench.machines.devices import name_cpu
+from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from latbench.machines.ceilings import Ceilings, make_non_increasing
-from latbench.machines.devices import list_allowed_processors
+from latbench.machines.processors import list_allowed_processors
 from latbench.timing.sampling import Burst, calibrate_inner_loops, sample_burst
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us

@@ -46,10 +46,11 @@ def _find_facts() -> dict[str, Any]:
     from latbench.backends import installed_engines
     from latbench.backends.cpu import deepsparse_environment
     from latbench.base.engine_registry import CPU_ENGINES
-    from latbench.machines.devices import count_cores, describe_cpu_environment, read_cpu_times, read_telemetry
+    from latbench.machines.devices import describe_cpu_environment, read_cpu_times, read_telemetry
     from latbench.machines.gpu_discovery import list_gpus
     from latbench.machines.gpu_names import format_option
     from latbench.machines.noise_sources import list_advice, read_host
+    from latbench.machines.processors import count_cores
     from latbench.runners.device_lock import find_lock_folder
 
     environment = describe_cpu_environment(count_cores())
@@ -229,6 +230,8 @@ def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         if environment[level]
     )
     quota = f", a quota of {host['quota_cores']:g}" if host["quota_cores"] is not None else ""
+    if host["granted_by_slurm"] is not None:
+        quota += f", {host['granted_by_slurm']} granted by Slurm"
     turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
     most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
     nominal = " nominal, the real one is hidden" if host["virtual"] and not environment["governor"] else ""

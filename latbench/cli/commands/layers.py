@@ -36,8 +36,8 @@ def layers(
 ) -> None:
     """Time a model's layers in DeepSparse, inside the network, with one sparsity for all layers at a time."""
     from latbench.backends.cpu import deepsparse_environment
-    from latbench.importers.text_formats import convert_rows_to_spdy, write_spdy
-    from latbench.machines.devices import count_cores
+    from latbench.importers.text_formats import check_spdy_names, convert_rows_to_spdy, write_spdy
+    from latbench.machines.processors import select_threads
     from latbench.workloads.points import SPARSITIES, parse_sparsities
 
     environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
@@ -50,13 +50,16 @@ def layers(
         select_task_rows,
         time_layers_in_network,
     )
+    from search.pipeline.search_setup import list_prunable_layers
     from search.task import load_task
 
     loaded = load_task(task)
+    if spdy is not None:
+        check_spdy_names(list_prunable_layers(loaded, loaded.model()))  # not after minutes of measuring
     wanted: Sequence[float] = SPARSITIES
     if sparsities:
         wanted = SPDY_LEVELS if sparsities == ["spdy"] else parse_sparsities(sparsities)
-    threads = threads or count_cores()
+    threads = select_threads(threads)
     runs = dict.fromkeys(wanted, repeats)
     if not remeasure:
         runs = count_missing_runs(loaded, output, threads, wanted, repeats)

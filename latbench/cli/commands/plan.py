@@ -111,9 +111,10 @@ def _plan_cpu(options: PointOptions, threads: int | None) -> _PlannedDevice:
     from dataclasses import replace
 
     from latbench.backends.installed_engines import list_cpu_versions
-    from latbench.machines.devices import count_cores, name_cpu
+    from latbench.machines.devices import name_cpu
+    from latbench.machines.processors import select_threads
 
-    device, count = name_cpu(), threads or count_cores()
+    device, count = name_cpu(), select_threads(threads)
     engines = select_cpu_engines(options.backends)
     check_cpu_kernel_options(engines, options)
     versions = {name: version for name, version in list_cpu_versions().items() if name in engines}
@@ -181,6 +182,8 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
+    from latbench.base.number_format import format_threads
+
     table = Table(box=None, pad_edge=False)
     for heading in ("workload", "shapes", "points", "about"):
         table.add_column(heading, justify="left" if heading == "workload" else "right")
@@ -192,7 +195,7 @@ def _print_table(
         table.add_row(name, str(_count_shapes(points)), str(len(points)), about)
     console = Console()
     console.print(table)
-    threads = f" with {device.threads} threads" if device.threads is not None else ""
+    threads = f" with {format_threads(device.threads)}" if device.threads is not None else ""
     console.print(
         f"\non {device.device}{threads}: {', '.join(device.versions)}; "
         f"about {format_duration(device.seconds(every, sessions))} and "

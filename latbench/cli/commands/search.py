@@ -69,7 +69,7 @@ def search(
     remeasure: RemeasureModels = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    from latbench.machines.devices import count_cores
+    from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
     from search.loss.parallel import Workers
@@ -78,7 +78,7 @@ def search(
 
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
-    threads = threads or count_cores()
+    threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(

@@ -12,7 +12,9 @@ TaskArgument = Annotated[
 ]
 TableArgument = Annotated[str, typer.Argument(help="Table: a folder of parts, a Parquet file, or a URI.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of each engine. Default: all cores.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of each engine. Default: one per core that this process may use.")
+]
 Patterns = Annotated[
     list[str] | None,
     typer.Option(help="Sparsity patterns, such as dense,vector:32,nm:2:4. Default: all that a kernel runs."),

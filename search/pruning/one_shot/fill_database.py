@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, LatbenchError, UsageError
-from latbench.machines.devices import count_cores
+from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database
 from search.pruning.masks.layer_targets import parse_target, resolve_targets

@@ -1,7 +1,8 @@
 """The folder of a pruned model, which is complete or absent.
 
-    model.safetensors    the full state_dict, dense, with exact zeros for pruned weights; readable by any reader of
-                         torch's tensors, such as from_pretrained of transformers with a config.json beside it
+    model.safetensors    the full state_dict, dense, with exact zeros for pruned weights, tied weights once; readable
+                         by any reader of torch's tensors, such as from_pretrained of transformers with a config.json
+                         beside it
     masks.safetensors    masks of pruned layers, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
     profile.json         the profile
     manifest.json        version; how it was made; scores; expected seconds; bytes and SHA-256 of each file above; of
@@ -27,13 +28,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from latbench.base.engine_registry import find_precision
 from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import LayerChoice, Profile, read_profile
+from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
 from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
@@ -114,7 +116,8 @@ def _write_files(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the files of a pruned model into an empty folder, and return the manifest."""
-    save_file(copy_shared_tensors(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    state = model.state_dict()
+    save_file(separate_tensors(state), folder / "model.safetensors", metadata={"format": "pt", **find_tied(state)})
     bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
     shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
     # safetensors cannot read a file that has neither tensors nor metadata.
@@ -136,17 +139,6 @@ def _write_files(
     for name in FILES:  # safetensors makes its files private
         (folder / name).chmod((folder / "manifest.json").stat().st_mode)
     return manifest
-
-
-def copy_shared_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with memory of their own, as safetensors needs; only those that share memory are copied."""
-    found: dict[str, Tensor] = {}
-    used: set[int] = set()
-    for name, tensor in state.items():
-        address = tensor.untyped_storage().data_ptr()
-        found[name] = (tensor.clone() if address in used else tensor).detach().contiguous()
-        used.add(address)
-    return found
 
 
 def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
@@ -294,7 +286,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     folder = Path(folder)
     read_manifest(folder)
     profile = read_profile(folder / "profile.json")
-    state = load_file(folder / "model.safetensors")
+    state, _ = read_state(folder / "model.safetensors")
     shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
     if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):
         there, here = (found.get(unlike[0], "missing") for found in (shapes, own))

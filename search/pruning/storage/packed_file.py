@@ -4,7 +4,8 @@
         <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
         <layer>.weight.mask (m, k/8)      numpy.packbits of each row of the mask (m, k), True = kept
         all other tensors                 as in model.safetensors
-        metadata                          {weight: pattern} of the profile's layers; format "pt"; sha256 of all this
+        metadata                          {weight: pattern} of the profile's layers; tied: JSON of {name: stored name}
+                                          of tied tensors; format "pt"; sha256 of all this
 
 At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without its folder: its own checksum tells
 whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
@@ -30,10 +31,12 @@ from latbench.errors import BadData, EnvironmentUnusable
 from search.artifacts.layer_database import hash_tensors
 from search.artifacts.profile import read_profile
 from search.pruning.storage.model_folder import PACKED, build_layer_pattern, read_manifest, read_masks, write_manifest
+from search.pruning.storage.tied_tensors import read_state, separate_tensors
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import as_matrix, as_weight, to_matrix
 
+_TIED = "tied"
 ADVICE = "copy it again, or write it anew with `latbench prune --packed`"
 
 
@@ -61,17 +64,19 @@ def save_packed(folder: Path) -> Path:
     masks = read_masks(folder)
     pruned = {_get_weight_name(layer): mask for layer, mask in masks.items()}
     layers = read_profile(folder / "profile.json").layers
+    state, tied = read_state(folder / "model.safetensors")
+    tied = {name: kept for name, kept in tied.items() if not pruned.keys() & {name, kept}}
     tensors = {}
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - a file is no mapping
-            tensor = file.get_tensor(name)
-            if name in pruned:
-                transposed = manifest["layers"][_get_layer_name(name)].get("transposed", False)
-                tensors[f"{name}.values"] = to_matrix(tensor, transposed)[torch.from_numpy(pruned[name])]
-                tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
-            else:
-                tensors[name] = tensor
+    for name, tensor in state.items():
+        if name in pruned:
+            transposed = manifest["layers"][_get_layer_name(name)].get("transposed", False)
+            tensors[f"{name}.values"] = to_matrix(tensor, transposed)[torch.from_numpy(pruned[name])]
+            tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
+        elif name not in tied:
+            tensors[name] = tensor
+    tensors = separate_tensors(tensors)
     patterns = {_get_weight_name(layer): choice.pattern for layer, choice in layers.items()}
+    patterns |= {_TIED: json.dumps(tied)} if tied else {}
     metadata = {"format": "pt", "sha256": _compute_checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
     for name in (PACKED, "manifest.json"):
@@ -116,34 +121,42 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
             names, patterns = set(file.keys()), dict(file.metadata() or {})
             patterns.pop("format", None)
             checksum = patterns.pop("sha256", None)
-            wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in own]
-            if {name for parts in wanted for name in parts} != names:
+            stored = {name: name for name in own} | json.loads(patterns.get(_TIED, "{}"))
+            wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in stored.values()]
+            if stored.keys() != own.keys() or {name for parts in wanted for name in parts} != names:
                 raise BadData(f"{path}: not the packed weights of this model")
             if _compute_checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
                 raise damaged
+            patterns.pop(_TIED, None)
             choices = {_get_layer_name(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
             masks = {}
             for name, tensor in own.items():  # check all before any weight changes
-                if name in names:
-                    fits = file.get_slice(name).get_shape() == list(tensor.shape)
-                else:
-                    m, k = as_matrix(model.get_submodule(_get_layer_name(name)), tensor).shape
-                    bits = file.get_tensor(f"{name}.mask").numpy()
-                    fits = bits.shape == (m, -(-k // 8))
-                    if fits:
-                        masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
-                        fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
-                        choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
+                if stored[name] in names:
+                    fits = file.get_slice(stored[name]).get_shape() == list(tensor.shape)
+                elif fits := (mask := _read_mask(file, model, name, tensor)) is not None:
+                    masks[name] = mask
+                    choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
+                whole = name not in masks
                 tensor.copy_(
-                    _unpack_weight(file, model, name, masks[name]) if name in masks else file.get_tensor(name)
+                    file.get_tensor(stored[name]) if whole else _unpack_weight(file, model, name, masks[name])
                 )
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
     return model.eval(), choices
+
+
+def _read_mask(file: Any, model: nn.Module, name: str, tensor: Tensor) -> NDArray[np.bool_] | None:
+    """Return the mask (m, k) of a weight in an open packed file; None if it or its values do not fit `tensor`."""
+    m, k = as_matrix(model.get_submodule(_get_layer_name(name)), tensor).shape
+    bits = file.get_tensor(f"{name}.mask").numpy()
+    if bits.shape != (m, -(-k // 8)):
+        return None
+    mask: NDArray[np.bool_] = np.unpackbits(bits, axis=1, count=k).astype(bool)
+    return mask if file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)] else None
 
 
 def _unpack_weight(file: Any, model: nn.Module, name: str, mask: NDArray[np.bool_]) -> Tensor:

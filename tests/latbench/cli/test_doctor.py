@@ -12,10 +12,11 @@ import pytest
 from latbench.backends.cpu import cpu_reference
 from latbench.base.engine_registry import CPU_ENGINES
 from latbench.machines.ceilings import CachedCeilings, Ceilings
-from latbench.machines.devices import count_cores, name_cpu
+from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
 from latbench.machines.noise_sources import Host, list_advice, read_host
 from latbench.machines.nvml import describe_gpu_environment, find_first_gpu
+from latbench.machines.processors import SLURM_VARIABLES, count_cores
 from latbench.sweeping.gpu_roofline import build_cached_gpu_ceilings
 from latbench.timing.gpu_ceilings import GpuCeilings
 
@@ -32,7 +33,8 @@ QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at stolen time here: there is no waiting between two looks. No GPU of a test is hidden."""
     monkeypatch.setattr("latbench.cli.commands.doctor.STEAL_SECONDS", 0.0)
-    monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
+    for name in (VISIBLE_VARIABLE, *SLURM_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
 
 
 def _machine(root: Path, **files: str) -> Path:
@@ -42,6 +44,16 @@ def _machine(root: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def test_what_slurm_granted_and_what_cannot_be_read_is_told(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "some")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    monkeypatch.setattr("latbench.cli.main.limit_default_threads", lambda: None)  # it would outlast this test
+    out = latbench("doctor").out
+    assert "1 granted by Slurm" in out
+    assert "! SLURM_CPUS_PER_TASK is 'some', which is no number of processors: it is ignored" in out
 
 
 def test_a_server_is_read_from_its_files(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from latbench.cli import main
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.sweep_report import print_summary
 from latbench.errors import UsageError
-from latbench.machines.devices import list_allowed_processors
+from latbench.machines.processors import read_processors
 from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
@@ -96,11 +96,11 @@ def test_a_time_budget_has_a_unit(text: str, seconds: float) -> None:
 
 
 def test_more_threads_than_processors_are_refused(command: Command, tiny: Path, tmp_path: Path) -> None:
-    most = len(list_allowed_processors())
+    most = read_processors().most_threads
     code, _, err = command(
         "sweep", "--cpu", "--workload", tiny, *ARGUMENTS, "-o", tmp_path / "out", "--threads", most + 1
     )
-    assert code == 2 and f"--threads {most + 1}: this process may run on {most} processors" in err
+    assert code == 2 and f"--threads {most + 1}: this process may use {most} processor" in err
     assert not (tmp_path / "out").exists()
 
 

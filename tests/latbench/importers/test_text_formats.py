@@ -48,7 +48,14 @@ def test_the_published_files_are_read_and_survive_a_round_trip(data: Path, tmp_p
     assert sum(map(len, read_spdy(data / "spdy_tables" / "rn50_unstr.txt").layers.values())) == 54 * 42
 
 
-@pytest.mark.parametrize("name", ["2", "1e3", "a b", "", "nan"])
+@pytest.mark.parametrize("names", [("0", "2"), ("10", "0.0", "1.2", "3.10", "1.2.3"), ("1.a", "a.1", "0.weight")])
+def test_positions_in_a_sequence_are_names_of_layers(names: tuple[str, ...], tmp_path: Path) -> None:
+    timings = SpdyTimings(0.5, 0.25, dict.fromkeys(names, ((0.1, 0.0), (0.05, 0.5))))
+    write_spdy(timings, tmp_path / "t.txt")
+    assert read_spdy(tmp_path / "t.txt") == timings
+
+
+@pytest.mark.parametrize("name", ["02", "0.01", "-1", "1.", ".5", "1e3", "1_0", "a b", "", "nan", "inf"])
 def test_a_layer_name_that_would_be_read_as_something_else_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadData, match=f"cannot hold a layer called {name!r}"):
         write_spdy(SpdyTimings(0.5, 0.25, {name: ((0.1, 0.0),)}), tmp_path / "t.txt")

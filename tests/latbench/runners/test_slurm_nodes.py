@@ -137,6 +137,15 @@ def test_what_slurm_refuses_is_said_in_one_line(slurm: Slurm, latbench: Any) -> 
     assert not slurm.jobs()
 
 
+def test_a_job_does_not_inherit_the_processors_of_its_submitter(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    with SlurmNodes(None) as nodes:
+        assert list(nodes.ask("os:getenv", "SLURM_CPUS_PER_TASK").values()) == [None]
+    assert os.environ["SLURM_CPUS_PER_TASK"] == "1"
+
+
 def test_options_are_refused_before_anything_is_asked(slurm: Slurm, latbench: Any) -> None:
     assert "--slurm takes key=value" in latbench("sweep", "--cpu", "--on", "slurm", "--slurm", "gpu").refused(2)
     assert "--slurm is for a sweep with --on slurm" in latbench("sweep", "--cpu", "--slurm", "nodes=2").refused(2)

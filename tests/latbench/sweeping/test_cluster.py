@@ -8,12 +8,21 @@ from typing import Any
 import node_tasks
 import pytest
 
-from latbench.errors import EnvironmentUnusable, Incomplete
+from latbench.cli.sweep_device import SweepCommandOptions, open_cluster
+from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.runners.block_scheduler import FunctionCall, LostNodes, Node
 from latbench.runners.device_lock import lock_device
 from latbench.runners.worker import load_function
 from latbench.sweeping import sweep
-from latbench.sweeping.cluster import ClusterSite, NodeBench, NodeInventory, hash_sources, inspect_node, survey_nodes
+from latbench.sweeping.cluster import (
+    ClusterSite,
+    NodeBench,
+    NodeInventory,
+    hash_sources,
+    inspect_node,
+    open_matching_machine,
+    survey_nodes,
+)
 from latbench.sweeping.settings import SweepOptions, SweepSettings, SweepStopped, SweepSummary
 from latbench.sweeping.sweep import run_sweep, run_sweep_on_cluster
 from latbench.tables.table import read_environments, read_table
@@ -177,7 +186,7 @@ def test_an_interruption_keeps_what_came_back(tmp_path: Path) -> None:
 
 
 def seen(device: str = DEVICE, cores: int = 8, backends: str = "cupy torch_gpu", sources: str = "") -> NodeInventory:
-    return NodeInventory(device, cores, frozenset(backends.split()), sources or hash_sources())
+    return NodeInventory(device, cores, 2 * cores, frozenset(backends.split()), sources or hash_sources())
 
 
 def test_nodes_have_in_common_what_all_of_one_device_have() -> None:
@@ -196,6 +205,26 @@ def test_nodes_with_another_latbench_are_refused() -> None:
 def test_a_node_says_what_it_has() -> None:
     its = inspect_node(None)
     assert its.cores >= 1 and {"numba", "torch"} <= its.backends and its.sources == hash_sources()
+
+
+def test_a_late_node_with_too_few_processors_is_left_out() -> None:
+    common = inspect_node(None)
+    machine = "latbench.sweeping.sweep_machine:CpuMachine"
+    assert open_matching_machine(common, None, (machine, common.processors)).device == common.device
+    with pytest.raises(EnvironmentUnusable, match=rf"{common.processors + 1} threads: this process may use"):
+        open_matching_machine(common, None, (machine, common.processors + 1))
+
+
+def test_a_cluster_refuses_more_threads_than_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = FakeNodes(a=seen("a-cpu", 8), b=seen("a-cpu", 2))
+    closed: list[bool] = []
+    nodes.close = lambda: closed.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setattr("latbench.runners.ray_nodes.RayNodes", lambda gpu: nodes)
+    how = SweepCommandOptions(0, None, 0.0, 1, False, False, True, False)
+    assert open_cluster("ray", None, 4, how, ()).threads == 4
+    with pytest.raises(UsageError, match="--threads 5: one of the nodes may use 4 processors only"):
+        open_cluster("ray", None, 5, how, ())
+    assert closed == [True]
 
 
 def test_a_node_waits_for_another_sweep_as_long_as_it_is_told_to(tmp_path: Path) -> None:

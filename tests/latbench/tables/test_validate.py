@@ -28,14 +28,20 @@ CONV = {
 }  # fmt: skip
 
 
+def build_environment() -> dict[str, Any]:
+    """Describe this machine as if its processes could use two processors."""
+    found = describe_cpu_environment(2) | {"processors": 2}
+    return found | {"env_id": hash_environment(found)}
+
+
 def test_validate_praises_a_whole_table(latbench: Any, whole: Path) -> None:
     ran = latbench("validate", whole.parent)
     assert ran.code == 0 and "1 file: no faults found" in ran.out
 
 
 def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    known = {"run_id": "run", "env_id": describe_cpu_environment(2)["env_id"], "timer": "perf_counter"}
-    write_environment(tmp_path, describe_cpu_environment(2))
+    known = {"run_id": "run", "env_id": build_environment()["env_id"], "timer": "perf_counter"}
+    write_environment(tmp_path, build_environment())
     parts = [write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
     parts[0].write_bytes(parts[0].read_bytes()[:-9])
     (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
@@ -96,7 +102,7 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Three whole rows of one run; the second is the one that the tests damage."""
     run = {
         "run_id": "run",
-        "env_id": describe_cpu_environment(2)["env_id"],
+        "env_id": build_environment()["env_id"],
         "nnz": 21,
         "sparsity_actual": 1 - 21 / 91,
     }
@@ -115,7 +121,7 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
 @pytest.fixture
 def whole(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
     """A part without a fault, in a table of its own."""
-    write_environment(tmp_path / "whole", describe_cpu_environment(2))
+    write_environment(tmp_path / "whole", build_environment())
     part = write_part(tmp_path / "whole", rows)
     assert isinstance(part, Path)
     return part
@@ -263,7 +269,7 @@ def test_what_is_wrong_everywhere_is_not_told_of_every_row(
 
 
 def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    write_environment(tmp_path, describe_cpu_environment(2))
+    write_environment(tmp_path, build_environment())
     parts = [write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
     assert list(validate_table(tmp_path)) == []
     assert isinstance(parts[1], Path)
@@ -301,6 +307,21 @@ def test_measuring_a_point_again_is_no_contradiction(tmp_path: Path, rows: list[
     later = rows[1]["started_at"] + timedelta(minutes=1)
     write_part(tmp_path, [*rows, rows[1] | {"started_at": later, "samples_seconds": [5e-3]}])
     assert _found(tmp_path) == []
+
+
+def test_a_row_cannot_have_more_threads_than_its_process_had(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    environment = build_environment()
+    older = {name: value for name, value in environment.items() if name != "processors"}
+    older["env_id"] = hash_environment(older)
+    for each in (environment, older):
+        write_environment(tmp_path, each)
+    of_three = [
+        row | {"threads": 3, "env_id": its["env_id"]} for row, its in zip(rows, (environment, older), strict=False)
+    ]
+    part = write_part(tmp_path, [*of_three, rows[2] | {"threads": 2, "env_id": environment["env_id"]}])
+    [found] = [finding for finding in validate_table(tmp_path) if "threads" in finding.text]
+    assert (found.path, found.severity) == (part, "corrupt")
+    assert found.text.endswith("threads is 3, and this process could use 2 processors")
 
 
 def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:

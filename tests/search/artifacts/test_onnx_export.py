@@ -9,12 +9,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from latbench.errors import LatbenchError
+from search.artifacts import onnx_export
 from search.artifacts.onnx_export import export_onnx, find_layer_values
+from search.artifacts.onnx_weights import list_weight_shapes, remove_copies, store_transposes_once
 from search.whole_model.model_engines import check_outputs, list_tensors
 from sparse_kernels.oracle import WrongResult
 
@@ -198,3 +200,157 @@ def test_wrong_outputs_are_told_from_rounded_ones(rng: np.random.Generator) -> N
         check_outputs([y.T], [y], "it")
     with pytest.raises(WrongResult, match="returns outputs of shapes"):
         check_outputs([], [y], "it")
+
+
+class Equal(nn.Module):
+    """Layers that begin as clones of one, as nn.TransformerEncoder's do; one is called twice, one is not a clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(4, 4)
+        self.blocks = nn.Sequential(*(copy.deepcopy(first) for _ in range(3)))
+        self.twice = copy.deepcopy(first)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.twice(self.twice(self.blocks(x))))
+        return result
+
+
+@pytest.mark.parametrize("x", [X, X[0]], ids=["matmul", "gemm"])
+def test_layers_with_equal_weights_are_all_found(x: torch.Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Equal().eval()
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x,), path)
+    found = find_layer_values(model, (x,), path)
+    assert list(found.values()) == ["blocks.0", "blocks.1", "blocks.2", "twice", "twice", "head"]
+    graph = onnx.load(path).graph
+    assert "Identity" not in {node.op_type for node in graph.node}
+    assert len([weight for weight in graph.initializer if len(weight.dims) == 2]) == 2
+    with torch.no_grad():
+        np.testing.assert_allclose(run(path, x), model(x).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_are_found_behind_copies_of_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file as the exporter leaves it: equal weights are read from Identity operations."""
+    model = Equal().eval()
+    path = tmp_path / "model.onnx"
+    monkeypatch.setattr(onnx_export, "remove_copies", lambda graph: None)
+    export_onnx(model, (X,), path)
+    assert "Identity" in {node.op_type for node in onnx.load(path).graph.node}
+    assert len(find_layer_values(model, (X,), path)) == 6
+
+
+class Encoder(nn.Module):
+    """Four clones of a layer of torch's own transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.body(x))
+        return result
+
+
+def test_every_layer_of_a_new_transformer_is_found(tmp_path: Path) -> None:
+    model, x = Encoder().eval(), torch.linspace(-1, 1, 2 * 3 * 8).view(2, 3, 8)
+    export_onnx(model, (x,), tmp_path / "model.onnx")
+    expected = [f"body.layers.{block}.linear{number}" for block in range(4) for number in (1, 2)]
+    assert list(find_layer_values(model, (x,), tmp_path / "model.onnx").values()) == [*expected, "head"]
+
+
+class Tied(nn.Module):
+    """An embedding that is tied to the output."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(3000, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3000, bias=biased)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layer(self.embedding(tokens)))
+        return result
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(2, 9), (9,)])
+def test_a_weight_that_is_read_transposed_too_is_stored_once(
+    biased: bool, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(biased).eval(), torch.arange(9).expand(shape).contiguous()
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (tokens,), path)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size < path.stat().st_size < size + 4096
+    assert list(find_layer_values(model, (tokens,), path).values()) == ["layer", "head"]
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(path, tokens), model(tokens).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_engine_can_have_the_weight_of_each_layer_as_the_layer_reads_it(tmp_path: Path) -> None:
+    model, tokens = Tied(False).eval(), torch.arange(18).view(2, 9)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (tokens,), path, transposes_once=False)
+    graph = onnx.load(path).graph
+    stored = {weight.name for weight in graph.initializer}
+    assert all(node.input[1] in stored for node in graph.node if node.op_type == "MatMul")
+    assert list(find_layer_values(model, (tokens,), path).values()) == ["layer", "head"]
+
+
+def build_graph(*nodes: onnx.NodeProto, outputs: tuple[str, ...] = ("y",), **weights: np.ndarray) -> onnx.GraphProto:
+    """Return a graph of these operations and weights, from the input x."""
+    kind = onnx.TensorProto.FLOAT
+    return helper.make_graph(
+        list(nodes), "g", [helper.make_tensor_value_info("x", kind, [2, 32])],
+        [helper.make_tensor_value_info(name, kind, None) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )  # fmt: skip
+
+
+def test_copies_of_copies_and_in_branches_are_removed_and_outputs_stay(rng: np.random.Generator) -> None:
+    w = rng.standard_normal((32, 32)).astype(np.float32)
+    branch = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "again"], ["inner"])], "branch", [],
+        [helper.make_tensor_value_info("inner", onnx.TensorProto.FLOAT, None)],
+    )  # fmt: skip
+    graph = build_graph(
+        helper.make_node("Identity", ["w"], ["copy"]),
+        helper.make_node("Identity", ["copy"], ["again"]),
+        helper.make_node("Identity", ["w"], ["shown"]),
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch),
+        outputs=("y", "shown"), w=w, yes=np.array(True),
+    )  # fmt: skip
+    remove_copies(graph)
+    assert [(node.op_type, list(node.output)) for node in graph.node] == [
+        ("Identity", ["shown"]), ("Identity", ["same"]), ("If", ["y"]),
+    ]  # fmt: skip
+    assert [list(attribute.g.node[0].input) for attribute in graph.node[-1].attribute] == [["x", "w"]] * 2
+
+
+def test_only_matrices_that_matmul_alone_reads_are_replaced_by_transposes(rng: np.random.Generator) -> None:
+    w = rng.standard_normal((32, 32)).astype(np.float32)
+    symmetric = (w + w.T).astype(np.float32)
+    small = w[:4, :4].copy()
+    graph = build_graph(
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("MatMul", ["a", "turned"], ["b"]),
+        helper.make_node("MatMul", ["b", "s"], ["c"]),
+        helper.make_node("Add", ["c", "added"], ["d"]),
+        helper.make_node("MatMul", ["tiny", "tinier"], ["e"]),
+        helper.make_node("Identity", ["d"], ["y"]),
+        w=w, turned=w.T.copy(), s=symmetric, added=w.T.copy() + 1, tiny=small, tinier=small.T.copy(),
+    )  # fmt: skip
+    store_transposes_once(graph)
+    [transpose] = [node for node in graph.node if node.op_type == "Transpose"]
+    assert {transpose.input[0], transpose.output[0]} == {"w", "turned"}
+    assert len(graph.initializer) == 5
+    shapes = list_weight_shapes(graph)
+    assert shapes["turned"] == [32, 32] and "y" not in shapes

@@ -12,8 +12,10 @@ import pytest
 from latbench.backends.cpu import deepsparse
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
-from latbench.errors import BadData, EnvironmentUnusable
+from latbench.cli.commands.layers import layers as layers_command
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.importers.text_formats import convert_rows_to_spdy, convert_spdy_to_rows, read_spdy, write_spdy
+from latbench.machines.processors import Processors
 from latbench.tables.table import read_table
 from latbench.tables.validate import validate_table
 from latbench.tables.writer import write_part
@@ -160,6 +162,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     monkeypatch.setattr(deepsparse, "time_operations", found.analyse)
     monkeypatch.setattr(deepsparse, "load_model", found.load)
     monkeypatch.setattr(measure_in_network, "find_layer_values", lambda *_: values)
+    monkeypatch.setattr("latbench.machines.processors.read_processors", lambda: Processors(2, 2))
     return found
 
 
@@ -268,3 +271,45 @@ def test_the_levels_are_those_of_the_published_files(data: Path) -> None:
     for points in published.values():
         levels = sorted({sparsity for _, sparsity in points} - {0.0})
         np.testing.assert_allclose(levels, SPDY_LEVELS, atol=1.1e-4)
+
+
+def write_task(folder: Path, layers: str) -> str:
+    """Write the task with other layers, and return its reference."""
+    start, end = TASK.index("    layers = "), TASK.index("    return torch.nn.Sequential")
+    source = f"{TASK[:start]}    layers = {layers}\n{TASK[end:]}".replace('excluded = ("fc1",)', "excluded = ()")
+    (folder / "little.py").write_text(source)
+    return str(folder / "little.py")
+
+
+def test_layers_that_are_called_by_numbers_get_into_a_spdy_file(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write_task(
+        tmp_path, '{"0": torch.nn.Linear(24, 8), "1": torch.nn.ReLU(), "2": torch.nn.Linear(8, 5)}'
+    )
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.find_environment", lambda: NOWHERE)
+    monkeypatch.setattr(
+        layer_times, "find_layer_values", lambda *_: {"/fc1/Gemm_output_0": "0", "/fc2/Gemm_output_0": "2"}
+    )
+    layers_command(reference, tmp_path / "table", ["0.5"], 2, 1, tmp_path / "little.txt")
+    timings = read_spdy(tmp_path / "little.txt")
+    assert list(timings.layers) == ["0", "2"]
+    assert [sparsity for _, sparsity in timings.layers["2"]] == [0.0, 0.5]
+
+
+def test_names_that_a_spdy_file_cannot_hold_are_refused_before_anything_is_timed(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write_task(tmp_path, '{"a": torch.nn.Linear(24, 8), "inf": torch.nn.Linear(8, 5)}')
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.find_environment", lambda: NOWHERE)
+    with pytest.raises(BadData, match="a SPDY timing file cannot hold a layer called 'inf'"):
+        layers_command(reference, tmp_path / "table", ["0.5"], 2, 1, tmp_path / "little.txt")
+    assert fake.asked == [] and not (tmp_path / "table").exists()
+
+
+def test_more_threads_than_processors_are_refused_before_anything_is_timed(
+    little: Task, fake: Fake, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="3 threads: this process may use 2 processors"):
+        time_layers_in_network(little, tmp_path / "table", NOWHERE, RunSchedule({0.5: 1}), threads=3)
+    assert fake.asked == []

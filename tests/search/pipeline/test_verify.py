@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from latbench.cli.commands.verify import verify as verify_command
-from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
+from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from search.artifacts.profile import LayerChoice, Profile
@@ -242,6 +242,13 @@ def test_a_small_model_is_verified_from_its_folder(
     assert content["measured_speedup"] == verdict.measured_speedup
     samples = read_table(output).set_index("kernel_used")["samples_seconds"]
     assert np.median(samples[PRUNED]) == verdict.measured_seconds
+
+
+def test_a_profile_for_more_threads_than_there_are_is_refused(little: Task, tmp_path: Path) -> None:
+    folder = pruned_folder(tmp_path / "pruned", little, replace(profile(), threads=4096))
+    with pytest.raises(UsageError, match=r"was searched for 4096 threads: this process may use .* search again with"):
+        verify(little, folder, tmp_path / "verify")
+    assert not (tmp_path / "verify").exists()
 
 
 def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Task, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_a
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.storage.model_folder import (
     FILES,
-    copy_shared_tensors,
     list_hidden_siblings,
     load_pruned,
     save_pruned,
@@ -438,15 +437,6 @@ def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, 
         name: p.shape for name, p in dense.named_parameters()
     }
     assert zeros_hold(model, masks)
-
-
-def test_only_tensors_that_share_memory_are_copied_to_be_saved() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    found = copy_shared_tensors(model.state_dict())
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
-    own = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert [name for name in found if found[name].data_ptr() != own[name]] == ["1.weight"]
 
 
 def test_training_goes_on_from_one_shot_pruning_under_its_masks(
