@@ -289,7 +289,7 @@ def test_layers_that_are_called_by_numbers_get_into_a_spdy_file(
     )
     monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.find_environment", lambda: NOWHERE)
     monkeypatch.setattr(
-        layer_times, "find_layer_values", lambda *_: {"/fc1/Gemm_output_0": "0", "/fc2/Gemm_output_0": "2"}
+        measure_in_network, "find_layer_values", lambda *_: {"/fc1/Gemm_output_0": "0", "/fc2/Gemm_output_0": "2"}
     )
     layers_command(reference, tmp_path / "table", ["0.5"], 2, 1, tmp_path / "little.txt")
     timings = read_spdy(tmp_path / "little.txt")
