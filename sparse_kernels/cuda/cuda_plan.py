@@ -185,7 +185,7 @@ def prepare_cuda_linear(
     machine = machine or CupyMachine.current()
     families = _families(variants.LINEAR, packed, "a linear layer")
     where = machine.architecture, n, machine.multiprocessors
-    attempts = {family: partial(variants.linear(family), packed, dtype, *where) for family in families}
+    attempts = {family: partial(variants.find_linear_builder(family), packed, dtype, *where) for family in families}
     program, asked = _first(packed, machine.architecture, attempts)
     m, k = packed.shape
     return _build_plan(program, machine, _Shapes((k, None), (m, None), layout, n), dtype, asked)
@@ -201,7 +201,9 @@ def prepare_conv2d(
     machine = machine or CupyMachine.current()
     families = _families(variants.CONV2D, packed, "a convolution")
     where = machine.architecture, machine.multiprocessors
-    attempts = {family: partial(variants.conv2d(family), packed, shape, dtype, *where) for family in families}
+    attempts = {
+        family: partial(variants.find_conv2d_builder(family), packed, shape, dtype, *where) for family in families
+    }
     program, asked = _first(packed, machine.architecture, attempts)
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)

@@ -217,7 +217,7 @@ class _Stream:
     ptr: int
 
 
-def architectures_of(capability: tuple[int, int]) -> tuple[str, ...]:
+def list_architectures(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the architectures whose code a GPU of a compute capability runs, the newest first. Raises NoDevice."""
     number = f"{capability[0]}.{capability[1]}"
     if capability in EMBEDDED:
@@ -254,8 +254,8 @@ def _abilities(cupy: Any) -> tuple[str, int, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NoDevice(f"backend 'cupy' found no NVIDIA GPU that it can use: {error}") from error
     newest = driver // 1000
-    architectures = architectures_of((int(capability[:-1]), int(capability[-1])))
-    return build.compilable(architectures, newest), multiprocessors, newest
+    architectures = list_architectures((int(capability[:-1]), int(capability[-1])))
+    return build.select_compilable(architectures, newest), multiprocessors, newest
 
 
 # Loaded functions, by device, kernel and architecture: kernels of the same name are the same.

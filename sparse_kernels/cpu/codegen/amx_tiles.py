@@ -47,7 +47,7 @@ from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_tar
 # Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
 
-# What `begin` keeps: LDTILECFG's 64 bytes, and a cache line more, so that threads do not share one.
+# What `configure_tiles` keeps: LDTILECFG's 64 bytes, and a cache line more, so that threads do not share one.
 SAVED_BYTES = 128
 
 # Of Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
@@ -61,7 +61,7 @@ I8 = ir.IntType(8)
 
 
 @cache
-def available() -> bool:
+def is_available() -> bool:
     """Return whether code of this process may use the tiles; asks the operating system for them, once a process."""
     triple, _, has = read_compile_target()
     if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
@@ -180,7 +180,7 @@ class EmulatedTileRegisters(AmxTileRegisters):
         return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
 
 
-def tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
+def select_tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
     """Return the tile registers of the processor, or emulated ones."""
     return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
 
@@ -192,15 +192,15 @@ class UnitForm(NamedTuple):
 
 
 @vector_code(UnitForm)
-def begin(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles of this thread; saved: address of 64 bytes for `end`."""
-    tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
+def configure_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
+    """Configure the tiles of this thread; saved: address of 64 bytes for `restore_tiles`."""
+    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
 
 
 @vector_code(UnitForm)
-def end(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles as they were before `begin`."""
-    tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
+def restore_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
+    """Configure the tiles as they were before `configure_tiles`."""
+    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
 
 
 # ------------------------------------------------------------------------------------------------ thirds of x
@@ -455,7 +455,7 @@ def matrix_tile(
     """
     n_rows = form.row_tiles
     emit = Emitter(builder, ROWS, True)
-    tile = tile_registers(emit, form.emulated)
+    tile = select_tile_registers(emit, form.emulated)
     sums, of_w, of_x = range(4), (4, 5), (6, 7)
     row_stride = emit.integer(ROW_BYTES)
     both = builder.icmp_signed("==", y.halves, emit.integer(2))

@@ -32,7 +32,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 from sparse_kernels.cpu.kernels.amx_linear import AmxArrays, MatrixPanels
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.vector_grid import VectorGrid
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
@@ -252,11 +252,11 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
 
     It is called with `ScratchProductCall` and `PositionLayer`, and returns whether all sums were finite.
     """
-    if not (emulated or amx.available()):
+    if not (emulated or amx.is_available()):
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     form, unit_form = (row_tiles, int(framed), int(emulated)), (int(emulated),)
 
-    @partial(in_parts, makes_arrays=True)
+    @partial(build_parallel_kernel, makes_arrays=True)
     def multiply(part: int, call: ScratchProductCall, layer: PositionLayer) -> int:
         cut, total = layer.cut, layer.x_starts.size
         flags = np.zeros(1, np.int32)
@@ -267,7 +267,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
         thirds_at = sums_at + 4 * TILE_BYTES
         buffers = PartBuffers(gathered_at, sums_at, flags.ctypes.data)
         first, end = total * part // layer.parts, total * (part + 1) // layer.parts
-        amx.begin(unit_form, saved_at)
+        amx.configure_tiles(unit_form, saved_at)
         while first < end:
             # Images that are not cut, or what the thread has of them; or what is left of one, in even blocks.
             stop = min((first // cut.per_image + cut.images) * cut.per_image, end)
@@ -276,7 +276,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
             split_images(call.x_at, layer, (first, stop), thirds_at, sources)
             multiply_positions(form, call, layer, (first, stop), sources, buffers)
             first = stop
-        amx.end(unit_form, saved_at)
+        amx.restore_tiles(unit_form, saved_at)
         not_finite: int = flags[0]
         return not_finite
 

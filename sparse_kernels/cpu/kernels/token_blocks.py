@@ -48,9 +48,16 @@ from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Panels
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid, in_tiles, whole_tiles
+from sparse_kernels.cpu.layouts.vector_grid import (
+    CACHED,
+    LARGE,
+    TILE,
+    VectorGrid,
+    build_tiled_grid,
+    build_token_blocked_grid,
+)
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 
 # Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
@@ -147,8 +154,8 @@ def bind_kernel(
         block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // tile) * tile)
     # Rows of y that are put back together.
     run = m if isinstance(weights, SingleRows) or not weights.in_order else min(m, max(RUN, rows))
-    here = in_tiles(block * lanes, tile, lanes, k, run)
-    there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
+    here = build_tiled_grid(block * lanes, tile, lanes, k, run)
+    there = build_token_blocked_grid(-(-n // (TILE * lanes)), lanes, k, m)
     if x_layout == "token_blocked" and not single and (block * threads * lanes < n or numbers != FLOATS):
         x_layout = COPIED
     x_grid: VectorGrid = there if x_layout == "token_blocked" else here
@@ -326,7 +333,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
     layout_form, output_form = (lanes, numbers, x_by_token, copied), (lanes, y_by_token)
     per_step = 1 if numbers == FLOATS else 2
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
         table, values, columns, _, row_ids = layer.weights
         n, k, m, panels = layer.n, layer.k, layer.m, table.shape[0]
@@ -388,7 +395,7 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
     # Vectors that blocks are shared by: where x or y is blocked, whole tiles.
     unit = TILE if x_blocked or y_blocked else 1
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
         stream, table, _, bounds = layer.weights
         n, k, m, stages = layer.n, layer.k, layer.m, table.shape[0]

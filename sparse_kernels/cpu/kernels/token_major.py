@@ -45,11 +45,11 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
 # Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
 FIRST_LEVEL = 12_288
@@ -384,7 +384,8 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
         if whole:
             sums_at += part * chunk * panels * width * 4
         packed_at, packed_chunk = call.scratch_at + (layer.waiting + part * chunk * k) * 4, -1
-        item, end = share(work, chunks, part, layer.parts), share(work, chunks, part + 1, layer.parts)
+        item = find_part_begin(work, chunks, part, layer.parts)
+        end = find_part_begin(work, chunks, part + 1, layer.parts)
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin, first = item // panels * chunk, item % panels
@@ -402,4 +403,4 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
     def put_back(share: int, call: LinearCall, layer: TokenMajorLayer) -> None:
         put_back_share(scatter_form, width, share, call, layer)
 
-    return in_parts(multiply, put_back) if permuted and not whole else in_parts(multiply)
+    return build_parallel_kernel(multiply, put_back) if permuted and not whole else build_parallel_kernel(multiply)

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit, types
 
-from sparse_kernels.cpu.launch.native_call import compiled_runner, integers_at
+from sparse_kernels.cpu.launch.native_call import compile_record_function, view_integers
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
-from sparse_kernels.cpu.runtime.scratch_buffers import addresses, aligned, borrow, give_back
-from sparse_kernels.cpu.runtime.threads import count
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, borrow, find_addresses, give_back
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array, check_call
 
 # What a plan has worked out for so many tokens and threads: called with the addresses of x, y and bias, and the code
@@ -65,7 +65,7 @@ KEPT_WAYS = 64  # by a plan; then it forgets them all
 LARGE = 2**16
 
 
-def arguments(
+def convert_arguments(
     x: Array,
     x_shape: tuple[int | None, ...],
     bias: Array | None,
@@ -150,17 +150,17 @@ class CpuLinearPlan:
             given = np.zeros(m, np.float32) if bias is None else bias
             if type(y) is type(given) is np.ndarray:
                 tokens, threads, _, call = self._last
-                if tokens != n or threads != count():
-                    *_, call = self._found(n, count())
+                if tokens != n or threads != count_threads():
+                    *_, call = self._found(n, count_threads())
                 try:
                     if call(x, y, given, ACTIVATIONS.index(activation)):
                         return y
                 except TypeError:  # of another dtype or number of axes, or may not be written
                     pass
         given_arrays = GivenArrays(x, bias, activation, out)
-        x, y, bias, code, n = linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
+        x, y, bias, code, n = convert_linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
         if n:
-            x_at, y_at, bias_at = addresses(x, y, bias)
+            x_at, y_at, bias_at = find_addresses(x, y, bias)
             self.run(x_at, y_at, n, bias_at, code)
         return y
 
@@ -169,7 +169,7 @@ class CpuLinearPlan:
 
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
-        threads = count()
+        threads = count_threads()
         tokens, last, call, _ = self._last
         if tokens != n or last != threads:
             _, _, call, _ = self._found(n, threads)
@@ -219,10 +219,10 @@ class GivenArrays(NamedTuple):
     out: Array | None
 
 
-def linear_arguments(
+def convert_linear_arguments(
     layout: str, shape: tuple[int, int], tile_tokens: int, given: GivenArrays
 ) -> tuple[Array, Array, Array, int, int]:
-    """Return `arguments` of a linear layer of this shape (m, k) in any layout, and the number of tokens.
+    """Return the result of `convert_arguments` for a linear layer (m, k) in any layout, and the number of tokens.
 
     tile_tokens: tokens of a tile of blocked layouts. Tokens that fill up a last tile count, unless `out` is
     token-major and says how many there are. Where x is token-major they are 0 in y: what reads them next computes on
@@ -230,14 +230,14 @@ def linear_arguments(
     """
     (m, k), tokens, (x, bias, activation, out) = shape, tile_tokens, given
     if layout == "token_major":
-        found = arguments(x, (None, k), bias, activation, out, (None, m), m)
+        found = convert_arguments(x, (None, k), bias, activation, out, (None, m), m)
         return *found, found[0].shape[0]
     if layout == "feature_major":
-        found = arguments(x, (k, None), bias, activation, out, (m, None), m)
+        found = convert_arguments(x, (k, None), bias, activation, out, (m, None), m)
         return *found, found[0].shape[1]
     if layout == "into_blocks":
         n = np.shape(x)[0] if np.ndim(x) else 0
-        x, y, bias, code = arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m)
+        x, y, bias, code = convert_arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m)
         if n % tokens:
             y[-1, :, n % tokens :] = 0
         return x, y, bias, code, n
@@ -245,8 +245,8 @@ def linear_arguments(
         tiles = np.shape(x)[0] if np.ndim(x) else 0
         wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]
         n = wanted if -(-wanted // tokens) == tiles else tiles * tokens
-        return *arguments(x, (None, k, tokens), bias, activation, out, (n, m), m), n
-    found = arguments(x, (None, k, tokens), bias, activation, out, (None, m, tokens), m)
+        return *convert_arguments(x, (None, k, tokens), bias, activation, out, (n, m), m), n
+    found = convert_arguments(x, (None, k, tokens), bias, activation, out, (None, m, tokens), m)
     return *found, len(found[0]) * tokens
 
 
@@ -271,13 +271,13 @@ def _looking() -> Callable[..., tuple[int, int, int]]:
 @cache
 def _looking_and_running() -> Callable[..., bool]:
     """`_look`, then the kernel: called with the address of (record, axis, n, m, k), room, and as a call of arrays."""
-    return compiled_runner(
+    return compile_record_function(
         "look_and_run",
         "at, room, x, y, bias, activation",
-        """record, axis, n, m, k = carray(integers_at(at), 5)
+        """record, axis, n, m, k = carray(view_integers(at), 5)
     x_at, y_at, bias_at = look(x, y, bias, axis, n, m, k)
     return x_at != 0 and run_record(launch, record, (room, x_at, y_at, bias_at, activation))""",
-        {"look": njit(inline="always")(_look), "carray": carray, "integers_at": integers_at},
+        {"look": njit(inline="always")(_look), "carray": carray, "view_integers": view_integers},
         (types.intp, types.intp, *_ARRAYS, types.intp),
     )
 
@@ -298,4 +298,4 @@ def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) ->
 def _empty(shape: list[int]) -> Array:
     """Return memory for a result, uninitialised; it starts at a cache line if it is large."""
     size = math.prod(shape)
-    return aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)
+    return allocate_aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)

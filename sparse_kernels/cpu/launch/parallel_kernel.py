@@ -26,13 +26,13 @@ from numba import types
 
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I64
-from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, record, runner
+from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, build_record, compile_runner
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
 from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, cgutils
 
 
 class ParallelKernel:
-    """What `in_parts` makes: called with all of its arguments, or bound to those that stay as they are."""
+    """Kernel of `build_parallel_kernel`: called with all arguments, or bound to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
         """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` return.
@@ -83,8 +83,8 @@ class ParallelKernel:
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
         varying = find_varying(places)
-        laid = record(frame[:words], noted, list(zip(parts, counts, strict=True)), varying)
-        run = BoundKernel(runner(len(varying)), laid.ctypes.data)
+        laid = build_record(frame[:words], noted, list(zip(parts, counts, strict=True)), varying)
+        run = BoundKernel(compile_runner(len(varying)), laid.ctypes.data)
         run.held = laid, given, self
         return run
 
@@ -103,7 +103,7 @@ class BoundKernel(partial[bool]):
         raise TypeError("an address means nothing to a copy")
 
 
-def in_parts(*stages: Callable[..., Any], makes_arrays: bool = False) -> ParallelKernel:
+def build_parallel_kernel(*stages: Callable[..., Any], makes_arrays: bool = False) -> ParallelKernel:
     """Return the kernel of these stages, which run one after the other.
 
     A stage is a function of the number of its part and of what the kernel is called with. The plural of that number's

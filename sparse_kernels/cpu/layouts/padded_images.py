@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparse_kernels.cpu.runtime.scratch_buffers import LINE, address, aligned
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE, allocate_aligned, find_address
 from sparse_kernels.plan_protocol import Array
 
 # Bytes of frames that nobody uses and that are kept for the next call.
@@ -94,7 +94,7 @@ class _Spare:
             if buffers := self._free.get(places):
                 self._bytes -= buffers[-1].nbytes
                 return buffers.pop()
-        return aligned(places.size)
+        return allocate_aligned(places.size)
 
     def give_back(self, places: ImagePlaces, buffer: Array) -> None:
         self._returned.append((places, buffer))
@@ -118,7 +118,7 @@ class FramedImages:
 
     def __init__(self, places: ImagePlaces) -> None:
         self.array, self.places = _spare.take(places), places
-        self.address = address(self.array)
+        self.address = find_address(self.array)
 
     def __getstate__(self) -> tuple[ImagePlaces, Array]:
         return self.places, self.array

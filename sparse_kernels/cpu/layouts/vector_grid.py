@@ -36,14 +36,14 @@ class VectorGrid:
     keep: NDArray[np.int64] | None = None
 
 
-def tiles(total: int, vectors: int) -> NDArray[np.int64]:
+def split_tiles(total: int, vectors: int) -> NDArray[np.int64]:
     """Return the first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
     count = -(-total // vectors)
     return total * np.arange(count + 1) // count
 
 
 @lru_cache(maxsize=256)
-def as_it_lies(n: int, lanes: int) -> VectorGrid:
+def build_feature_major_grid(n: int, lanes: int) -> VectorGrid:
     """Feature-major x and y of n >= lanes tokens.
 
     The last vector overlaps the one before it, so nothing beyond the end is touched.
@@ -53,15 +53,15 @@ def as_it_lies(n: int, lanes: int) -> VectorGrid:
 
 
 @lru_cache(maxsize=64)
-def columns(k: int, stride: int) -> NDArray[np.int32]:
+def build_column_offsets(k: int, stride: int) -> NDArray[np.int32]:
     """Return the offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
     return np.arange(k, dtype=np.int32) * np.int32(stride)
 
 
 @lru_cache(maxsize=256)
-def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
+def build_tiled_grid(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
     """n >= 1 tokens in tiles of vectors: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
-    firsts = tiles(-(-n // lanes), vectors)
+    firsts = split_tiles(-(-n // lanes), vectors)
     tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
     inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
     stride = vectors * lanes
@@ -69,7 +69,7 @@ def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
 
 
 @lru_cache(maxsize=256)
-def whole_tiles(count: int, lanes: int, k: int, m: int) -> VectorGrid:
+def build_token_blocked_grid(count: int, lanes: int, k: int, m: int) -> VectorGrid:
     """Token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
     vector = np.arange(count * TILE)
     tile, inside, stride = vector // TILE, vector % TILE * lanes, TILE * lanes

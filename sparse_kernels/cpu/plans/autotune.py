@@ -29,7 +29,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import host, rotated_bytes
+from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes, find_cpu_target
 from sparse_kernels.cpu.kernels import row_panels
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans import linear
@@ -81,7 +81,7 @@ def choose_fastest(layer: LinearLayer, folder: Path | None = None, clock: Clock 
     if len(choices) == 1:
         return choices[0]
     key = _key(layer)
-    path = _path(key, folder or cache_folder())
+    path = _path(key, folder or find_cache_folder())
     choice = _read_choice(path, key, choices)
     if choice is None:
         choice = choices[find_fastest(_calls(layer, choices), clock)]
@@ -99,7 +99,7 @@ def list_candidates(layer: LinearLayer) -> list[Choice]:
     and blocks (a quarter to four times). Shorter stages of single rows, and tiles of half as many rows. Few tokens in
     blocks of one thread alone. Any other tile for token-blocked x.
     """
-    default, n, lanes = linear.choose_kernel(layer), layer.n, host().lanes
+    default, n, lanes = linear.choose_kernel(layer), layer.n, find_cpu_target().lanes
     if layer.blocked or n == 0:
         return [default]
     vectors = linear.choose_vector_kernel(layer)
@@ -118,7 +118,7 @@ def list_candidates(layer: LinearLayer) -> list[Choice]:
 def _list_token_choices(layer: LinearLayer) -> list[Choice]:
     """Return tiles of fewer tokens where fewer are computed in vain; narrow vectors for few tokens and low groups."""
     tile, n = linear.choose_narrow_tile(layer), layer.n
-    if tile is None or tile[2] < host().lanes < n:
+    if tile is None or tile[2] < find_cpu_target().lanes < n:
         return []
 
     def computed(size: int) -> int:
@@ -142,7 +142,7 @@ def _list_row_choices(layer: LinearLayer) -> list[Choice]:
     if layer.fills_threads(lanes):
         # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
         way, together = ("pass", total) if layer.layout == "token_major" else ("blocks", each)
-        width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, host())
+        width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, find_cpu_target())
         if way == "blocks" or each < total < TILE * threads:
             choices.append(Choice("rows", (size, width, lanes), way))
     return choices
@@ -202,7 +202,7 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
 
     def call(choice: Choice) -> Call:
         plan = linear.build_plan(layer, choice)
-        copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
+        copies = min(MOST_COPIES, -(-count_rotated_bytes() // plan.nbytes))
         plans = [plan, *(plan.copy() for _ in range(copies - 1))]
         for each in plans:
             each(x, bias, None, y)  # what is compiled, and worked out once for so many tokens, is so here
@@ -215,7 +215,7 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
 # ------------------------------------------------------------------------------------------------ what was found
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Return where results are kept: LATBENCH_CACHE or the user's cache folder."""
     if given := os.environ.get("LATBENCH_CACHE"):
         return Path(given) / "tuning"
@@ -229,7 +229,7 @@ def describe_device() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
+    return " ".join([find_cpu_target().name, cpu, *(named[:1] or [platform.processor()])])
 
 
 def _key(layer: LinearLayer) -> dict[str, Any]:

@@ -27,21 +27,21 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
-from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, host
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
 from sparse_kernels.cpu.kernels.row_panels import ProductSettings
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
-from sparse_kernels.cpu.launch.linear_call import Product, arguments
+from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
-from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
+from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
 from sparse_kernels.cpu.plans import linear
-from sparse_kernels.cpu.runtime.scratch_buffers import Pool, address, borrow, give_back
-from sparse_kernels.cpu.runtime.threads import count
-from sparse_kernels.formats import Packed, rounded
+from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
+from sparse_kernels.cpu.runtime.threads import count_threads
+from sparse_kernels.formats import Packed, round_packed
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array
 from sparse_kernels.shapes import Conv2dShape
 
@@ -123,7 +123,7 @@ class CpuConv2dPlan:
 
     def room_bytes(self, batch: int) -> int:
         """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
-        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count()
+        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count_threads()
         some = min(self._count_images_at_a_time(x_at, y_at, threads), batch)
         placement = self._find_placement(x_at.of_batch(some), y_at.of_batch(some))
         return (
@@ -142,10 +142,11 @@ class CpuConv2dPlan:
         """activation(convolution of x + bias), as `Plan` says; x that is not C-contiguous is copied."""
         s = self.shape
         y_shape = (None, s.c_out, s.out_h, s.out_w)
-        x, y, bias, code = arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
+        x, y, bias, code = convert_arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
         if y.size:
             batch = x.shape[0]
-            self.run(address(x), self.x_places(batch), address(bias), code, address(y), self.y_places(batch))
+            x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
+            self.run(x_address, self.x_places(batch), bias_address, code, y_address, self.y_places(batch))
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
@@ -183,14 +184,15 @@ class CpuConv2dPlan:
         `can_add`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
-        there = 0 if added is None else address(added)
-        self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
+        there = 0 if added is None else find_address(added)
+        x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
+        self.run(x_address, x_places, bias_address, ACTIVATIONS.index(activation), y_address, y_places, there)
 
     def run(
         self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
     ) -> None:
         """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        threads = count()
+        threads = count_threads()
         key = x_at.batch, x_at.margin, y_at.margin, threads
         steps = self._calls.get(key)
         if steps is None:
@@ -250,8 +252,9 @@ class CpuConv2dPlan:
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
         if phase_layout is not None:
             laid_out = ImageCopyLayer(
-                x_steps=image_layout.image_steps(x_at), y_steps=ImageSteps(phase_layout.image, phase_layout.plane,
-                phase_layout.pitch, self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
+                x_steps=image_layout.build_image_steps(x_at),
+                y_steps=ImageSteps(phase_layout.image, phase_layout.plane, phase_layout.pitch,
+                self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
                 padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
@@ -260,7 +263,7 @@ class CpuConv2dPlan:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(
                 x_steps=ImageSteps(grid.flat[0], grid.y_stride, grid.flat[1], 0),
-                y_steps=image_layout.image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
+                y_steps=image_layout.build_image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
                 shape=y_at.shape, begins=begins, ends=ends, part_stride=0, parts=threads,
             )  # fmt: skip
             collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
@@ -362,10 +365,10 @@ def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: s
     pattern cannot gain from.
     """
     check_precision(packed, precision)
-    packed = packed if precision == "float32" else rounded(packed)
-    if host().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
+    packed = packed if precision == "float32" else round_packed(packed)
+    if find_cpu_target().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
         return build_matrix_plan(packed, shape, layout)
-    if precision == "bfloat16" and host().pairs and pays_by_pairs(shape):
+    if precision == "bfloat16" and find_cpu_target().pairs and pays_by_pairs(shape):
         return build_pair_plan(packed, shape, layout)
     return build_vector_plan(packed, shape, layout)
 
@@ -402,7 +405,7 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     """
     x = ImagePlaces(1, shape.c_in, shape.h, shape.w)
     y = ImagePlaces(1, shape.c_out, shape.out_h, shape.out_w)
-    one, target = replace(shape, batch=1), host()
+    one, target = replace(shape, batch=1), find_cpu_target()
     grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
     column_places = locate_columns(one, widen(target), x, y)
     cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
@@ -427,14 +430,14 @@ def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated:
     size = tiles * ROWS
     name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
     return CpuConv2dPlan(
-        shape, weights, (size, amx_conv2d.LANES // ROWS), host(), name, layout,
+        shape, weights, (size, amx_conv2d.LANES // ROWS), find_cpu_target(), name, layout,
         lambda: build_vector_plan(packed, shape, layout), emulated,
     )  # fmt: skip
 
 
 def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """Return the plan by the vector unit."""
-    target = host()
+    target = find_cpu_target()
     height = count_group_rows(packed)
     by_channel = _by_channel(build_groups(packed), shape)
     weights: Panels | SingleRows
@@ -451,7 +454,7 @@ def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuCon
 
 def build_pair_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """Return the plan by pairs of bfloat16, for a weight that is rounded to it."""
-    target = host()
+    target = find_cpu_target()
     size, vectors = row_panels.choose_tile(count_group_rows(packed), target)
     weights = build_panels(_by_channel(build_groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
@@ -507,7 +510,7 @@ def locate_columns(
     if not always and reads_frames(shape, x.margin):
         return ColumnPlacement(None, locate_columns_in_frames(shape, x), channels, x.channel)
     if not always and stays_in_place(shape, target, x, y):
-        return ColumnPlacement(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+        return ColumnPlacement(None, build_column_offsets(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
     phase_layout = build_phase_layout(shape, target, y)
     offsets = phase_layout.offsets.reshape(-1, shape.c_in).T.ravel()
     return ColumnPlacement(phase_layout, offsets, offsets.astype(np.int64) // phase_layout.plane, phase_layout.plane)

@@ -33,7 +33,7 @@ _turn = threading.Lock()
 _ask: Callable[[], int] | None = None
 
 
-def count() -> int:
+def count_threads() -> int:
     """Return how many threads kernels use now.
 
     Numba's own function takes two locks at each call, half a microsecond, to see whether its threads have started.
@@ -44,10 +44,10 @@ def count() -> int:
     return _ask()
 
 
-def use(wanted: int) -> None:
+def set_thread_count(wanted: int) -> None:
     """Let kernels use so many threads, or as many as there are."""
     wanted = min(wanted, _MOST)
-    if count() != wanted:
+    if count_threads() != wanted:
         numba.set_num_threads(wanted)
 
 
@@ -88,7 +88,7 @@ def _refuse_threads() -> None:
     _ask = ask
 
 
-def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:
+def take_turns(kernel: Callable[..., T]) -> Callable[..., T]:
     """Return the kernel, which two callers never run at once where Numba's threads must not be used by two."""
     if numba.threading_layer() != "workqueue":
         return kernel
