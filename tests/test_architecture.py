@@ -1,5 +1,6 @@
 """The tree is what the architecture page says: every folder has its floor, and the rules of the house are kept."""
 
+import ast
 import functools
 import re
 import runpy
@@ -58,6 +59,23 @@ def test_the_page_names_every_floor_and_every_file_that_it_names_is_there() -> N
 def test_no_place_breaks_a_rule(rule: str) -> None:
     places = find_places()[rule]
     assert not places, f"{rule}: {len(places)} places\n" + "\n".join(places)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def host(): ...", ["host"]),
+        ("def places(x) -> int: ...", ["places"]),
+        ("def build_grid(): ...", []),
+        ("def _places(): ...", []),
+        ("def fills_threads(n) -> bool: ...", []),
+        ("@vector_code(Form)\ndef row_tile(): ...", []),
+        ("class Plan:\n    def launches(self): ...", []),
+    ],
+)
+def test_a_kernel_function_without_a_verb_is_found(source: str, found: list[str]) -> None:
+    trees = {Path("sparse_kernels/cpu/x.py"): ast.parse(source), Path("sparse_kernels/nn.py"): ast.parse(source)}
+    assert [place.split()[-1] for place in RULES.find_verbless(trees, RULES.read_verbs())] == found
 
 
 def test_the_picture_shows_the_imports_of_today() -> None:
