@@ -327,7 +327,7 @@ def _wanted(scores: Scores, sparsity: float) -> float:
     return (1 - sparsity) * scores.size
 
 
-_LARGEST = 2**31 - 1  # what tables hold
+_LARGEST = 2**31 - 1  # the largest number that a table holds
 
 
 def _check_whole(name: str, value: int) -> None:

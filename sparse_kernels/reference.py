@@ -141,7 +141,7 @@ def finish(y: np.ndarray, bias: np.ndarray | None, activation: str | None) -> np
     if activation == "relu":
         y = np.maximum(y, 0)
     if activation == "gelu":
-        from scipy.special import erf  # here: every process that measures would import it
+        from scipy.special import erf  # imported here, or every process that measures would import it
 
         y = y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
     return y
@@ -160,7 +160,7 @@ def _nm(packed: NMWeight, x: Array) -> Array:
     for group in range(groups):
         for slot in range(keep):
             columns = group * packed.pattern.of + packed.offsets[:, group, slot].astype(np.int64)
-            # A slot that holds nothing has value 0: it adds nothing, where x is infinite too.
+            # An empty slot has value 0. It adds nothing, even where x is infinite.
             values = packed.values[:, group, slot, None]
             y += np.where(values == 0, np.float32(0), values * x[columns])
     return y

@@ -136,7 +136,7 @@ class CudaPlan:
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
         n = shape[self.x_shape.index(None)]
-        # Rows of x and out are read and written in pieces as wide as divide n, up to 16 bytes.
+        # Rows of x and out are read and written in pieces of up to 16 bytes, as wide as divide n.
         alignment = {"x": 2 * math.gcd(n, 8), "out": 2 * math.gcd(n, 8), "bias": 4}
         if out is not None:
             expected = _with(self.y_shape, n)
@@ -159,7 +159,7 @@ class CudaPlan:
         """Return the address of a constant array, uploaded once; all else as it is."""
         if not isinstance(argument, np.ndarray):
             return argument
-        # The array is kept beside its copy: its id stays its own.
+        # The array is kept beside its copy, so that no other array gets its id.
         if id(argument) not in self._uploads:
             self._uploads[id(argument)] = argument, self.machine.upload(argument)
         return self._address(self._uploads[id(argument)][1])

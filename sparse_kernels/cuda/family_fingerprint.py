@@ -154,7 +154,7 @@ def _of_program(name: str, prepare: Callable[[], Program], columns: tuple[int, .
     except NotSupported:
         yield "refused"
         return
-    seen: dict[int, NDArray[np.generic]] = {}  # kept, so that an id stays one array's
+    seen: dict[int, NDArray[np.generic]] = {}  # kept, so that no other array gets its id
     for n in columns:
         for launch in program.launches(n, None):
             yield _geometry(n, launch)

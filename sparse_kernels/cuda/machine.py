@@ -202,7 +202,8 @@ class TorchMachine:
             loaded = function.kernel
 
         def launch(grid: Dim3, block: Dim3, arguments: tuple[np.generic, ...]) -> None:
-            # Given by hand: CuPy would take its own current stream, and may read torch's default one as another.
+            # Pass the stream explicitly: CuPy would take its own current stream, and may read torch's default one as
+            # another.
             stream = _Stream(self.torch.cuda.current_stream(self.device).cuda_stream)
             with self.torch.cuda.device(self.device):
                 loaded(grid, block, arguments, shared_bytes, stream)
@@ -271,7 +272,7 @@ def _load(cupy: Any, device: int, variant: Variant, shared_bytes: int, architect
             cubin = build.compile(variant, architecture, newest=newest)
             _functions[key] = cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
         function = _functions[key]
-        # All plans share the function, and what it is allowed counts at each launch: it may only grow.
+        # All plans share the function, and its limit of shared memory holds at each launch: it may only grow.
         if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
         return function

@@ -28,8 +28,8 @@ MOST_STAGES = 8
 MOST_SPLITS = 16
 
 # What a launch costs, in clocks of a multiprocessor, fitted to an H200 (TUNING.md).
-PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores: 82% of what they could
-STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # of bringing a stage: what each costs, and what its bytes cost
+PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores: 82% of their peak
+STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # copies of a stage: clocks for each stage, and bytes a clock
 TILE_CLOCKS, RESULTS_A_CLOCK = 800, 7  # filling the ring, and writing the result
 FINISH_CLOCKS = 7500  # a second launch
 SUM_BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache

@@ -10,7 +10,7 @@ from sparse_kernels.cuda.program import Prepare, PrepareConv2d, Variant
 # Modules of this package, each with VARIANTS and `build_program`.
 FAMILIES = ("vector", "vector_sm90", "nm", "nm_sm90", "csr")
 
-# For each format, who may run a linear layer: the first that does not refuse does.
+# Families that may run a linear layer, by format: the first that does not refuse does.
 LINEAR = {
     "dense": ("vector_sm90", "vector"),
     "vector": ("vector_sm90", "vector"),

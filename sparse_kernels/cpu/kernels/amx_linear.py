@@ -49,8 +49,8 @@ from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
 from sparse_kernels.formats import Packed
 
-# Bytes of the second-level cache of processors that have the unit, and those of x and y of a block that stay in it
-# while weights pass by.
+# Bytes of the second-level cache of processors that have the unit. Bytes of x and y of a block that stay in it while
+# weights pass by.
 SECOND_LEVEL_BYTES, CACHED_BYTES = 2_000_000, 700_000
 
 # Tokens of a tile of the layouts that are blocked.

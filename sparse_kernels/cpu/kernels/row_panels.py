@@ -186,7 +186,8 @@ def build_kernel(
             panel, block = item % panels, item // panels
             v = tiles * block // blocks * vectors
             stop = min(tiles * (block + 1) // blocks * vectors, total)
-            # Of the next block, as many vectors of x for each tile of this one as are all fetched in time.
+            # For each tile of this block, fetch so many vectors of x of the next block that all of them arrive in
+            # time.
             behind = min(tiles * (block + 2) // blocks * vectors, total) if (block + 1) * panels < end else stop
             steps = panels * max(stop - v, 1)
             each = ((behind - stop) * prefetched.size * vectors + steps - 1) // steps

@@ -60,15 +60,15 @@ from sparse_kernels.cpu.layouts.vector_grid import (
 )
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 
-# Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
-# second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
-# Where rows are permuted, all of them have to be there first.
+# Rows of y that are put in their places together where their order is kept. All rows together would displace weights
+# and x in the second-level cache. A quarter as many would go through the pages of y too often (2048 outputs: a tenth
+# slower). Where rows are permuted, all of them are needed first.
 RUN = 256
 
-# How many columns ahead x is fetched that is copied out of tiles, where each has only some lines.
+# How many columns ahead x is fetched where it is copied out of tiles, each of which has only some lines.
 COLUMNS_AHEAD = 32
 
-COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds it
+COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds x
 
 
 def fills_threads(n: int, lanes: int, threads: int) -> bool:
@@ -149,7 +149,8 @@ def bind_kernel(
         rows, tile = 1, weights.stride // lanes
         block = tile
     else:
-        # What a register tile reads of a column lies side by side, or every other cache line would stay unused.
+        # The part of a column that a register tile reads lies in one piece. Otherwise every other cache line would
+        # stay unused.
         rows, tile = weights.width, settings.vectors
         block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // tile) * tile)
     # Rows of y that are put back together.
@@ -164,7 +165,7 @@ def bind_kernel(
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     needed = threads * tokens * laid_out
     far = not single and n * (k + m) >= FAR
-    # Copied x with fewer columns than y has rows is soon read, and to fetch it gains less than it takes.
+    # Copied x with fewer columns than y has rows is read soon. Fetching it takes longer than it saves.
     fetch_x = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
     fetch_y = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
     form = BlockForm(rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y)
@@ -177,8 +178,8 @@ def bind_kernel(
     return KernelWithScratch(kernel.bind(LinearCall, layer), needed)
 
 
-# Inlined functions are of the module, not of the kernels: what a kernel encloses is part of the key by which it is
-# kept on disk, and a compiled function is another in each process.
+# Inlined functions belong to the module and not to the kernels. The values that a kernel encloses are part of its key
+# on disk, and a compiled function is another one in each process.
 
 
 class RowsOfBlock(NamedTuple):
@@ -367,7 +368,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             for panel in range(panels):
                 done_at = y_at - done * layer.y_stride * 4
                 y = FramedOutput(done_at, layer.y_stride, y_starts.ctypes.data + y_first * 8, 0, 0)
-                # Lines of y are to be at hand when they are written, not fetched one by one then.
+                # Fetch the lines of y before they are written, so that stores do not wait for them one by one.
                 if fetch_y and y_blocked and panel + 1 < panels:
                     fetch_output_rows(y, row_ids[(panel + 1) * rows : (panel + 2) * rows], y_starts[:after], first)
                 weights = TileWeights(
@@ -392,7 +393,7 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     stream_form, output_form = (vectors, lanes, int(fused), 0), (lanes, y_layout == "token_major")
     layout_form = (lanes, numbers, x_layout == "token_major", x_layout == COPIED)
-    # Vectors that blocks are shared by: where x or y is blocked, whole tiles.
+    # Vectors that stay together when blocks are shared: whole tiles where x or y is blocked.
     unit = TILE if x_blocked or y_blocked else 1
 
     @build_parallel_kernel

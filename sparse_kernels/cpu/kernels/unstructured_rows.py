@@ -43,16 +43,16 @@ from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
-# Rows that are sorted by length together, and that one thread computes.
+# Rows that are sorted by length together and computed by one thread.
 BUNDLE = 32
 
 # Elements of x that stay in the first-level cache while rows pass over them: 30 KB.
 CLOSE = 7_500
 
-# Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
+# Columns of a row in a stage from which on stages save more than they cost: measured on AVX-512.
 WORTHWHILE = 12
 
-# Elements of x in a stage at most: as far as the 16 bits of a place reach.
+# Most elements of x in a stage: a place has 16 bits.
 FARTHEST = 2**16
 
 
@@ -232,7 +232,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
         begin = find_part_begin(work, tiles, part, layer.parts)
         end = find_part_begin(work, tiles, part + 1, layer.parts)
         while begin < end:
-            # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
+            # As many bundles of this part as lie in one tile and keep their y in the second-level cache.
             tile = begin // bundles
             first = begin - tile * bundles
             stop = min(bundles, end - tile * bundles, first + most)
@@ -240,7 +240,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
             row, end_row = first * BUNDLE, min(stop * BUNDLE, layer.m)
             v, end_v = total * tile // tiles, total * (tile + 1) // tiles
             if gathers:
-                # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
+                # The address counts from row 0 of the packed y, which is not stored if `row` is not 0.
                 y_at = call.scratch_at + (part * layer.elements - row * stride) * 4
                 x_at = y_at + (row + min(most * BUNDLE, layer.m)) * stride * 4
             else:

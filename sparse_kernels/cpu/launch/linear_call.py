@@ -27,14 +27,15 @@ from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, borrow,
 from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array, check_call
 
-# What a plan has worked out for so many tokens and threads: called with the addresses of x, y and bias, and the code
-# of the activation. False if y has to be computed again in another way.
+# A call that a plan has prepared for a number of tokens and threads. Its arguments are the addresses of x, y and
+# bias, and the code of the activation. It returns False if y has to be computed in another way.
 Call = Callable[[int, int, int, int], bool]
 
-# The same of arrays, which it looks at first. False also where they are not fit to run; TypeError as `_ARRAYS` says.
+# The same for arrays, which it checks first. It also returns False for arrays that are not fit to run, and raises
+# TypeError for types other than `_ARRAYS`.
 CallOfArrays = Callable[[Array, Array, Array, int], bool]
 
-# So many tokens, by so many threads, and how.
+# Tokens, threads, and the two calls for them.
 Way = tuple[int, int, Call, CallOfArrays]
 
 
@@ -42,7 +43,7 @@ def _nothing(*_: object) -> bool:
     return False
 
 
-# Of a plan that was not called.
+# The way of a plan that was not called yet.
 NEVER: Way = (0, 0, _nothing, _nothing)
 
 
@@ -53,15 +54,15 @@ class KernelWithScratch(NamedTuple):
     needed: int
 
 
-# The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
-# bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
-# adds nothing. activation(w @ x + added + bias) is in y, or y means nothing if the result is False.
+# The product of a weight and x, both laid out, at places found before. Its arguments are the addresses of x, y and
+# bias, the code of the activation, and the address of an array to add. That array lies as y does where y is in
+# frames; 0 adds nothing. It writes activation(w @ x + added + bias) to y. If it returns False, y means nothing.
 Product = Callable[[int, int, int, int, int], bool]
 
-KEPT_WAYS = 64  # by a plan; then it forgets them all
+KEPT_WAYS = 64  # ways that a plan keeps; then it forgets all of them
 
-# Elements from which on results start at a cache line: NumPy puts large arrays 16 bytes behind one, every vector that
-# is stored then crosses two, and a layer of 3072 outputs takes a tenth longer.
+# Elements from which on results start at a cache line. NumPy puts large arrays 16 bytes behind one, so that every
+# stored vector crosses two lines. A layer of 3072 outputs then takes a tenth longer.
 LARGE = 2**16
 
 
@@ -134,7 +135,7 @@ class CpuLinearPlan:
 
     shape: tuple[int, int]
     layout: str
-    # Not of copies, which have weights of their own.
+    # Copies start with none, because they have weights of their own.
     _ways: dict[tuple[int, int], Way] = field(default_factory=dict, init=False)
     _last: Way = field(default=NEVER, init=False)
 
@@ -155,7 +156,7 @@ class CpuLinearPlan:
                 try:
                     if call(x, y, given, ACTIVATIONS.index(activation)):
                         return y
-                except TypeError:  # of another dtype or number of axes, or may not be written
+                except TypeError:  # another dtype or number of axes, or read-only
                     pass
         given_arrays = GivenArrays(x, bias, activation, out)
         x, y, bias, code, n = convert_linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
@@ -188,7 +189,7 @@ class CpuLinearPlan:
         return way
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled kernels, which copies and pickles find again.
+        # Leave out compiled kernels: copies and pickles find them again.
         return {**self.__dict__, "_ways": {}, "_last": NEVER}
 
     @property
@@ -250,7 +251,7 @@ def convert_linear_arguments(
     return *found, len(found[0]) * tokens
 
 
-# Where the tokens are of layouts with two axes.
+# The axis of the tokens, in layouts with two axes.
 _TOKENS_ALONG = {"token_major": 0, "feature_major": 1}
 
 
@@ -282,10 +283,10 @@ def _looking_and_running() -> Callable[..., bool]:
     )
 
 
-# The addresses of x and y, n > 0 tokens along this axis, and of a bias. 0 of what is not fit to run: of other shapes,
-# not C-contiguous, or sharing memory.
+# Return the addresses of x and y, with n > 0 tokens along this axis, and of a bias. They are 0 for arrays that are
+# not fit to run: of other shapes, not C-contiguous, or sharing memory.
 def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> Any:
-    # Signed, as unsigned and signed integers would meet in float64.
+    # Signed, because Numba would add unsigned and signed integers as float64.
     x_at, y_at, bias_at = np.intp(x.ctypes.data), np.intp(y.ctypes.data), np.intp(bias.ctypes.data)
     right = bias.shape[0] == m and bias.strides[0] == 4
     right &= x.shape[axis] == n and x.shape[1 - axis] == k and x.strides == (4 * x.shape[1], 4)

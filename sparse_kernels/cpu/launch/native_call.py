@@ -27,10 +27,10 @@ from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
 from sparse_kernels.cpu.runtime.threads import link_openmp, take_turns
 
-# Of the address of a frame, and the number of the part.
+# The type of a part: it takes the address of a frame, and the number of the part.
 PART = ir.FunctionType(ir.VoidType(), [I64, I64])
 
-# What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
+# Noted for a part that raised, as an index out of bounds may do. For a part that did not return 0, 1 is noted.
 RAISED = 2
 
 MOST_WORDS = 256  # int64 of a frame; an array takes 7 or more
@@ -57,7 +57,7 @@ def compile_runner(count: int) -> Callable[..., bool]:
     Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
     words = "".join(f"word_{i}, " for i in range(count))
-    # The 0 is for no words at all.
+    # The 0 makes a tuple where there are no words.
     body = f"return run_record(launch, at, ({words}0,))"
     return compile_record_function(f"run_{count}", f"at, {words}", body, {}, (types.intp,) * (1 + count))
 
@@ -156,7 +156,8 @@ def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> An
         with cgutils.for_range_slice(inside, first, last, I64(1)) as (each, _):
             inside.call(inside.inttoptr(part, PART.as_pointer()), [found, each])
         inside.ret_void()
-        # Also where parts are fewer: of a smaller team OpenMP would end the other threads, and start them anew later.
+        # Ask for all threads even where parts are fewer. For a smaller team OpenMP would end the other threads and
+        # start them anew later.
         threads = builder.trunc(_asked(builder, "get_num_threads"), I32)
         run = ir.FunctionType(ir.VoidType(), [member.type, job.type, I32, I32])
         parallel = cgutils.get_or_insert_function(builder.module, run, "GOMP_parallel")

@@ -97,7 +97,7 @@ class ParallelKernel:
 class BoundKernel(partial[bool]):
     """A kernel as a function of what varies. The rest lies in one piece, as in a model each call finds it cold."""
 
-    held: Any  # what lives as long as it may be called
+    held: Any  # objects that must live as long as the kernel may be called
 
     def __reduce__(self) -> Any:
         raise TypeError("an address means nothing to a copy")
@@ -129,10 +129,10 @@ def build_parallel_kernel(*stages: Callable[..., Any], makes_arrays: bool = Fals
                 "them how many"
             )
         if not all(_is_constant(cell.cell_contents) for cell in stage.__closure__ or ()):
-            # A compiled function, for one, would be another in each process, and so would the name on disk be.
+            # A compiled function is another one in each process, for example, and so the name on disk would be, too.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
         counts.append(f"{part}s")
-    # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
+    # Kernels that other processes left on disk bring their symbols with them. So each kernel needs a name of its own.
     own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
     names: dict[str, Any] = {"__name__": __name__, "_laid": _laid, "_part": _part}

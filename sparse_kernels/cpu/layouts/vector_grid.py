@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 # Elements that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
-# Elements of x or y from which on parts of it are fetched, each all at once, before they are needed: 4 MB. What is
-# smaller has just been written, or is what the last call wrote, and lies in the caches: then it costs 2% to 12%.
+# Elements of x or y from which on parts of it are fetched, each at once, before they are needed: 4 MB. A smaller
+# array has just been written, or was written by the last call, and lies in the caches. Fetching it costs 2% to 12%.
 LARGE = 2**20
 
-# Vectors of a tile: what a kernel for single rows can hold at once.
+# Vectors of a tile: as many as a kernel for single rows can hold at once.
 TILE = 4
 
 

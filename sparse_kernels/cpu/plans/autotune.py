@@ -42,14 +42,15 @@ from sparse_kernels.plan_protocol import Plan
 Call = Callable[[], object]
 Clock = Callable[[], float]
 
-# How much faster another choice must be in three of four pairs. The same plan at other addresses differs by up to 3%,
-# and what is read from memory by more, for seconds at a time, where other machines share the processor.
+# How much faster another choice must be in three of four pairs. The same plan at other addresses differs by up to 3%.
+# Reads from memory differ by more, for seconds at a time, where other machines share the processor.
 FASTER = 1.05
 
-# What is timed together, so that the clock and what ran before do not count.
+# Seconds that are timed together, so that the clock and earlier work do not count.
 BLOCK_SECONDS = 5e-4
 
-# How long all choices are tried, and then the best of them against the default; rounds at least and at most.
+# Seconds for which all choices are tried, and then the best of them against the default. Fewest and most rounds of
+# each.
 TRIAL_SECONDS, TRIAL_ROUNDS = 0.02, (3, 9)
 FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
 
@@ -126,7 +127,7 @@ def _list_token_choices(layer: LinearLayer) -> list[Choice]:
 
     most, vectors, lanes = tile
     fewer = min(most * 3 // 4, most // 2, key=computed)
-    # A smaller tile costs more, unless it saves a tenth of the tokens; two of them have a tile of their own.
+    # A smaller tile costs more, unless it saves a tenth of the tokens. One or two tokens have a tile of their own.
     sizes = (most, fewer) if n > 2 and 10 * computed(fewer) <= 9 * computed(most) else (most,)
     return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
 
@@ -140,7 +141,8 @@ def _list_row_choices(layer: LinearLayer) -> list[Choice]:
     if size == 1 and vectors > 2:
         choices.append(Choice("rows", (size, vectors - 1, lanes)))
     if layer.fills_threads(lanes):
-        # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
+        # In blocks, each thread has vectors of its own. After a pass over x, all vectors come together, and threads
+        # share the panels.
         way, together = ("pass", total) if layer.layout == "token_major" else ("blocks", each)
         width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, find_cpu_target())
         if way == "blocks" or each < total < TILE * threads:
@@ -205,7 +207,7 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
         copies = min(MOST_COPIES, -(-count_rotated_bytes() // plan.nbytes))
         plans = [plan, *(plan.copy() for _ in range(copies - 1))]
         for each in plans:
-            each(x, bias, None, y)  # what is compiled, and worked out once for so many tokens, is so here
+            each(x, bias, None, y)  # compile and prepare for this number of tokens now, not while it is timed
         turn = itertools.cycle(plans)
         return lambda: next(turn)(x, bias, None, y)
 

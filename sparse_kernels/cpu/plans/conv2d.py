@@ -45,25 +45,26 @@ from sparse_kernels.formats import Packed, round_packed
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array
 from sparse_kernels.shapes import Conv2dShape
 
-# What it costs to collect valid positions afterwards, and to compute with vectors of half the width where the unit
-# works in halves anyway, as a factor on the time: measured on Zen 4.
+# Factors on the time, measured on Zen 4. The first is of collecting valid positions afterwards. The second is of
+# vectors of half the width, where the unit works in halves anyway.
 COLLECTING, HALF_WIDTH = 1.05, 1.12
 
-# Elements of x and y of the images that are worked on at a time: 2 MB, the second-level caches of two cores.
+# Elements of x and y of the images that are computed at a time: 2 MB, the second-level caches of two cores.
 IMAGES_CACHED = 500_000
 
-# The matrix unit is taken where SPLIT_COST / (weights kept for each plane of x) + 1 / (for each row of y) is at most
-# MOST_COST: a plane costs splitting, a row finishing. Weights have to be fetched, too, 6 bytes each by each thread,
-# which only a few vectors of positions do not pay for: COST_A_VECTOR times their number is the limit then, and with
-# fewer than LEAST_VECTORS nothing pays. ONE_TILE: of the limit where panels have one tile of rows, so that what was
-# gathered is used by half as many. Measured on Granite Rapids.
+# The matrix unit runs a layer where SPLIT_COST / a + 1 / b is at most MOST_COST. Here a is the weights kept for each
+# plane of x, and b those for each row of y. A plane costs splitting, a row finishing. Each thread also fetches all
+# weights, 6 bytes each, which does not pay for only a few vectors of positions. So the limit is at most COST_A_VECTOR
+# times their number, and with fewer than LEAST_VECTORS nothing pays. ONE_TILE: factor on the limit where panels have
+# one tile of rows, so that half as many rows use what was gathered. Measured on Granite Rapids.
 SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 / 200, 2, 0.3
 
-# Elements of all copies of x that threads lay out for themselves, each as large as all of it: 256 MB. They touch
-# little more of them than they need where a channel is larger than a page. Larger ones are laid out once for all.
+# Most elements of all copies of x that threads lay out for themselves, each as large as all of x: 256 MB. Threads
+# touch little more of a copy than they need where a channel is larger than a page. Larger copies are laid out once
+# for all threads.
 MOST_COPIED = 2**26
 
-# Batches whose placement a plan remembers.
+# Number of batch sizes whose placement a plan remembers.
 REMEMBERED = 8
 
 
@@ -133,7 +134,7 @@ class CpuConv2dPlan:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled kernels and room, which copies and pickles find again.
+        # Leave out compiled kernels and buffers: copies and pickles make them again.
         return {**self.__dict__, "_calls": {}, "_pool": Pool()}
 
     def __call__(
@@ -224,7 +225,7 @@ class CpuConv2dPlan:
 
     def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
         """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
-        by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
+        by_matrix = isinstance(self.panels, MatrixPanels)  # it takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
         if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
             return x_at.batch
@@ -237,7 +238,7 @@ class CpuConv2dPlan:
         phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
         if phase_layout is None and grid.flat is None:
             return self._bind_multiply(placement, x_at.size, threads)
-        # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
+        # Where threads have positions of their own, each lays out the rows that it reads, and those around them.
         begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
         copies = self._count_copies(placement, threads)
         if phase_layout is not None and copies == threads:
@@ -346,7 +347,7 @@ class CpuConv2dPlan:
                 column_places.count,
                 blocks=cut,
             )
-        # What the last tap of a plane reads, those before it have not read.
+        # The last tap of a plane reads elements that those before it have not read.
         prefetched = np.unique(
             column_places.planes[self.panels.columns]
         ) * column_places.plane_size + column_places.taps.max(initial=0)
@@ -412,11 +413,12 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     vectors = shape.batch * grid.x_starts.size / numba.get_num_threads()
     if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
-    # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
+    # The gain is twice the speed at most. It is less where longer vectors cover the image less well, or reach beyond
+    # its end.
     gain = 2 - grid.x_starts.size * grid.lanes / (shorter.x_starts.size * shorter.lanes)
     split = (
         column_places.count * cut.segment / (cut.size * grid.lanes)
-    )  # again where taps reach from one block into the next
+    )  # split again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
     limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit

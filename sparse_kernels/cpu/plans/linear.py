@@ -63,11 +63,11 @@ from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS
 
 PRECISIONS = ("float32", "bfloat16-weights", "bfloat16")
 
-# Share of weights from which on the matrix unit is the faster one; tokens from which on also for long rows of y where
-# that share is kept and tokens are not blocked; tokens from which on as for other rows.
+# Share of weights from which on the matrix unit is the faster one. Tokens from which on this also holds for long rows
+# of y, where that share is kept and tokens are not blocked. Tokens from which on those rows count as any other.
 LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
-# Full vectors of tokens for each thread from which on whole vectors on AMD need no blocks where rows are permuted.
+# On AMD, where rows are permuted: full vectors of tokens a thread from which on no blocks are needed.
 ENOUGH_VECTORS = 4
 
 
@@ -299,7 +299,7 @@ def choose_pair_kernel(layer: LinearLayer) -> Choice | None:
     target = find_cpu_target()
     if not target.pairs or layer.group_rows == 1:
         return None
-    # No wider than that: to put pairs together takes registers, and with 8 x 3 sums some would not stay in any.
+    # No wider tile: putting pairs together takes registers, and of 8 x 3 sums some would not stay in one.
     return Choice("pairs", (*row_panels.choose_tile(layer.group_rows, target), target.lanes), "blocks")
 
 
@@ -339,8 +339,8 @@ def _better_in_blocks(layer: LinearLayer, tile: tuple[int, int, int]) -> bool:
         full = 16 * n >= 15 * each * threads * lanes
         if find_cpu_target().whole:
             return full and each < ENOUGH_VECTORS
-        # One pass over the weights is enough. Or more lies in memory than kernel tokens fetches ahead: x and y, or x
-        # of a tile beside the weights.
+        # One pass over the weights is enough. Otherwise more lies in memory than kernel tokens fetches ahead: x and
+        # y, or x of a tile beside the weights.
         return (full and (k < 2 * m or each <= 2)) or n * (m + k) >= LARGE or 4 * size * k > CACHED
     return total >= 2 * threads and (vectors == 1 or (layer.permuted and k < 2 * m))
 
@@ -367,7 +367,7 @@ def choose_token_tile(packed: Packed, target: CpuTarget) -> tuple[int, int, int]
 
 def _choose_token_tile(packed: Packed, height: int, target: CpuTarget) -> tuple[int, int, int] | None:
     if isinstance(packed, DenseWeight):
-        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
+        # All rows of a dense weight share all columns. Only its last panel is filled up, wherever the rows end.
         height = 2 * target.lanes if height > target.lanes else target.lanes
     return token_major.choose_tile(height, target)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx_tiles`) are read and written by halves
+LINE = ALIGNMENT // 4  # elements of a cache line; longer vectors (`amx_tiles`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
@@ -42,7 +42,7 @@ def borrow(size: int) -> ScratchBuffer:
         buffer = _free.pop()
     except IndexError:
         return ScratchBuffer(allocate_aligned(size))
-    return buffer if buffer.size >= size else ScratchBuffer(allocate_aligned(size))  # the smaller one is not missed
+    return buffer if buffer.size >= size else ScratchBuffer(allocate_aligned(size))  # drops a small one
 
 
 def give_back(buffer: ScratchBuffer) -> None:
@@ -77,7 +77,8 @@ def _address(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-# Where an array begins, as kernels take it. NumPy itself takes four times as long to say it, almost a microsecond.
+# The address at which an array begins, as kernels take it. NumPy itself takes four times as long to return it, almost
+# a microsecond.
 find_address = compile_cached(_address)
 
 
@@ -85,7 +86,7 @@ def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[in
     return x.ctypes.data, y.ctypes.data, bias.ctypes.data
 
 
-# Where three of them begin: half the time of three calls.
+# The addresses of three arrays, in half the time of three calls.
 find_addresses = compile_cached(_addresses)
 
 

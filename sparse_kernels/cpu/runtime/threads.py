@@ -51,7 +51,8 @@ def set_thread_count(wanted: int) -> None:
         numba.set_num_threads(wanted)
 
 
-# What kernels call of GNU's OpenMP: run a function by a team of threads, and what a thread of it asks of itself.
+# Functions of GNU's OpenMP that kernels call. The first runs a function by a team of threads. The others return the
+# number of a thread and the size of its team.
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -61,8 +62,8 @@ def link_openmp() -> bool:
     numba.get_num_threads()
     if numba.threading_layer() != "omp":
         return False
-    # As the loader looks for them: torch shows its own OpenMP to all, and a second pool beside it would stand in its
-    # way, each waiting for work on all cores. Else it is the one that Numba's own library was linked with.
+    # Look where the loader looks. Torch shows its own OpenMP to all, and a second pool beside it would compete with
+    # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
     for path in (None, find_openmp_library()):
         library = ctypes.CDLL(path)
         if all(hasattr(library, name) for name in _OPENMP):
