@@ -85,7 +85,7 @@ class CSR:
 
 
 def build_variant(vector: int, dtype: str) -> Variant:
-    """csr.cu with these settings."""
+    """Return the variant of csr.cu with these settings."""
     return Variant("csr.cu", "csr", {"VECTOR": vector, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 

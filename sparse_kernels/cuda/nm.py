@@ -211,7 +211,7 @@ def choose_lane_columns(m: int, n: int, depth: int, slots: int, multiprocessors:
 
 
 def count_shared_bytes(columns: int, depth: int, slots: int) -> int:
-    """Two tiles of x and the entries of 64 rows for each."""
+    """Return the bytes of two tiles of x, and of the entries of 64 rows for each."""
     return 2 * (depth * 32 * columns * 2 + BLOCK_ROWS * slots * 4)
 
 
@@ -222,7 +222,7 @@ def choose_tile_depth(pattern: NM) -> int:
 
 
 def build_tensor_variant(tile: NMTile, dtype: str) -> Variant:
-    """nm24.cu with these settings."""
+    """Return the variant of nm24.cu with these settings."""
     defines = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
@@ -235,7 +235,7 @@ def build_tensor_variant(tile: NMTile, dtype: str) -> Variant:
 
 
 def build_ordinary_variant(columns: int, dtype: str) -> Variant:
-    """nm.cu with these settings."""
+    """Return the variant of nm.cu with these settings."""
     return Variant("nm.cu", "nm", {"COLUMNS": columns, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 
@@ -250,7 +250,7 @@ VARIANTS = tuple(
 
 
 def select_two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Two columns of every 4, among them all that are not zero.
+    """Select two columns of every 4, among them all that are not zero.
 
     weight (m, k) -> values float32 and places uint8 in 0 to 3, both (m', k' / 2): m' is m and k' is k rounded up to
     multiples of 32 and 64. The two places of a group are different and rise, as the instruction demands even where
@@ -272,7 +272,7 @@ def select_two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32]
 
 
 def pack_fragments(bits: NDArray[np.uint16]) -> Words:
-    """Kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
+    """Return kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 32 lanes, 4 words). A tile and step is an instruction: 16 rows, 32
     columns, of which 16 are kept. Word r of lane 4 g + t is of row g + 8 (r % 2). Its lower half is kept column 2 t +
@@ -287,7 +287,7 @@ def pack_fragments(bits: NDArray[np.uint16]) -> Words:
 
 
 def pack_metadata(places: NDArray[np.uint8]) -> Words:
-    """Places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
+    """Return places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): Word 2 g + h is for lane 4 g + h. It holds 2 bits a place,
     of columns 16 h to 16 h + 15 of the step: those of row g in the lower half, of row g + 8 in the upper.

@@ -103,10 +103,10 @@ def pack(packed: NMWeight, height: int, dtype: str) -> NDArray[np.uint16]:
 
 
 def select_pairs(packed: NMWeight) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Kept weights (m, fours, 2) and their places (m, fours), 4 bits: the hardware wants two, different and rising.
+    """Return kept weights (m, fours, 2) and their places (m, fours), 4 bits.
 
-    Where a group of 4 keeps fewer, a weight of 0 takes a free place: the one after the kept one, or before it where
-    that is the last.
+    The hardware needs two places, different and rising. Where a group of 4 keeps fewer, a weight of 0 takes a free
+    place: the one after the kept one, or before it where that is the last.
     """
     values, offsets = packed.values.copy(), packed.offsets.astype(np.uint32)
     single = offsets[:, :, 0] == offsets[:, :, 1]

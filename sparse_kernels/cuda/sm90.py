@@ -100,7 +100,7 @@ def list_kernel_variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
 
 
 def swizzle(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Lines (stages, rows, 64), the 16-byte chunks of row i in the order c ^ (i % 8). It is its own inverse."""
+    """Return lines (stages, rows, 64), 16-byte chunks of row i in the order c ^ (i % 8). Twice is as it was."""
     stages, rows, _ = lines.shape
     chunks = lines.reshape(stages, rows, 8, 8)
     source = np.arange(8) ^ (np.arange(rows) % 8)[:, None]
@@ -108,7 +108,7 @@ def swizzle(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 
 def find_alignment(n: int) -> int:
-    """Bytes that rows of n elements are aligned to, of the kinds that kernels are compiled for."""
+    """Return the alignment of rows of n elements in bytes: one that kernels are compiled for."""
     return 16 if n % 8 == 0 else 8 if n % 4 == 0 else 2
 
 
@@ -190,7 +190,7 @@ class HopperProgram:
 
 
 def choose_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
-    """Among how many blocks to share out each tile's stages, for the shortest expected time."""
+    """Return the number of blocks that share a tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
     choices = (2**i for i in range(most.bit_length()))
     best: int = min(choices, key=lambda splits: predict_clocks(kernel, counts, splits, n, multiprocessors))

@@ -142,7 +142,7 @@ def build_variant(height: int, width: int, aligned: bool, conv: bool, dtype: str
 
 
 def count_shared_bytes(one: Variant) -> int:
-    """Dynamic shared memory of a block: its stages, or the warps' patches of results, which take their place."""
+    """Return the dynamic shared memory of a block: its stages, or the patches of results in their place."""
     height, width, warps_m, warps_n = (one.defines[name] for name in ("V", "BN", "WARPS_M", "WARPS_N"))
     stages = one.defines["STAGES"] * count_stage_bytes(height, width)
     patches = warps_m * warps_n * 16 * (width // warps_n + 8) * 4

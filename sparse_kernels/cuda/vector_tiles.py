@@ -120,7 +120,7 @@ def convert_to_vectors(packed: Packed) -> RowVectors:
 
 
 def pack_mma_fragments(tiles: Bits) -> Bits:
-    """Tiles (tiles, BK, height) in the order of m16n8k16's first operand: (tiles, BK / 16, height / 16, 256).
+    """Return tiles (tiles, BK, height) in the order of m16n8k16's first operand: (tiles, BK / 16, height / 16, 256).
 
     Lane 4g + t holds, for each half of the columns, then for each half of the rows, the elements of row g at columns
     2t and 2t + 1. m16n8k8 takes the halves of the columns one after the other.
@@ -144,7 +144,7 @@ def pack_volta_fragments(tiles: Bits) -> Bits:
 
 
 def convert_to_bits(values: NDArray[np.float32], dtype: str) -> Bits:
-    """float32 rounded to the nearest float16 or bfloat16 (ties to even), as bits.
+    """Return float32 rounded to the nearest float16 or bfloat16 (ties to even), as bits.
 
     NotSupported where a finite value becomes infinite.
     """

@@ -52,7 +52,7 @@ def check_compressed(indptr: NDArray[np.int64], indices: NDArray[np.int32], colu
 
 
 def freeze(array: _Array) -> _Array:
-    """`array` itself, C-contiguous and read-only from now on; it must be the caller's own."""
+    """Return `array` itself, C-contiguous and read-only from now on; it must be the caller's own."""
     if not array.flags.c_contiguous:
         raise ValueError("only a C-contiguous array can be frozen")
     array.setflags(write=False)

@@ -34,7 +34,7 @@ def has_thirds(values: NDArray[np.float32]) -> bool:
 
 
 def split_thirds(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """(3, *shape): the bits of high, middle and low; of numbers that `has_thirds` accepts."""
+    """Return the bits of high, middle and low, (3, *shape), of numbers that `has_thirds` accepts."""
 
     def rounded(x: NDArray[np.float32]) -> NDArray[np.float32]:
         bits = x.view(np.uint32)

@@ -44,7 +44,7 @@ def split_tiles(total: int, vectors: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=256)
 def build_feature_major_grid(n: int, lanes: int) -> VectorGrid:
-    """Feature-major x and y of n >= lanes tokens.
+    """Return the grid of feature-major x and y of n >= lanes tokens.
 
     The last vector overlaps the one before it, so nothing beyond the end is touched.
     """
@@ -60,7 +60,7 @@ def build_column_offsets(k: int, stride: int) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=256)
 def build_tiled_grid(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
-    """n >= 1 tokens in tiles of vectors: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
+    """Return the grid of n >= 1 tokens in tiles: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
     firsts = split_tiles(-(-n // lanes), vectors)
     tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
     inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
@@ -70,7 +70,7 @@ def build_tiled_grid(n: int, vectors: int, lanes: int, k: int, m: int) -> Vector
 
 @lru_cache(maxsize=256)
 def build_token_blocked_grid(count: int, lanes: int, k: int, m: int) -> VectorGrid:
-    """Token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
+    """Return the grid of token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
     vector = np.arange(count * TILE)
     tile, inside, stride = vector // TILE, vector % TILE * lanes, TILE * lanes
     return VectorGrid(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)

@@ -114,7 +114,7 @@ def copy_into_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
 def allocate_aligned(
     size: int, dtype: Any = np.float32, allocate: Callable[..., NDArray[Any]] = np.zeros
 ) -> NDArray[Any]:
-    """Zeros, or what else `allocate` gives, (size) that start at a cache line."""
+    """Return zeros, or what else `allocate` gives, (size), that start at a cache line."""
     each = np.dtype(dtype).itemsize
     raw = allocate(size + ALIGNMENT // each, dtype)
     skip = -raw.ctypes.data % ALIGNMENT // each
