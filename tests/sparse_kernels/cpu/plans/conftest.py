@@ -21,5 +21,5 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     else:
         own = replace(find_cpu_target(), pairs=False)
         for module in (linear, conv2d):
-            monkeypatch.setattr(module, "host", lambda: own)
+            monkeypatch.setattr(module, "find_cpu_target", lambda: own)
     return str(request.param)
