@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight, unpack
 from sparse_kernels.plan_protocol import ACTIVATIONS, LAYOUTS
-from sparse_kernels.reference import finish, patches
+from sparse_kernels.reference import build_patches, finish
 from sparse_kernels.shapes import Conv2dShape
 
 Result = NDArray[np.float64]
@@ -78,10 +78,10 @@ def check_conv2d(
     """Return the same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
     _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
-    return _compare(columns, *_expected(packed, patches(x, shape), bias, activation, roundoff))
+    return _compare(columns, *_expected(packed, build_patches(x, shape), bias, activation, roundoff))
 
 
-def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+def build_exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a weight (m, k) and x (k, n), float32, whose product float32 holds exactly in any order of the sums.
 
     Small whole numbers, with weights of 12 significant bits, one more than float16 and TF32 keep: a kernel that

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
@@ -38,9 +38,9 @@ def frame(x: Images, margin: int) -> Images:
     batch, channels, h, w = x.shape
     framed = FramedImages(ImagePlaces(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
-    threads.use(torch.get_num_threads())
+    threads.set_thread_count(torch.get_num_threads())
     images.copy_images(
-        host().lanes, address_of(source), ImagePlaces(batch, channels, h, w), framed.address, framed.places
+        find_cpu_target().lanes, address_of(source), ImagePlaces(batch, channels, h, w), framed.address, framed.places
     )
     return framed
 
@@ -50,8 +50,8 @@ def unframe(x: Images) -> Tensor:
     if isinstance(x, Tensor):
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
-    threads.use(torch.get_num_threads())
-    images.copy_images(host().lanes, x.address, x.places, address_of(result), ImagePlaces(*x.places.shape))
+    threads.set_thread_count(torch.get_num_threads())
+    images.copy_images(find_cpu_target().lanes, x.address, x.places, address_of(result), ImagePlaces(*x.places.shape))
     return result
 
 

@@ -6,7 +6,8 @@ A pattern is a frozen value. Tables, profiles and the command line write its tex
 A mask is bool (m, k), True where an element is kept. Scores are floats (m, k), not negative: the larger, the more a
 weight matters (w**2, say). Sparsity is the share of elements dropped. Every mask keeps as close to (1 - sparsity) * m
 * k elements as its pattern allows. Among such masks it is the one with the most score (Shfl-BW: for the row groups
-that were found). Edge units are smaller where m or k is no multiple; `top_units.top_units` says how they are chosen.
+that were found). Edge units are smaller where m or k is no multiple; `top_units.select_top_units` says how they are
+chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ import numpy as np
 
 from sparse_kernels import shuffle
 from sparse_kernels.shapes import Conv2dShape, Shape
-from sparse_kernels.top_units import Mask, Scores, check_scores, check_sparsity, top, top_units, top_vectors
+from sparse_kernels.top_units import (
+    Mask,
+    Scores,
+    check_scores,
+    check_sparsity,
+    select_top,
+    select_top_units,
+    select_top_vectors,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Unstructured:
     def mask(self, scores: Scores, sparsity: float) -> Mask:
         """Return the top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
         _check(scores, sparsity)
-        return top(scores.ravel(), math.floor(_wanted(scores, sparsity) + 0.5)).reshape(scores.shape)
+        return select_top(scores.ravel(), math.floor(_wanted(scores, sparsity) + 0.5)).reshape(scores.shape)
 
     def refuses(self, shape: Shape) -> str | None:
         """Return None: any layer can be unstructured."""
@@ -144,7 +153,7 @@ class BlockWise:
         totals = np.add.reduceat(by_row, left_columns, axis=1)
         heights = np.minimum(self.rows, m - top_rows)
         widths = np.minimum(self.cols, k - left_columns)
-        kept = top_units(totals.ravel(), np.outer(heights, widths).ravel(), _wanted(scores, sparsity))
+        kept = select_top_units(totals.ravel(), np.outer(heights, widths).ravel(), _wanted(scores, sparsity))
         return kept.reshape(totals.shape).repeat(heights, axis=0).repeat(widths, axis=1)
 
     def refuses(self, shape: Shape) -> str | None:
@@ -175,7 +184,7 @@ class VectorWise:
     def mask(self, scores: Scores, sparsity: float) -> Mask:
         """Return the vectors of most score in the whole layer."""
         _check(scores, sparsity)
-        kept, _, heights = top_vectors(scores, self.v, sparsity)
+        kept, _, heights = select_top_vectors(scores, self.v, sparsity)
         return kept.repeat(heights, axis=0)
 
     def refuses(self, shape: Shape) -> str | None:
@@ -245,7 +254,7 @@ class ShflBW:
         """
         _check(scores, sparsity)
         order = shuffle.group_rows(scores, self.v, sparsity, np.random.default_rng(0))
-        kept, _, heights = top_vectors(scores[order], self.v, sparsity)
+        kept, _, heights = select_top_vectors(scores[order], self.v, sparsity)
         mask = np.empty(scores.shape, bool)
         mask[order] = kept.repeat(heights, axis=0)
         return mask
@@ -318,7 +327,7 @@ def _wanted(scores: Scores, sparsity: float) -> float:
     return (1 - sparsity) * scores.size
 
 
-_LARGEST = 2**31 - 1  # what tables hold
+_LARGEST = 2**31 - 1  # the largest number that a table holds
 
 
 def _check_whole(name: str, value: int) -> None:

@@ -1,6 +1,6 @@
 """Reference kernels: what every format means, in readable NumPy. Backend "reference", float32, feature-major inside.
 
-A convolution is an implicit GEMM whose input patches are written out, as `patches` says.
+A convolution is an implicit GEMM whose input patches are written out, as `build_patches` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparse_kernels.formats import (
     NMWeight,
     Packed,
     VectorWeight,
-    copied,
+    copy_packed,
 )
 from sparse_kernels.plan_protocol import Array, check_call
 from sparse_kernels.shapes import Conv2dShape
@@ -54,7 +54,7 @@ class ReferenceLinear:
 
     def copy(self) -> ReferenceLinear:
         """Return the same plan with weights of its own."""
-        return ReferenceLinear(copied(self.packed), self.layout)
+        return ReferenceLinear(copy_packed(self.packed), self.layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +81,12 @@ class ReferenceConv2d:
         """Return activation(convolution of x (batch, c_in, h, w) + bias), as `Plan` says."""
         s = self.shape
         check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, s.c_out, s.out_h, s.out_w), s.c_out)
-        y = finish(multiply(self.packed, patches(x, s)), bias, activation)
+        y = finish(multiply(self.packed, build_patches(x, s)), bias, activation)
         return _into(out, y.reshape(s.c_out, len(x), s.out_h, s.out_w).swapaxes(0, 1))
 
     def copy(self) -> ReferenceConv2d:
         """Return the same plan with weights of its own."""
-        return ReferenceConv2d(copied(self.packed), self.shape, self.layout)
+        return ReferenceConv2d(copy_packed(self.packed), self.shape, self.layout)
 
 
 def prepare_reference_linear(packed: Packed, layout: str, n: int) -> ReferenceLinear:
@@ -115,7 +115,7 @@ def multiply(packed: Packed, x: Array) -> Array:
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def patches(x: np.ndarray, shape: Conv2dShape) -> np.ndarray:
+def build_patches(x: np.ndarray, shape: Conv2dShape) -> np.ndarray:
     """Return what each output position reads of x (batch, c_in, h, w), zero outside: (kh*kw*c_in, batch*out_h*out_w).
 
     Row (r*kw + s)*c_in + c, column (image*out_h + i)*out_w + j. The dtype is that of x, the batch is that of x.
@@ -141,7 +141,7 @@ def finish(y: np.ndarray, bias: np.ndarray | None, activation: str | None) -> np
     if activation == "relu":
         y = np.maximum(y, 0)
     if activation == "gelu":
-        from scipy.special import erf  # here: every process that measures would import it
+        from scipy.special import erf  # imported here, or every process that measures would import it
 
         y = y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
     return y
@@ -160,7 +160,7 @@ def _nm(packed: NMWeight, x: Array) -> Array:
     for group in range(groups):
         for slot in range(keep):
             columns = group * packed.pattern.of + packed.offsets[:, group, slot].astype(np.int64)
-            # A slot that holds nothing has value 0: it adds nothing, where x is infinite too.
+            # An empty slot has value 0. It adds nothing, even where x is infinite.
             values = packed.values[:, group, slot, None]
             y += np.where(values == 0, np.float32(0), values * x[columns])
     return y

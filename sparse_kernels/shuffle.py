@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.top_units import Scores, top, top_vectors
+from sparse_kernels.top_units import Scores, select_top, select_top_vectors
 
 Order = NDArray[np.int64]
 
@@ -33,11 +33,12 @@ def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator
     """Return an order (m,) of the rows of scores (m, k): each v rows are one group; the last group may be smaller.
 
     Never worse than the order they have: of all groupings tried, consecutive rows among them, the one whose best
-    vectors (`top_units.top_vectors`) retain the most score. The same scores and generator state give the same order.
+    vectors (`top_units.select_top_vectors`) retain the most score. The same scores and generator state give the same
+    order.
     """
     m, k = scores.shape
     best = np.arange(m)
-    kept, totals, _ = top_vectors(scores, v, sparsity)
+    kept, totals, _ = select_top_vectors(scores, v, sparsity)
     retained = float(np.sum(totals, where=kept))
     if v == 1 or m <= v or kept.all() or retained == 0:
         return best  # nothing to choose
@@ -95,7 +96,7 @@ def exchange(
     places.ravel()[:m] = order
     ones = np.ones(k, np.float32)
     for _ in range(SWEEPS):
-        kept, exact_totals, _ = top_vectors(scores[places[places >= 0]], v, sparsity)
+        kept, exact_totals, _ = select_top_vectors(scores[places[places >= 0]], v, sparsity)
         price = (_price(exact_totals / sizes[:, None], kept) * sizes[:, None]).astype(np.float32)
         totals = exact_totals.astype(np.float32)
         for group, size in zip(places, sizes, strict=True):
@@ -114,7 +115,7 @@ def exchange(
 
 
 def _starts(scores: NDArray[np.float32], v: int, sparsity: float, rng: np.random.Generator) -> Iterator[Order]:
-    kept = top(scores.ravel(), round((1 - sparsity) * scores.size)).reshape(scores.shape).astype(np.float32)
+    kept = select_top(scores.ravel(), round((1 - sparsity) * scores.size)).reshape(scores.shape).astype(np.float32)
     yield cluster(kept, v, rng)
     yield np.arange(len(scores))
     for _ in range(STARTS - 2):
@@ -169,5 +170,5 @@ def _group_sizes(m: int, v: int) -> NDArray[np.int64]:
 
 
 def _retained(scores: Scores, order: Order, v: int, sparsity: float) -> float:
-    kept, totals, _ = top_vectors(scores[order], v, sparsity)
+    kept, totals, _ = select_top_vectors(scores[order], v, sparsity)
     return float(np.sum(totals, where=kept))

@@ -36,7 +36,7 @@ def check_sparsity(sparsity: float) -> None:
         raise ValueError(f"sparsity is the share of weights dropped, between 0 and 1, not {sparsity}")
 
 
-def top(totals: Scores, count: int) -> Mask:
+def select_top(totals: Scores, count: int) -> Mask:
     """Return the `count` largest of totals (units,), as a mask of the same shape; ties go to the lower index."""
     if count <= 0:
         return np.zeros(totals.shape, bool)
@@ -48,7 +48,7 @@ def top(totals: Scores, count: int) -> Mask:
     return kept
 
 
-def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
+def select_top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
     """Return the units to keep: as close to `wanted` elements as possible, and among such choices the most score.
 
     Whole units are all of one size; those at the edges of a matrix are smaller, of at most three other sizes. For
@@ -76,11 +76,13 @@ def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
     kept = np.zeros(totals.shape, bool)
     for kind, count in zip([whole, *edges], [whole_count, *counts], strict=True):
         of_kind = np.flatnonzero(sizes == kind)
-        kept[of_kind[top(totals[of_kind], int(count[best]))]] = True
+        kept[of_kind[select_top(totals[of_kind], int(count[best]))]] = True
     return kept
 
 
-def top_vectors(scores: Scores, v: int, sparsity: float) -> tuple[Mask, NDArray[np.float64], NDArray[np.int64]]:
+def select_top_vectors(
+    scores: Scores, v: int, sparsity: float
+) -> tuple[Mask, NDArray[np.float64], NDArray[np.int64]]:
     """Return the vectors of v consecutive rows x 1 column to keep of scores (m, k), chosen over the whole matrix.
 
     Returns kept bool (groups, k), the scores of all vectors float64 (groups, k), and the rows int64 (groups,) of each
@@ -90,7 +92,7 @@ def top_vectors(scores: Scores, v: int, sparsity: float) -> tuple[Mask, NDArray[
     totals = np.add.reduceat(scores, first_rows, axis=0, dtype=np.float64)
     heights = np.minimum(v, scores.shape[0] - first_rows)
     sizes = np.broadcast_to(heights[:, None], totals.shape)
-    kept = top_units(totals.ravel(), sizes.ravel(), (1 - sparsity) * scores.size)
+    kept = select_top_units(totals.ravel(), sizes.ravel(), (1 - sparsity) * scores.size)
     return kept.reshape(totals.shape), totals, heights
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import token_blocks
 from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
 from sparse_kernels.fx_graphs import is_proxy, record_call
@@ -56,4 +56,4 @@ def tiles_shape(n: int, features: int) -> tuple[int, int, int]:
 
 def worthwhile(n: int) -> bool:
     """Return whether n tokens are so many that kernels lay them out block by block with torch's threads."""
-    return token_blocks.fills_threads(n, host().lanes, torch.get_num_threads())
+    return token_blocks.fills_threads(n, find_cpu_target().lanes, torch.get_num_threads())

@@ -95,6 +95,7 @@ def find_places(root: Path) -> Places:
     found["names imported second-hand"] = find_second_hand(trees)
     found["function names in three rooms"] = find_repeated_names(trees)
     found["engine names outside the registry"] = find_engine_names(trees, read_engine_names(root))
+    found["kernel functions without a verb"] = find_verbless(trees, read_verbs())
     for path, tree in trees.items():
         for rule, place in check_docstrings(tree, path):
             found[rule].append(place)
@@ -251,6 +252,53 @@ def find_repeated_names(trees: Mapping[Path, ast.Module]) -> list[str]:
     return [f"{name}: {', '.join(sorted(them))}" for name, them in rooms.items() if len(them) > 2]
 
 
+def read_verbs() -> frozenset[str]:
+    """Return the verbs of the table in CONTRIBUTING.md, and those of few functions."""
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    rows = (line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    return OTHER_VERBS.union(*(re.findall(r"`([a-z]+)", row) for row in rows))
+
+
+def find_verbless(trees: Mapping[Path, ast.Module], verbs: frozenset[str]) -> list[str]:
+    """Return the public functions of the kernels whose names begin with none of these verbs."""
+    return [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and path.is_relative_to("sparse_kernels")
+        and path.parts[1] in KERNEL_ROOMS
+        if not (node.name.startswith("_") or node.name.split("_")[0] in verbs or needs_no_verb(node))
+    ]
+
+
+def needs_no_verb(function: ast.FunctionDef) -> bool:
+    """Return whether a function's name may be no verb."""
+    asks = function.returns is not None and ast.unparse(function.returns) == "bool"
+    emits = any(ast.unparse(it).startswith("vector_code") for it in function.decorator_list)
+    return asks or emits or function.name in NAMED_OTHERWISE
+
+
+KERNEL_ROOMS = ("cpu", "cuda", "formats")
+"""Folders whose public functions begin with a verb.
+
+Left out: `numba_cuda`, where a new name would make measured times of a kernel obsolete. Modules above the folders
+hold what users call and what torch names (`matmul`, `attention`).
+"""
+
+OTHER_VERBS = frozenset({
+    "advance", "allocate", "attach", "attend", "borrow", "cache", "call", "configure", "cut", "describe", "emit",
+    "fetch", "fingerprint", "freeze", "give", "inline", "locate", "plan", "restore", "round", "serialize", "set",
+    "start", "swizzle", "take", "view", "walk", "widen",
+})  # fmt: skip
+"""Verbs of one function or two, which mean what they mean everywhere. The table in CONTRIBUTING.md has the others."""
+
+NAMED_OTHERWISE = {
+    "attention",  # an operation, which papers and torch call so
+    "vector_code", "with_literals",  # decorators: each says what the function under it is
+}  # fmt: skip
+"""Functions without a verb, and why. A question (it returns a bool) and an emitter (by what it emits) need none."""
+
 SAME_MEANING = {"main", "prepare", "prepare_conv2d", "pack", "unpack"}
 """Names with one meaning in every room: a script's entry; weights made ready for an engine; the packed format."""
 
@@ -265,7 +313,7 @@ RULES = (
     "functions over 60 lines", "functions over 7 arguments", "blocks nested over 5", "file names twice",
     "class names twice", "folders over 16 files", "private Numba outside its module", "names imported second-hand",
     "function names in three rooms", "engine names outside the registry", "function docstrings without a verb",
-    "docstring sentences over 25 words",
+    "docstring sentences over 25 words", "kernel functions without a verb",
 )  # fmt: skip
 
 

@@ -83,6 +83,23 @@ def test_a_decision_by_an_engines_name_is_found(source: str, places: int) -> Non
     assert len(found) == places
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def host(): ...", ["host"]),
+        ("def places(x) -> int: ...", ["places"]),
+        ("def build_grid(): ...", []),
+        ("def _places(): ...", []),
+        ("def fills_threads(n) -> bool: ...", []),
+        ("@vector_code(Form)\ndef row_tile(): ...", []),
+        ("class Plan:\n    def launches(self): ...", []),
+    ],
+)
+def test_a_kernel_function_without_a_verb_is_found(source: str, found: list[str]) -> None:
+    trees = {Path("sparse_kernels/cpu/x.py"): ast.parse(source), Path("sparse_kernels/nn.py"): ast.parse(source)}
+    assert [place.split()[-1] for place in RULES.find_verbless(trees, RULES.read_verbs())] == found
+
+
 def test_the_picture_shows_the_imports_of_today() -> None:
     script = ROOT / "tests" / "architecture_picture.py"
     drawn = subprocess.run([sys.executable, "-P", script], cwd=ROOT, capture_output=True, text=True, check=True)

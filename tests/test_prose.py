@@ -10,7 +10,8 @@ import typer
 from latbench.cli.main import build_application
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "datasets/README.md", "reports/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "datasets/README.md", "reports/README.md",
+         "sparse_kernels/cuda/TUNING.md")  # fmt: skip
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
 CODE = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]

@@ -32,7 +32,7 @@ from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import family_fingerprint as fingerprint
-from sparse_kernels.cuda.machine import architectures_of
+from sparse_kernels.cuda.machine import list_architectures
 from sparse_kernels.cuda.variants import FAMILIES
 from sparse_kernels.registry import NoDevice
 
@@ -245,7 +245,7 @@ def find_architecture(compute_capability: str | None) -> str | None:
         return None
     major, minor = compute_capability.split(".")
     try:
-        return architectures_of((int(major), int(minor)))[0]
+        return list_architectures((int(major), int(minor)))[0]
     except NoDevice:
         return None
 

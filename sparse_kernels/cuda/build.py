@@ -92,7 +92,8 @@ def compile(variant: Variant, architecture: str, *, newest: int = 13, folder: Pa
     nvrtc = find_nvrtc(architecture, newest)
     source = (KERNELS / variant.source).read_text()
     options = compile_options(variant, architecture)
-    path = (folder or cache_folder()) / f"{variant.function}-{architecture}-{_digest(source, options, nvrtc)}.cubin"
+    folder = folder or find_cubin_folder()
+    path = folder / f"{variant.function}-{architecture}-{_digest(source, options, nvrtc)}.cubin"
     log_path = path.with_suffix(".log")
     # The log is written first: where the cubin is, so is its log.
     if not path.exists():
@@ -109,7 +110,7 @@ def compile_options(variant: Variant, architecture: str) -> list[str]:
     return [f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", f"-I{KERNELS}", *defines]
 
 
-def cache_folder() -> Path:
+def find_cubin_folder() -> Path:
     """Return where cubins are kept: LATBENCH_CACHE or the user's cache folder."""
     cache = os.environ.get("LATBENCH_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -140,7 +141,7 @@ def find_nvrtc(architecture: str, newest: int = 13) -> Nvrtc:
     raise MissingLibrary(f"no NVRTC that compiles for {architecture}{known}: pip install '{package}'")
 
 
-def compilable(architectures: Sequence[str], newest: int = 13) -> str:
+def select_compilable(architectures: Sequence[str], newest: int = 13) -> str:
     """Return the first of these architectures that there is an NVRTC for.
 
     So a GPU whose own architecture the installed NVRTC is too old for gets code of an older one that it runs: sm_120

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.nm import check_target
-from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, parse_activation
 from sparse_kernels.cuda.targets import ARCHITECTURES
-from sparse_kernels.cuda.vector_tiles import element_bits
+from sparse_kernels.cuda.vector_tiles import convert_to_bits
 from sparse_kernels.formats import CSRWeight, Packed
 
 THREADS = 128  # of a block
@@ -18,7 +18,7 @@ VECTORS = (8, 2, 1)
 """How many columns a lane takes: the most that n is a multiple of."""
 
 
-def program(packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None) -> CSR:
+def build_program(packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None) -> CSR:
     """Return the program of an unstructured weight; n and the multiprocessors are not needed.
 
     NotSupported for another format, element type or architecture.
@@ -72,10 +72,10 @@ class CSR:
         lanes = 8 if vector == 8 else 32
         row_blocks, strips = -(-m // (THREADS // lanes)), -(-n // (lanes * vector))
         arrays = (self.indptr, self.entries, self.order)
-        scalars = (np.int32(m), np.int32(n), activation_code(activation))
+        scalars = (np.int32(m), np.int32(n), parse_activation(activation))
         return [
             Launch(
-                variant=variant(vector, self.dtype),
+                variant=build_variant(vector, self.dtype),
                 grid=(row_blocks * strips, 1, 1),
                 block=(THREADS, 1, 1),
                 shared_bytes=0,
@@ -84,18 +84,18 @@ class CSR:
         ]
 
 
-def variant(vector: int, dtype: str) -> Variant:
-    """csr.cu with these settings."""
+def build_variant(vector: int, dtype: str) -> Variant:
+    """Return the variant of csr.cu with these settings."""
     return Variant("csr.cu", "csr", {"VECTOR": vector, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 
-VARIANTS = tuple(variant(vector, dtype) for vector in VECTORS for dtype in DTYPES)
+VARIANTS = tuple(build_variant(vector, dtype) for vector in VECTORS for dtype in DTYPES)
 """Everything that a launch may ask for."""
 
 
 def round_values(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     """Return the values as the element type holds them."""
-    bits = element_bits(values, dtype)
+    bits = convert_to_bits(values, dtype)
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -136,7 +136,7 @@ class CudaPlan:
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
         n = shape[self.x_shape.index(None)]
-        # Rows of x and out are read and written in pieces as wide as divide n, up to 16 bytes.
+        # Rows of x and out are read and written in pieces of up to 16 bytes, as wide as divide n.
         alignment = {"x": 2 * math.gcd(n, 8), "out": 2 * math.gcd(n, 8), "bias": 4}
         if out is not None:
             expected = _with(self.y_shape, n)
@@ -159,7 +159,7 @@ class CudaPlan:
         """Return the address of a constant array, uploaded once; all else as it is."""
         if not isinstance(argument, np.ndarray):
             return argument
-        # The array is kept beside its copy: its id stays its own.
+        # The array is kept beside its copy, so that no other array gets its id.
         if id(argument) not in self._uploads:
             self._uploads[id(argument)] = argument, self.machine.upload(argument)
         return self._address(self._uploads[id(argument)][1])
@@ -185,7 +185,7 @@ def prepare_cuda_linear(
     machine = machine or CupyMachine.current()
     families = _families(variants.LINEAR, packed, "a linear layer")
     where = machine.architecture, n, machine.multiprocessors
-    attempts = {family: partial(variants.linear(family), packed, dtype, *where) for family in families}
+    attempts = {family: partial(variants.find_linear_builder(family), packed, dtype, *where) for family in families}
     program, asked = _first(packed, machine.architecture, attempts)
     m, k = packed.shape
     return _build_plan(program, machine, _Shapes((k, None), (m, None), layout, n), dtype, asked)
@@ -201,7 +201,9 @@ def prepare_conv2d(
     machine = machine or CupyMachine.current()
     families = _families(variants.CONV2D, packed, "a convolution")
     where = machine.architecture, machine.multiprocessors
-    attempts = {family: partial(variants.conv2d(family), packed, shape, dtype, *where) for family in families}
+    attempts = {
+        family: partial(variants.find_conv2d_builder(family), packed, shape, dtype, *where) for family in families
+    }
     program, asked = _first(packed, machine.architecture, attempts)
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)

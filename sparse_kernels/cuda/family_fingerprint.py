@@ -82,11 +82,11 @@ def list_families(op: str, format: str) -> tuple[str, ...]:
     return (variants.CONV2D if op == "conv2d" else variants.LINEAR).get(format, ())
 
 
-def code(source: str) -> str:
+def read_code(source: str) -> str:
     """Return a CUDA source of `device_code` with the headers that it includes, without comments and spare space."""
     text = (build.KERNELS / source).read_text()
     bare = _COMMENT.sub(lambda found: found[1] or " ", text)
-    headers = [code(name) for name in _INCLUDE.findall(bare) if (build.KERNELS / name).is_file()]
+    headers = [read_code(name) for name in _INCLUDE.findall(bare) if (build.KERNELS / name).is_file()]
     lines = (" ".join(line.split()) for line in bare.splitlines())
     return "\n".join([*headers, *(line for line in lines if line)])
 
@@ -115,14 +115,14 @@ def _launched_digest(family: str, architecture: str) -> str:
 
 
 def _compiled(family: str, architecture: str) -> Iterator[str]:
-    of_here = [one for one in variants.all_variants([family]) if architecture in one.architectures]
+    of_here = [one for one in variants.list_variants([family]) if architecture in one.architectures]
     for one in sorted(of_here, key=lambda one: one.name):
         yield _compiled_variant(one, architecture)
 
 
 @functools.cache
 def _code(source: str) -> str:
-    return code(source)
+    return read_code(source)
 
 
 def _compiled_variant(variant: Variant, architecture: str) -> str:
@@ -135,11 +135,15 @@ def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
         for pattern, (m, k) in itertools.product(patterns, SIZES):
             if family in list_families("linear", format):
                 packed = _packed(pattern, m, k)
-                prepare = functools.partial(variants.linear(family), packed, "float16", architecture, max(COLUMNS))
+                prepare = functools.partial(
+                    variants.find_linear_builder(family), packed, "float16", architecture, max(COLUMNS)
+                )
                 yield from _of_program(f"{pattern} {m} {k}", prepare, COLUMNS)
         if family in list_families("conv2d", format):
             packed = _packed(patterns[-1], CONVOLUTION.m, CONVOLUTION.k)
-            prepare = functools.partial(variants.conv2d(family), packed, CONVOLUTION, "float16", architecture)
+            prepare = functools.partial(
+                variants.find_conv2d_builder(family), packed, CONVOLUTION, "float16", architecture
+            )
             yield from _of_program(f"{patterns[-1]} {CONVOLUTION}", prepare, BATCHES)
 
 
@@ -150,7 +154,7 @@ def _of_program(name: str, prepare: Callable[[], Program], columns: tuple[int, .
     except NotSupported:
         yield "refused"
         return
-    seen: dict[int, NDArray[np.generic]] = {}  # kept, so that an id stays one array's
+    seen: dict[int, NDArray[np.generic]] = {}  # kept, so that no other array gets its id
     for n in columns:
         for launch in program.launches(n, None):
             yield _geometry(n, launch)

@@ -202,7 +202,8 @@ class TorchMachine:
             loaded = function.kernel
 
         def launch(grid: Dim3, block: Dim3, arguments: tuple[np.generic, ...]) -> None:
-            # Given by hand: CuPy would take its own current stream, and may read torch's default one as another.
+            # Pass the stream explicitly: CuPy would take its own current stream, and may read torch's default one as
+            # another.
             stream = _Stream(self.torch.cuda.current_stream(self.device).cuda_stream)
             with self.torch.cuda.device(self.device):
                 loaded(grid, block, arguments, shared_bytes, stream)
@@ -217,7 +218,7 @@ class _Stream:
     ptr: int
 
 
-def architectures_of(capability: tuple[int, int]) -> tuple[str, ...]:
+def list_architectures(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the architectures whose code a GPU of a compute capability runs, the newest first. Raises NoDevice."""
     number = f"{capability[0]}.{capability[1]}"
     if capability in EMBEDDED:
@@ -254,8 +255,8 @@ def _abilities(cupy: Any) -> tuple[str, int, int]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NoDevice(f"backend 'cupy' found no NVIDIA GPU that it can use: {error}") from error
     newest = driver // 1000
-    architectures = architectures_of((int(capability[:-1]), int(capability[-1])))
-    return build.compilable(architectures, newest), multiprocessors, newest
+    architectures = list_architectures((int(capability[:-1]), int(capability[-1])))
+    return build.select_compilable(architectures, newest), multiprocessors, newest
 
 
 # Loaded functions, by device, kernel and architecture: kernels of the same name are the same.
@@ -271,7 +272,7 @@ def _load(cupy: Any, device: int, variant: Variant, shared_bytes: int, architect
             cubin = build.compile(variant, architecture, newest=newest)
             _functions[key] = cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
         function = _functions[key]
-        # All plans share the function, and what it is allowed counts at each launch: it may only grow.
+        # All plans share the function, and its limit of shared memory holds at each launch: it may only grow.
         if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
         return function

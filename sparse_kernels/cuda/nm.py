@@ -4,7 +4,7 @@ A weight that keeps at most 2 of every 4 columns is 2:4, whatever its pattern is
 well. Sparse tensor cores multiply it at the speed of 2:4, reading zeros where a group keeps fewer; ordinary cores
 only touch what is kept. Which is faster depends on how much is kept and on the machine: `TENSOR_CORES_UP_TO`.
 
-The tensor cores' layout is that of PTX ISA, "Matrix fragments for sparse mma.m16n8k32": see `fragments`, `metadata`.
+The tensor cores' layout is that of PTX ISA, "Matrix fragments for sparse mma.m16n8k32": see `pack_fragments`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, parse_activation
 from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
-from sparse_kernels.cuda.vector_tiles import element_bits
+from sparse_kernels.cuda.vector_tiles import convert_to_bits
 from sparse_kernels.formats import NMWeight, Packed, nm
 from sparse_kernels.patterns import NM
 
@@ -73,7 +73,7 @@ BLOCK_ROWS = 64  # of nm.cu
 SHARED_BYTES = 48 * 1024  # what every machine gives a block
 
 
-def program(
+def build_program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> TensorCores | OrdinaryCores:
     """Return the program of an N:M weight; n is not needed, as tiles are chosen at launch.
@@ -84,9 +84,9 @@ def program(
         raise NotSupported(f"the N:M kernels multiply N:M weights, not {packed.pattern}")
     check_target(dtype, architecture)
     count = multiprocessors or TARGETS[architecture].multiprocessors
-    if on_tensor_cores(packed.pattern, architecture):
+    if runs_on_tensor_cores(packed.pattern, architecture):
         return TensorCores.of_weight(nm.unpack(packed), dtype, count)
-    return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, count)
+    return OrdinaryCores.of_weight(nm.unpack(packed), choose_tile_depth(packed.pattern), dtype, count)
 
 
 def check_target(dtype: str, architecture: str) -> None:
@@ -97,7 +97,7 @@ def check_target(dtype: str, architecture: str) -> None:
         raise NotSupported(f"the kernels are for {', '.join(ARCHITECTURES)}, not {architecture}")
 
 
-def on_tensor_cores(pattern: NM, architecture: str) -> bool:
+def runs_on_tensor_cores(pattern: NM, architecture: str) -> bool:
     """Return whether a pattern's weights are 2:4 and sparse tensor cores are there and should be faster."""
     is_2_of_4 = pattern.keep <= 2 and pattern.of % 4 == 0
     return is_2_of_4 and pattern.of / pattern.keep <= TENSOR_CORES_UP_TO.get(architecture, 0)
@@ -105,7 +105,7 @@ def on_tensor_cores(pattern: NM, architecture: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TensorCores:
-    """A 2:4 weight (m, k) for nm24.cu: `fragments` and `metadata` as these functions say."""
+    """A 2:4 weight (m, k) for nm24.cu: `fragments` and `metadata` as `pack_fragments` and `pack_metadata` say."""
 
     shape: tuple[int, int]
     dtype: str
@@ -116,9 +116,10 @@ class TensorCores:
     @classmethod
     def of_weight(cls, weight: NDArray[np.float32], dtype: str, multiprocessors: int) -> TensorCores:
         """Pack a weight (m, k) of which every 4 columns hold at most 2 that are not zero."""
-        values, places = two_of_four(weight)
+        values, places = select_two_of_four(weight)
         shape = (weight.shape[0], weight.shape[1])
-        return cls(shape, dtype, multiprocessors, fragments(element_bits(values, dtype)), metadata(places))
+        fragments = pack_fragments(convert_to_bits(values, dtype))
+        return cls(shape, dtype, multiprocessors, fragments, pack_metadata(places))
 
     @property
     def nbytes(self) -> int:
@@ -127,15 +128,15 @@ class TensorCores:
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
         """Return one launch; none where n is 0."""
-        return self.tiled(best_tile(self.shape[0], n, self.multiprocessors), n, activation) if n else []
+        return self.tiled(choose_tensor_tile(self.shape[0], n, self.multiprocessors), n, activation) if n else []
 
     def tiled(self, tile: NMTile, n: int, activation: str | None) -> list[Launch]:
         """Return the launch with blocks of a given tile."""
         m, k = self.shape
-        scalars = (np.int32(m), np.int32(n), np.int32(k), activation_code(activation))
+        scalars = (np.int32(m), np.int32(n), np.int32(k), parse_activation(activation))
         return [
             Launch(
-                variant=tensor_variant(tile, self.dtype),
+                variant=build_tensor_variant(tile, self.dtype),
                 grid=(tile.blocks(m, n), 1, 1),
                 block=(32 * tile.warps_m * tile.warps_n, 1, 1),
                 shared_bytes=tile.shared_bytes,
@@ -146,7 +147,7 @@ class TensorCores:
 
 @dataclass(frozen=True, eq=False)
 class OrdinaryCores:
-    """An N:M weight (m, k) for nm.cu: `entries` as that function says, cut along k into tiles of `depth` columns."""
+    """An N:M weight (m, k) for nm.cu: `entries` as `pack_entries` says, cut along k into tiles of `depth` columns."""
 
     shape: tuple[int, int]
     dtype: str
@@ -158,7 +159,7 @@ class OrdinaryCores:
     def of_weight(cls, weight: NDArray[np.float32], depth: int, dtype: str, multiprocessors: int) -> OrdinaryCores:
         """Pack any weight (m, k); it should keep about equally many of each `depth` columns of every row."""
         shape = (weight.shape[0], weight.shape[1])
-        return cls(shape, dtype, multiprocessors, depth, entries(weight, depth, dtype))
+        return cls(shape, dtype, multiprocessors, depth, pack_entries(weight, depth, dtype))
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,7 @@ class OrdinaryCores:
     def launches(self, n: int, activation: str | None) -> list[Launch]:
         """Return one launch; none where n is 0."""
         slots = self.entries.shape[3]
-        columns = best_lane_columns(self.shape[0], n, self.depth, slots, self.multiprocessors)
+        columns = choose_lane_columns(self.shape[0], n, self.depth, slots, self.multiprocessors)
         return self.with_lanes_of(columns, n, activation) if n else []
 
     def with_lanes_of(self, columns: int, n: int, activation: str | None) -> list[Launch]:
@@ -176,13 +177,13 @@ class OrdinaryCores:
         m, k = self.shape
         slots = self.entries.shape[3]
         sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(self.depth), np.int32(slots))
-        scalars = (*sizes, activation_code(activation))
+        scalars = (*sizes, parse_activation(activation))
         return [
             Launch(
-                variant=ordinary_variant(columns, self.dtype),
+                variant=build_ordinary_variant(columns, self.dtype),
                 grid=(self.entries.shape[0] * -(-n // (32 * columns)), 1, 1),
                 block=(256, 1, 1),
-                shared_bytes=ordinary_shared_bytes(columns, self.depth, slots),
+                shared_bytes=count_shared_bytes(columns, self.depth, slots),
                 arguments=(self.entries, Operand.X, Operand.BIAS, Operand.OUT, *scalars),
             )
         ]
@@ -191,7 +192,7 @@ class OrdinaryCores:
 # ---- Launch settings ----
 
 
-def best_tile(m: int, n: int, multiprocessors: int) -> NMTile:
+def choose_tensor_tile(m: int, n: int, multiprocessors: int) -> NMTile:
     """Return the largest tile that n columns fill and that gives every multiprocessor a block, else the smallest."""
     for tile in TILES:
         if tile.columns - n < 64 and tile.blocks(m, n) >= multiprocessors:
@@ -199,29 +200,29 @@ def best_tile(m: int, n: int, multiprocessors: int) -> NMTile:
     return TILES[-1]
 
 
-def best_lane_columns(m: int, n: int, depth: int, slots: int, multiprocessors: int) -> int:
+def choose_lane_columns(m: int, n: int, depth: int, slots: int, multiprocessors: int) -> int:
     """Return the same for nm.cu, of which two blocks share a multiprocessor."""
     for columns in LANE_COLUMNS:
         blocks = -(-m // BLOCK_ROWS) * -(-n // (32 * columns))
-        fits = ordinary_shared_bytes(columns, depth, slots) <= SHARED_BYTES
+        fits = count_shared_bytes(columns, depth, slots) <= SHARED_BYTES
         if fits and 32 * columns - n < 64 and blocks >= 2 * multiprocessors:
             return columns
     return LANE_COLUMNS[-1]
 
 
-def ordinary_shared_bytes(columns: int, depth: int, slots: int) -> int:
-    """Two tiles of x and the entries of 64 rows for each."""
+def count_shared_bytes(columns: int, depth: int, slots: int) -> int:
+    """Return the bytes of two tiles of x, and of the entries of 64 rows for each."""
     return 2 * (depth * 32 * columns * 2 + BLOCK_ROWS * slots * 4)
 
 
-def tile_depth(pattern: NM) -> int:
+def choose_tile_depth(pattern: NM) -> int:
     """Return how many columns of w nm.cu takes at once: about 32, or 64 if little is kept."""
     about = 32 if pattern.of <= 16 else 64
     return about // pattern.of * pattern.of if pattern.of <= about else about
 
 
-def tensor_variant(tile: NMTile, dtype: str) -> Variant:
-    """nm24.cu with these settings."""
+def build_tensor_variant(tile: NMTile, dtype: str) -> Variant:
+    """Return the variant of nm24.cu with these settings."""
     defines = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
@@ -233,14 +234,14 @@ def tensor_variant(tile: NMTile, dtype: str) -> Variant:
     return Variant("nm24.cu", "nm24", defines, tuple(TENSOR_CORES_UP_TO), "HMMA.SP.16832.F32")
 
 
-def ordinary_variant(columns: int, dtype: str) -> Variant:
-    """nm.cu with these settings."""
+def build_ordinary_variant(columns: int, dtype: str) -> Variant:
+    """Return the variant of nm.cu with these settings."""
     return Variant("nm.cu", "nm", {"COLUMNS": columns, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 
 VARIANTS = tuple(
-    [tensor_variant(tile, dtype) for tile in TILES for dtype in DTYPES]
-    + [ordinary_variant(columns, dtype) for columns in LANE_COLUMNS for dtype in DTYPES]
+    [build_tensor_variant(tile, dtype) for tile in TILES for dtype in DTYPES]
+    + [build_ordinary_variant(columns, dtype) for columns in LANE_COLUMNS for dtype in DTYPES]
 )
 """Everything that a launch may ask for."""
 
@@ -248,8 +249,8 @@ VARIANTS = tuple(
 # ---- Packing ----
 
 
-def two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Two columns of every 4, among them all that are not zero.
+def select_two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """Select two columns of every 4, among them all that are not zero.
 
     weight (m, k) -> values float32 and places uint8 in 0 to 3, both (m', k' / 2): m' is m and k' is k rounded up to
     multiples of 32 and 64. The two places of a group are different and rise, as the instruction demands even where
@@ -270,8 +271,8 @@ def two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArr
     return values.reshape(half), places.astype(np.uint8).reshape(half)
 
 
-def fragments(bits: NDArray[np.uint16]) -> Words:
-    """Kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
+def pack_fragments(bits: NDArray[np.uint16]) -> Words:
+    """Return kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 32 lanes, 4 words). A tile and step is an instruction: 16 rows, 32
     columns, of which 16 are kept. Word r of lane 4 g + t is of row g + 8 (r % 2). Its lower half is kept column 2 t +
@@ -285,8 +286,8 @@ def fragments(bits: NDArray[np.uint16]) -> Words:
     return words.reshape(groups, stages, 2, 2, 32, 4)
 
 
-def metadata(places: NDArray[np.uint8]) -> Words:
-    """Places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
+def pack_metadata(places: NDArray[np.uint8]) -> Words:
+    """Return places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): Word 2 g + h is for lane 4 g + h. It holds 2 bits a place,
     of columns 16 h to 16 h + 15 of the step: those of row g in the lower half, of row g + 8 in the upper.
@@ -299,7 +300,7 @@ def metadata(places: NDArray[np.uint8]) -> Words:
     return words
 
 
-def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
+def pack_entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
     """Return what is not zero of a weight (m, k), for nm.cu.
 
     uint32 (blocks of 64 rows, tiles of `depth` columns, 64, slots): bits of the value in the lower half, column
@@ -318,6 +319,6 @@ def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
     last = np.zeros((blocks * BLOCK_ROWS, tiles), np.uint32)
     np.maximum.at(last, (rows, columns // depth), within)
     words = np.repeat(last[:, :, None] << 16, slots, axis=2)
-    bits = element_bits(weight[rows, columns], dtype).astype(np.uint32)
+    bits = convert_to_bits(weight[rows, columns], dtype).astype(np.uint32)
     words[rows, columns // depth, slot] = bits | within.astype(np.uint32) << 16
     return np.ascontiguousarray(words.reshape(blocks, BLOCK_ROWS, tiles, slots).transpose(0, 2, 1, 3))

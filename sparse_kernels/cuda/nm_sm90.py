@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.cuda.targets import TARGETS
-from sparse_kernels.cuda.vector_tiles import element_bits
+from sparse_kernels.cuda.vector_tiles import convert_to_bits
 from sparse_kernels.formats import NMWeight, Packed
 from sparse_kernels.patterns import NM
 
@@ -29,7 +29,7 @@ STAGE = 128
 FOURS = STAGE // 4
 
 
-def kernel(height: int) -> sm90.HopperKernel:
+def build_hopper_kernel(height: int) -> sm90.HopperKernel:
     """Return the kernel with tiles of `height` rows."""
     return sm90.HopperKernel(
         source="nm_sm90.cu",
@@ -44,10 +44,10 @@ def kernel(height: int) -> sm90.HopperKernel:
     )
 
 
-VARIANTS = list(sm90.variants([kernel(height) for height in HEIGHTS]))
+VARIANTS = list(sm90.list_kernel_variants([build_hopper_kernel(height) for height in HEIGHTS]))
 
 
-def program(
+def build_program(
     packed: Packed,
     dtype: str,
     architecture: str,
@@ -65,47 +65,48 @@ def program(
     if not isinstance(packed, NMWeight) or packed.pattern != NM(2, 4):
         raise NotSupported(f"this kernel multiplies 2:4 weights, not {packed.pattern}")
     count = multiprocessors or TARGETS[architecture].multiprocessors
-    height = height or min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1), count))
+    height = height or min(HEIGHTS, key=lambda height: predict_clocks(packed.shape, height, max(n, 1), count))
     k = packed.shape[1]
     row_ids = np.full(-(-packed.shape[0] // height) * height, -1, np.int32)
     row_ids[: packed.shape[0]] = np.arange(packed.shape[0])
     own = (pack(packed, height, dtype), np.int32(k))
-    return sm90.HopperProgram((kernel(height),), dtype, own, stages_of(packed.shape, height), row_ids, count)
+    counts = count_stages(packed.shape, height)
+    return sm90.HopperProgram((build_hopper_kernel(height),), dtype, own, counts, row_ids, count)
 
 
-def stages_of(shape: tuple[int, int], height: int) -> NDArray[np.int64]:
+def count_stages(shape: tuple[int, int], height: int) -> NDArray[np.int64]:
     """Return the stages of each group of `height` rows of a weight (m, k)."""
     return np.full(-(-shape[0] // height), -(-shape[1] // STAGE), np.int64)
 
 
-def expected_clocks(shape: tuple[int, int], height: int, n: int, multiprocessors: int) -> float:
+def predict_clocks(shape: tuple[int, int], height: int, n: int, multiprocessors: int) -> float:
     """Return what tiles of this height are expected to take, times n columns."""
-    counts = stages_of(shape, height)
-    splits = sm90.best_splits(kernel(height), counts, n, multiprocessors)
-    return sm90.clocks(kernel(height), counts, splits, n, multiprocessors)
+    counts = count_stages(shape, height)
+    splits = sm90.choose_splits(build_hopper_kernel(height), counts, n, multiprocessors)
+    return sm90.predict_clocks(build_hopper_kernel(height), counts, splits, n, multiprocessors)
 
 
 def pack(packed: NMWeight, height: int, dtype: str) -> NDArray[np.uint16]:
     """Return the array `weights` of the module's docstring, with `height` rows a group."""
-    values, places = pairs(packed)
+    values, places = select_pairs(packed)
     m, fours, _ = values.shape
     groups, stages = -(-m // height), -(-fours // FOURS)
     all_values = np.zeros((groups * height, stages * FOURS, 2), np.float32)
     all_values[:m, :fours] = values
     all_places = np.full((groups * height, stages * FOURS), 0b0100, np.uint32)  # places 0 and 1
     all_places[:m, :fours] = places
-    lines = element_bits(all_values, dtype).reshape(groups, height, stages, sm90.STAGE_COLUMNS).swapaxes(1, 2)
-    lines = sm90.swizzled(np.ascontiguousarray(lines).reshape(groups * stages, height, sm90.STAGE_COLUMNS))
-    words = metadata(all_places.reshape(groups, height, stages, FOURS).swapaxes(1, 2))
+    lines = convert_to_bits(all_values, dtype).reshape(groups, height, stages, sm90.STAGE_COLUMNS).swapaxes(1, 2)
+    lines = sm90.swizzle(np.ascontiguousarray(lines).reshape(groups * stages, height, sm90.STAGE_COLUMNS))
+    words = pack_metadata(all_places.reshape(groups, height, stages, FOURS).swapaxes(1, 2))
     halves = words.reshape(groups * stages, -1).view(np.uint16)
     return np.concatenate([lines.reshape(groups * stages, -1), halves], axis=1)
 
 
-def pairs(packed: NMWeight) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Kept weights (m, fours, 2) and their places (m, fours), 4 bits: the hardware wants two, different and rising.
+def select_pairs(packed: NMWeight) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Return kept weights (m, fours, 2) and their places (m, fours), 4 bits.
 
-    Where a group of 4 keeps fewer, a weight of 0 takes a free place: the one after the kept one, or before it where
-    that is the last.
+    The hardware needs two places, different and rising. Where a group of 4 keeps fewer, a weight of 0 takes a free
+    place: the one after the kept one, or before it where that is the last.
     """
     values, offsets = packed.values.copy(), packed.offsets.astype(np.uint32)
     single = offsets[:, :, 0] == offsets[:, :, 1]
@@ -116,7 +117,7 @@ def pairs(packed: NMWeight) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     return values, offsets[:, :, 0] | offsets[:, :, 1] << np.uint32(2)
 
 
-def metadata(places: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def pack_metadata(places: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Return the words of the module's docstring, (..., rows / 16, 8, 2, 4), of the places (..., rows, 32)."""
     *others, rows, _ = places.shape
     shifts = np.arange(0, 16, 4, dtype=np.uint32)

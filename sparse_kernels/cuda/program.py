@@ -62,7 +62,7 @@ Argument = NDArray[np.generic] | Operand | np.generic
 Dim3 = tuple[int, int, int]
 
 
-def activation_code(activation: str | None) -> np.int32:
+def parse_activation(activation: str | None) -> np.int32:
     """Return the code of an activation, an argument so that one cubin serves all. Raises ValueError if unknown."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
@@ -101,7 +101,7 @@ class Program(Protocol):
 
 
 class Prepare(Protocol):
-    """How each kernel family offers itself: a module-level function `program`."""
+    """How each kernel family offers itself: a module-level function `build_program`."""
 
     def __call__(
         self, packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
@@ -113,7 +113,7 @@ class Prepare(Protocol):
 
 
 class PrepareConv2d(Protocol):
-    """The same for convolutions: a module-level function `conv2d_program`."""
+    """The same for convolutions: a module-level function `build_conv2d_program`."""
 
     def __call__(
         self, packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, parse_activation
 from sparse_kernels.cuda.targets import TARGETS
 
 ARCHITECTURE = "sm_90a"
@@ -28,8 +28,8 @@ MOST_STAGES = 8
 MOST_SPLITS = 16
 
 # What a launch costs, in clocks of a multiprocessor, fitted to an H200 (TUNING.md).
-PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores: 82% of what they could
-STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # of bringing a stage: what each costs, and what its bytes cost
+PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores: 82% of their peak
+STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # copies of a stage: clocks for each stage, and bytes a clock
 TILE_CLOCKS, RESULTS_A_CLOCK = 800, 7  # filling the ring, and writing the result
 FINISH_CLOCKS = 7500  # a second launch
 SUM_BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
@@ -84,31 +84,31 @@ class HopperKernel:
         return Variant(self.source, self.function, settings, (ARCHITECTURE,), self.instruction)
 
 
-def finish(dtype: str) -> Variant:
+def build_finish_variant(dtype: str) -> Variant:
     """Return what adds up the sums of a split product."""
     return Variant("finish_sm90.cu", "finish_sm90", {"BF16": DTYPES.index(dtype)}, (ARCHITECTURE,))
 
 
-def variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
+def list_kernel_variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
     """Yield all that launches may ask for."""
     for kernel in kernels:
         for dtype in DTYPES:
             for align in (16, 8, 2):
                 yield kernel.variant(dtype, align)
     for dtype in DTYPES:
-        yield finish(dtype)
+        yield build_finish_variant(dtype)
 
 
-def swizzled(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Lines (stages, rows, 64), the 16-byte chunks of row i in the order c ^ (i % 8). It is its own inverse."""
+def swizzle(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Return lines (stages, rows, 64), 16-byte chunks of row i in the order c ^ (i % 8). Twice is as it was."""
     stages, rows, _ = lines.shape
     chunks = lines.reshape(stages, rows, 8, 8)
     source = np.arange(8) ^ (np.arange(rows) % 8)[:, None]
     return np.take_along_axis(chunks, source[None, :, :, None], axis=2).reshape(lines.shape)
 
 
-def alignment(n: int) -> int:
-    """Bytes that rows of n elements are aligned to, of the kinds that kernels are compiled for."""
+def find_alignment(n: int) -> int:
+    """Return the alignment of rows of n elements in bytes: one that kernels are compiled for."""
     return 16 if n % 8 == 0 else 8 if n % 4 == 0 else 2
 
 
@@ -155,7 +155,7 @@ class HopperProgram:
         width = -(-n // kernel.width) * kernel.width
         scratch = splits * self.row_ids.size * width * 4 if splits > 1 else 0
         first = Launch(
-            kernel.variant(self.dtype, alignment(n)),
+            kernel.variant(self.dtype, find_alignment(n)),
             (min(tiles, self.multiprocessors), 1, 1),
             (THREADS, 1, 1),
             kernel.stages * kernel.stage_bytes,
@@ -163,7 +163,7 @@ class HopperProgram:
                 *self.own,
                 *(self.work, self.row_ids),
                 *(Operand.X, Operand.BIAS, Operand.OUT, Operand.SCRATCH if splits > 1 else np.uint64(0)),
-                *(np.int32(groups), np.int32(splits), np.int32(n), activation_code(activation)),
+                *(np.int32(groups), np.int32(splits), np.int32(n), parse_activation(activation)),
             ),
             scratch,
         )
@@ -171,13 +171,13 @@ class HopperProgram:
             return [first]
         rows = self.row_ids.size
         second = Launch(
-            finish(self.dtype),
+            build_finish_variant(self.dtype),
             (rows, -(-n // FINISH_COLUMNS), 1),
             (FINISH_COLUMNS, 1, 1),
             0,
             (
                 *(Operand.SCRATCH, self.row_ids, Operand.BIAS, Operand.OUT),
-                *(np.int32(rows), np.int32(splits), np.int32(width), np.int32(n), activation_code(activation)),
+                *(np.int32(rows), np.int32(splits), np.int32(width), np.int32(n), parse_activation(activation)),
             ),
             scratch,
         )
@@ -185,19 +185,21 @@ class HopperProgram:
 
     def choose(self, n: int) -> tuple[HopperKernel, int]:
         """Return the tile and the number of splits with the shortest expected time."""
-        splits = {kernel: best_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
-        return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n, self.multiprocessors))
+        splits = {kernel: choose_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
+        return min(splits.items(), key=lambda it: predict_clocks(it[0], self.counts, it[1], n, self.multiprocessors))
 
 
-def best_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
-    """Among how many blocks to share out each tile's stages, for the shortest expected time."""
+def choose_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
+    """Return the number of blocks that share a tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
     choices = (2**i for i in range(most.bit_length()))
-    best: int = min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
+    best: int = min(choices, key=lambda splits: predict_clocks(kernel, counts, splits, n, multiprocessors))
     return best
 
 
-def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
+def predict_clocks(
+    kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int
+) -> float:
     """Return what groups with so many stages each are expected to take, times n columns, in clocks.
 
     There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in rounds, every

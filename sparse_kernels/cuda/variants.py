@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from sparse_kernels.cuda.program import Prepare, PrepareConv2d, Variant
 
-# Modules of this package, each with VARIANTS and `program`.
+# Modules of this package, each with VARIANTS and `build_program`.
 FAMILIES = ("vector", "vector_sm90", "nm", "nm_sm90", "csr")
 
-# For each format, who may run a linear layer: the first that does not refuse does.
+# Families that may run a linear layer, by format: the first that does not refuse does.
 LINEAR = {
     "dense": ("vector_sm90", "vector"),
     "vector": ("vector_sm90", "vector"),
@@ -24,7 +24,7 @@ LINEAR = {
 CONV2D = {"dense": ("vector",), "vector": ("vector",), "shflbw": ("vector",), "block": ("vector",)}
 
 
-def all_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
+def list_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
     """Return the variants of families, each once."""
     found: dict[str, Variant] = {}
     for family in families:
@@ -34,13 +34,13 @@ def all_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
     return list(found.values())
 
 
-def linear(family: str) -> Prepare:
+def find_linear_builder(family: str) -> Prepare:
     """Return the function of a family that makes a linear layer's packed weight into a program."""
-    prepare: Prepare = importlib.import_module(f"{__package__}.{family}").program
+    prepare: Prepare = importlib.import_module(f"{__package__}.{family}").build_program
     return prepare
 
 
-def conv2d(family: str) -> PrepareConv2d:
+def find_conv2d_builder(family: str) -> PrepareConv2d:
     """Return the same for a convolution's packed weight."""
-    prepare: PrepareConv2d = importlib.import_module(f"{__package__}.{family}").conv2d_program
+    prepare: PrepareConv2d = importlib.import_module(f"{__package__}.{family}").build_conv2d_program
     return prepare

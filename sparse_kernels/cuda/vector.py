@@ -2,7 +2,7 @@
 
 A block of the kernel brings V rows of weights and BN columns of x, BK deep, from the second-level cache. It does V *
 BN * BK multiply-adds with them. Bringing them limits all but the largest tiles (TUNING.md has the arithmetic), so the
-tile is chosen by what a multiprocessor has to bring in: see `widest_that_pays`.
+tile is chosen by what a multiprocessor has to bring in: see `choose_width`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, parse_activation
 from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, GpuArchitecture
-from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, tiles_of
+from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, pack_tiles
 from sparse_kernels.formats import Packed
-from sparse_kernels.formats.checks import frozen
+from sparse_kernels.formats.checks import freeze
 from sparse_kernels.shapes import Conv2dShape
 
 
@@ -39,7 +39,7 @@ class TensorCoreFeatures(NamedTuple):
 MOST_STAGES = 4
 
 
-def machine_of(target: GpuArchitecture) -> TensorCoreFeatures:
+def select_features(target: GpuArchitecture) -> TensorCoreFeatures:
     """Return what an architecture runs best.
 
     With cp.async there are as many stages, up to MOST_STAGES, as let a multiprocessor run two blocks of 128 x 128 at
@@ -50,15 +50,15 @@ def machine_of(target: GpuArchitecture) -> TensorCoreFeatures:
     if mma_k < 16:
         return TensorCoreFeatures(mma_k, 2, (64, 128))
     half = target.shared_bytes // 2 - RESERVED_BYTES
-    return TensorCoreFeatures(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
+    return TensorCoreFeatures(mma_k, min(MOST_STAGES, half // count_stage_bytes(128, 128)), (64, 128, 256))
 
 
-def stage_bytes(height: int, width: int) -> int:
+def count_stage_bytes(height: int, width: int) -> int:
     """Return the shared memory of one tile: V x BK elements of the weight and BK x BN of x."""
     return (height + width) * BK * 2
 
 
-MACHINES = {name: machine_of(target) for name, target in TARGETS.items()}
+MACHINES = {name: select_features(target) for name, target in TARGETS.items()}
 
 WARPS = {
     (16, 64): (1, 2),
@@ -83,29 +83,29 @@ INSTRUCTIONS = {16: "HMMA.16816.F32", 8: "HMMA.1688.F32", 4: "HMMA.884.F32"}
 """What the SASS of a product is called, by its depth."""
 
 
-def program(
+def build_program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> LinearProgram:
     """Return a linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
-    tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
+    tiles = pack_tiles(packed, dtype, volta=machine.mma_k == 4)
     return LinearProgram(tiles, dtype, architecture, multiprocessors or TARGETS[architecture].multiprocessors)
 
 
-def conv2d_program(
+def build_conv2d_program(
     packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
 ) -> Conv2dProgram:
     """Return a convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
     machine = _machine(dtype, architecture)
-    tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    offsets, taps = places(tiles.columns, shape)
+    tiles = pack_tiles(packed, dtype, volta=machine.mma_k == 4)
+    offsets, taps = locate_columns(tiles.columns, shape)
     count = multiprocessors or TARGETS[architecture].multiprocessors
     return Conv2dProgram(tiles, dtype, architecture, count, shape, offsets, taps)
 
 
-def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
+def choose_width(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
     """Return the BN with which the busiest multiprocessor reads least: blocks times V + BN elements a kept column.
 
     A wide tile reads the weights less often; a narrow one makes more blocks and wastes less past the last column.
@@ -119,7 +119,7 @@ def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], mu
     return min(reversed(widths), key=brought)
 
 
-def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch: str) -> Variant:
+def build_variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch: str) -> Variant:
     """Return the kernel of a tile for one architecture; `aligned` where rows of x are."""
     machine = MACHINES[arch]
     warps_m, warps_n = WARPS[height, width]
@@ -141,10 +141,10 @@ def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch
     return Variant("vector.cu", function, defines, (arch,), INSTRUCTIONS[machine.mma_k])
 
 
-def shared_bytes(one: Variant) -> int:
-    """Dynamic shared memory of a block: its stages, or the warps' patches of results, which take their place."""
+def count_shared_bytes(one: Variant) -> int:
+    """Return the dynamic shared memory of a block: its stages, or the patches of results in their place."""
     height, width, warps_m, warps_n = (one.defines[name] for name in ("V", "BN", "WARPS_M", "WARPS_N"))
-    stages = one.defines["STAGES"] * stage_bytes(height, width)
+    stages = one.defines["STAGES"] * count_stage_bytes(height, width)
     patches = warps_m * warps_n * 16 * (width // warps_n + 8) * 4
     return max(stages, patches)
 
@@ -171,13 +171,13 @@ class LinearProgram:
         tiles = self.tiles
         arrays = (tiles.weights, tiles.columns, tiles.starts, tiles.row_ids)
         one = _variant_for(self, n, n % 8 == 0)
-        scalars = (np.int32(tiles.groups), np.int32(n), activation_code(activation))
+        scalars = (np.int32(tiles.groups), np.int32(n), parse_activation(activation))
         return [_launch(one, tiles.groups, n, (*arrays, *OPERANDS, *scalars))]
 
 
 @dataclass(frozen=True, eq=False)
 class Conv2dProgram:
-    """A convolution's tiles, and where their kept columns lie in an image: see `places`."""
+    """A convolution's tiles, and where their kept columns lie in an image: see `locate_columns`."""
 
     tiles: VectorTiles
     dtype: str
@@ -203,7 +203,7 @@ class Conv2dProgram:
         image = (n, shape.h, shape.w, shape.out_w, *shape.stride, *shape.padding)
         sizes = (np.int32(size) for size in (tiles.groups, columns, *image))
         one = _variant_for(self, columns, n % 8 == 0)
-        return [_launch(one, tiles.groups, columns, (*arrays, *OPERANDS, *sizes, activation_code(activation)))]
+        return [_launch(one, tiles.groups, columns, (*arrays, *OPERANDS, *sizes, parse_activation(activation)))]
 
 
 OPERANDS = (Operand.X, Operand.OUT, Operand.BIAS)
@@ -213,12 +213,12 @@ def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: 
     """Return the variant for so many columns of the product: the weight is packed the same for all widths."""
     height, groups = program.tiles.height, program.tiles.groups
     widths = MACHINES[program.architecture].widths
-    width = program.width or widest_that_pays(height, groups, columns, widths, program.multiprocessors)
+    width = program.width or choose_width(height, groups, columns, widths, program.multiprocessors)
     conv = isinstance(program, Conv2dProgram)
-    return variant(height, width if aligned else NARROW, aligned, conv, program.dtype, program.architecture)
+    return build_variant(height, width if aligned else NARROW, aligned, conv, program.dtype, program.architecture)
 
 
-def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def locate_columns(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
 
     offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation. It is -1
@@ -233,7 +233,7 @@ def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.i
     rows, lefts = r * shape.dilation[0], s * shape.dilation[1]
     offsets = np.where(columns < 0, -1, (channel * shape.h + rows) * shape.w + lefts)
     taps = np.where(columns < 0, 0, (rows << 16) + lefts)
-    return frozen(offsets.astype(np.int32)), frozen(taps.astype(np.int32))
+    return freeze(offsets.astype(np.int32)), freeze(taps.astype(np.int32))
 
 
 def _machine(dtype: str, architecture: str) -> TensorCoreFeatures:
@@ -253,7 +253,7 @@ def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, 
     if max(blocks, columns + width) >= 2**31:
         raise NotSupported(f"{columns} columns are more than one launch numbers with 32 bits")
     threads = 32 * one.defines["WARPS_M"] * one.defines["WARPS_N"]
-    return Launch(one, (blocks, 1, 1), (threads, 1, 1), shared_bytes(one), arguments)
+    return Launch(one, (blocks, 1, 1), (threads, 1, 1), count_shared_bytes(one), arguments)
 
 
 def _variants() -> tuple[Variant, ...]:
@@ -264,7 +264,7 @@ def _variants() -> tuple[Variant, ...]:
         dtypes = DTYPES if machine.mma_k == 16 else DTYPES[:1]
         tiles = [(width, True) for width in machine.widths] + [(NARROW, False)]
         for height, (width, aligned), conv, dtype in itertools.product(HEIGHTS, tiles, (False, True), dtypes):
-            one = variant(height, width, aligned, conv, dtype, arch)
+            one = build_variant(height, width, aligned, conv, dtype, arch)
             key = tuple(one.defines.items())
             merged[key] = one
             architectures.setdefault(key, []).append(arch)

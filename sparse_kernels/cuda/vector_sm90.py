@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.cuda.targets import TARGETS
-from sparse_kernels.cuda.vector_tiles import RowVectors, element_bits, vectors_of
+from sparse_kernels.cuda.vector_tiles import RowVectors, convert_to_bits, convert_to_vectors
 from sparse_kernels.formats import Packed
 
 HEIGHTS = (64, 128)
 WIDTHS = (256, 128)
 
 
-def kernel(v: int, width: int) -> sm90.HopperKernel:
+def build_hopper_kernel(v: int, width: int) -> sm90.HopperKernel:
     """Return the kernel for groups of v rows with tiles of `width` columns."""
     return sm90.HopperKernel(
         source="vector_sm90.cu",
@@ -36,11 +36,11 @@ def kernel(v: int, width: int) -> sm90.HopperKernel:
     )
 
 
-KERNELS = [kernel(v, width) for v in HEIGHTS for width in WIDTHS]
-VARIANTS = list(sm90.variants(KERNELS))
+KERNELS = [build_hopper_kernel(v, width) for v in HEIGHTS for width in WIDTHS]
+VARIANTS = list(sm90.list_kernel_variants(KERNELS))
 
 
-def program(
+def build_program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> sm90.HopperProgram:
     """Return the weight packed for Hopper; n does not matter.
@@ -48,12 +48,12 @@ def program(
     Raises NotSupported for other formats, heights and machines.
     """
     sm90.check_target(dtype, architecture)
-    vectors = vectors_of(packed)
+    vectors = convert_to_vectors(packed)
     if vectors.v not in HEIGHTS:
         raise NotSupported(f"this kernel is for groups of 64 or 128 rows, and {packed.pattern} has {vectors.v}")
     counts = -(-np.diff(vectors.indptr) // sm90.STAGE_COLUMNS)
     weights, columns = pack(vectors, counts, dtype)
-    kernels = tuple(kernel(vectors.v, width) for width in WIDTHS)
+    kernels = tuple(build_hopper_kernel(vectors.v, width) for width in WIDTHS)
     count = multiprocessors or TARGETS[architecture].multiprocessors
     return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids, count)
 
@@ -67,6 +67,6 @@ def pack(vectors: RowVectors, counts: NDArray[np.int64], dtype: str) -> tuple[ND
     columns = np.full(stages * sm90.STAGE_COLUMNS, -1, np.int32)
     columns[places] = vectors.columns
     by_column = np.zeros((stages * sm90.STAGE_COLUMNS, vectors.v), np.uint16)
-    by_column[places] = element_bits(vectors.values, dtype)
+    by_column[places] = convert_to_bits(vectors.values, dtype)
     lines = by_column.reshape(stages, sm90.STAGE_COLUMNS, vectors.v).swapaxes(1, 2)
-    return sm90.swizzled(np.ascontiguousarray(lines)), columns.reshape(stages, sm90.STAGE_COLUMNS)
+    return sm90.swizzle(np.ascontiguousarray(lines)), columns.reshape(stages, sm90.STAGE_COLUMNS)

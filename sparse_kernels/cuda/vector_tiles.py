@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight, bfloat16
-from sparse_kernels.formats.checks import frozen
+from sparse_kernels.formats.checks import freeze
 
 HEIGHTS = (16, 32, 64, 128)
 """Rows of a tile. Groups of another number of rows are padded to the next height, or split where there is none."""
@@ -71,12 +71,12 @@ class VectorTiles:
         return self.starts.nbytes + self.columns.nbytes + self.weights.nbytes + self.row_ids.nbytes
 
 
-def tiles_of(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
+def pack_tiles(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
     """Lay out a vector-wise, Shfl-BW, block-wise or dense weight; volta chooses the fragments of m8n8k4.
 
     NotSupported for another format, or a weight that `dtype` cannot hold.
     """
-    vectors = _of_any_height(vectors_of(packed))
+    vectors = _of_any_height(convert_to_vectors(packed))
     height = next(height for height in HEIGHTS if vectors.v <= height)
     counts = np.diff(vectors.indptr)
     tiles = -(-counts // BK)
@@ -95,19 +95,19 @@ def tiles_of(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
     row_ids = np.full((tiles.size, height), -1, np.int32)
     row_ids[:, : vectors.v] = vectors.row_ids.reshape(-1, vectors.v)[order]
 
-    fragments = volta_fragments if volta else mma_fragments
-    bits = element_bits(values, dtype).reshape(-1, BK, height)
+    fragments = pack_volta_fragments if volta else pack_mma_fragments
+    bits = convert_to_bits(values, dtype).reshape(-1, BK, height)
     return VectorTiles(
         packed.shape,
         height,
-        frozen(np.concatenate([[0], ends]).astype(np.int32)),
-        frozen(columns.reshape(-1, BK)),
-        frozen(fragments(bits)),
-        frozen(row_ids),
+        freeze(np.concatenate([[0], ends]).astype(np.int32)),
+        freeze(columns.reshape(-1, BK)),
+        freeze(fragments(bits)),
+        freeze(row_ids),
     )
 
 
-def vectors_of(packed: Packed) -> RowVectors:
+def convert_to_vectors(packed: Packed) -> RowVectors:
     """Return the groups of a weight; NotSupported where it has none."""
     match packed:
         case VectorWeight():
@@ -119,8 +119,8 @@ def vectors_of(packed: Packed) -> RowVectors:
     raise NotSupported(f"the vector kernels run vector, shflbw, block and dense weights, not {packed.pattern}")
 
 
-def mma_fragments(tiles: Bits) -> Bits:
-    """Tiles (tiles, BK, height) in the order of m16n8k16's first operand: (tiles, BK / 16, height / 16, 256).
+def pack_mma_fragments(tiles: Bits) -> Bits:
+    """Return tiles (tiles, BK, height) in the order of m16n8k16's first operand: (tiles, BK / 16, height / 16, 256).
 
     Lane 4g + t holds, for each half of the columns, then for each half of the rows, the elements of row g at columns
     2t and 2t + 1. m16n8k8 takes the halves of the columns one after the other.
@@ -131,7 +131,7 @@ def mma_fragments(tiles: Bits) -> Bits:
     return np.ascontiguousarray(parts.transpose(order)).reshape(number, depth // 16, height // 16, 256)
 
 
-def volta_fragments(tiles: Bits) -> Bits:
+def pack_volta_fragments(tiles: Bits) -> Bits:
     """Return the same in the order of m8n8k4's first operand: half the columns of all 16 rows, then the other half.
 
     Quad pairs 0 and 2 take rows 0 to 7, pairs 1 and 3 rows 8 to 15, and of each 8 rows lanes below 16 take the first
@@ -143,13 +143,13 @@ def volta_fragments(tiles: Bits) -> Bits:
     return np.ascontiguousarray(parts.transpose(order)).reshape(number, depth // 16, height // 16, 256)
 
 
-def element_bits(values: NDArray[np.float32], dtype: str) -> Bits:
-    """float32 rounded to the nearest float16 or bfloat16 (ties to even), as bits.
+def convert_to_bits(values: NDArray[np.float32], dtype: str) -> Bits:
+    """Return float32 rounded to the nearest float16 or bfloat16 (ties to even), as bits.
 
     NotSupported where a finite value becomes infinite.
     """
     if dtype == "bfloat16":
-        rounded = bfloat16.bits(values)
+        rounded = bfloat16.round_to_bits(values)
         infinite = rounded & 0x7FFF == 0x7F80
     else:
         with np.errstate(over="ignore"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparse_kernels.formats import bfloat16, block, csr, dense, nm, vector
 from sparse_kernels.formats.block import BlockWeight
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, freeze
 from sparse_kernels.formats.csr import CSRWeight
 from sparse_kernels.formats.dense import DenseWeight
 from sparse_kernels.formats.nm import NMWeight
@@ -117,20 +117,20 @@ def check(packed: Packed) -> None:
             vector.check(packed)
 
 
-def copied(packed: Packed) -> Packed:
+def copy_packed(packed: Packed) -> Packed:
     """Return the same packed weight in arrays of its own, at other addresses."""
     fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
-    own: dict[str, Any] = {name: frozen(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
+    own: dict[str, Any] = {name: freeze(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
     return dataclasses.replace(packed, **own)
 
 
-def rounded(packed: Packed) -> Packed:
+def round_packed(packed: Packed) -> Packed:
     """Return the same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
 
     ValueError where a value is too large for bfloat16.
     """
-    values = bfloat16.widened(bfloat16.bits(packed.values))
+    values = bfloat16.widen_bits(bfloat16.round_to_bits(packed.values))
     too_large = np.isinf(values)
     if too_large.any():
         raise ValueError(f"bfloat16 cannot hold the weight {packed.values[too_large][0]:g}")
-    return dataclasses.replace(packed, values=frozen(values))
+    return dataclasses.replace(packed, values=freeze(values))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, freeze
 from sparse_kernels.patterns import BlockWise
 
 
@@ -57,7 +57,7 @@ def pack(weight: Weight, mask: Mask, pattern: BlockWise) -> BlockWeight:
     np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
     indices = np.nonzero(kept)[1].astype(np.int32)
     nnz = int(np.count_nonzero(mask))
-    return BlockWeight((m, k), pattern, nnz, frozen(indptr), frozen(indices), frozen(blocks[kept]))
+    return BlockWeight((m, k), pattern, nnz, freeze(indptr), freeze(indices), freeze(blocks[kept]))
 
 
 def unpack(packed: BlockWeight) -> Weight:

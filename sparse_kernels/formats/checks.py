@@ -51,8 +51,8 @@ def check_compressed(indptr: NDArray[np.int64], indices: NDArray[np.int32], colu
         raise ValueError(f"indices must rise within a row, and do not at {np.argmax(falls) + 1}")
 
 
-def frozen(array: _Array) -> _Array:
-    """`array` itself, C-contiguous and read-only from now on; it must be the caller's own."""
+def freeze(array: _Array) -> _Array:
+    """Return `array` itself, C-contiguous and read-only from now on; it must be the caller's own."""
     if not array.flags.c_contiguous:
         raise ValueError("only a C-contiguous array can be frozen")
     array.setflags(write=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, Weight, check_compressed, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, Weight, check_compressed, check_weight_and_mask, freeze
 from sparse_kernels.patterns import Unstructured
 
 
@@ -44,7 +44,7 @@ def pack(weight: Weight, mask: Mask, pattern: Unstructured) -> CSRWeight:
     np.cumsum(np.count_nonzero(mask, axis=1), out=indptr[1:])
     indices = np.nonzero(mask)[1].astype(np.int32)
     shape = (weight.shape[0], weight.shape[1])
-    return CSRWeight(shape, pattern, frozen(indptr), frozen(indices), frozen(weight[mask]))
+    return CSRWeight(shape, pattern, freeze(indptr), freeze(indices), freeze(weight[mask]))
 
 
 def unpack(packed: CSRWeight) -> Weight:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, freeze
 from sparse_kernels.patterns import Dense
 
 
@@ -34,7 +34,7 @@ def pack(weight: Weight, mask: Mask, pattern: Dense) -> DenseWeight:
     check_weight_and_mask(weight, mask)
     if not mask.all():
         raise NotOfPattern(f"a dense weight keeps everything, and the mask drops {np.count_nonzero(~mask)} elements")
-    return DenseWeight((weight.shape[0], weight.shape[1]), pattern, frozen(weight.copy(order="C")))
+    return DenseWeight((weight.shape[0], weight.shape[1]), pattern, freeze(weight.copy(order="C")))
 
 
 def unpack(packed: DenseWeight) -> Weight:

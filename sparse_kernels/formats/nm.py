@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, freeze
 from sparse_kernels.patterns import NM
 
 
@@ -62,7 +62,7 @@ def pack(weight: Weight, mask: Mask, pattern: NM) -> NMWeight:
     offsets = np.zeros((m, groups, pattern.keep), np.uint8)
     offsets[rows, group_of, slot] = offset
     np.maximum.accumulate(offsets, axis=2, out=offsets)
-    return NMWeight((m, k), pattern, rows.size, frozen(values), frozen(offsets))
+    return NMWeight((m, k), pattern, rows.size, freeze(values), freeze(offsets))
 
 
 def unpack(packed: NMWeight) -> Weight:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, freeze
 from sparse_kernels.patterns import NM, ShflBW, VectorNM, VectorWise
 
 
@@ -65,7 +65,7 @@ def pack(weight: Weight, mask: Mask, pattern: VectorWise | ShflBW) -> VectorWeig
     values = padded.reshape(-1, v, k)[groups, :, columns]
     nnz = int(np.count_nonzero(mask))
     indices = columns.astype(np.int32)
-    return VectorWeight((m, k), pattern, nnz, frozen(indptr), frozen(indices), frozen(values), frozen(row_ids))
+    return VectorWeight((m, k), pattern, nnz, freeze(indptr), freeze(indices), freeze(values), freeze(row_ids))
 
 
 def unpack(packed: VectorWeight) -> Weight:

@@ -38,7 +38,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     q, k, v = [t if t.stride(-1) == 1 else t.clone(memory_format=form) for t in map(Tensor.resolve_neg, (q, k, v))]
     (batch, heads, n, d), keys, e = q.shape, k.shape[2], v.shape[3]
     y = q.new_empty(batch, n, heads, e)
-    threads.use(torch.get_num_threads())
+    threads.set_thread_count(torch.get_num_threads())
     out = address_of(y), n * heads * e, e, heads * e
     run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale)
     return y.transpose(1, 2)

@@ -171,7 +171,7 @@ class SparseConv2d(SparseLayer):
     ) -> Tensor | FramedImages:
         """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
         self._follow_buffers()
-        threads.use(torch.get_num_threads())
+        threads.set_thread_count(torch.get_num_threads())
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit

@@ -255,7 +255,7 @@ class SparseLayer(nn.Module):
         """Return the kernel's result for x as it lies in memory."""
         self._follow_buffers()
         if not self._on_gpu:
-            threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
+            threads.set_thread_count(torch.get_num_threads())  # before a plan is made, which may be for as many
         ready = self._prepared(x, y_shape)
         if self._on_gpu:
             # A contiguous part of a tensor may start anywhere; rows of an odd length are read element by element.

@@ -170,7 +170,7 @@ class SparseLinear(SparseLayer):
     ) -> Tensor:
         """Return the kernel's result for n tokens by address, without further checks and without arrays of NumPy."""
         self._follow_buffers()
-        threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
+        threads.set_thread_count(torch.get_num_threads())  # before a plan is made, which may be for as many
         x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
         ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
         if ready is None or ready is not self._latest:

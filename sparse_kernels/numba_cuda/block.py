@@ -76,7 +76,7 @@ def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
                 at = place(source, y, min(left + c * lanes, n - 1))
                 for t in range(warp, count, warps):
                     feature = indices[(start + t) // cols] * cols + (start + t) % cols
-                    # The last block may reach beyond the matrix: its weights are 0 there, but there is no x.
+                    # The last block may reach beyond the matrix: its weights are 0 there, and x does not exist.
                     staged_x[t, lane + c * lanes] = read(source, feature, at) if feature < k else float32(0)
             cuda.syncthreads()
             add_products(sums, staged_weights, staged_x, count, warp * rows, lane, lanes)

@@ -66,9 +66,9 @@ def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
                 at = place(source, y, min(left + c * lanes, n - 1))
                 for t in range(warp, count, warps):
                     staged_x[t, lane + c * lanes] = read(source, start + t, at)
-            cuda.syncthreads()  # nobody computes before everything is there
+            cuda.syncthreads()  # all data must be there before the products
             add_products(sums, staged_weights, staged_x, count, warp * rows, lane, lanes)
-            cuda.syncthreads()  # nobody overwrites what others still read
+            cuda.syncthreads()  # all reads must end before the next copies
 
         store_sums(staged_x, sums, warp * rows, lane, lanes)
         for c in range(columns):

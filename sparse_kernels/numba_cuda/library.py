@@ -18,16 +18,16 @@ if importlib.util.find_spec("numba_cuda") is None:
     raise MissingLibrary("backend 'numba_cuda' needs numba-cuda, which is not installed: pip install numba-cuda")
 
 # When it first compiles, numba-cuda registers np.row_stack, at least up to 0.30.4, the newest when this was written.
-# NumPy 2.5 has removed that other name of np.vstack, and no kernel would compile. This can go with the first
-# numba-cuda that knows of NumPy 2.5.
+# NumPy 2.5 has removed that other name of np.vstack, so that no kernel would compile. Remove this with the first
+# numba-cuda that supports NumPy 2.5.
 if not hasattr(np, "row_stack"):
     np.row_stack = np.vstack  # noqa: NPY201
 
 float32, int32 = numba.float32, numba.int32
 
-cuda: Any = importlib.import_module("numba.cuda")  # no types: kernels are not the Python that they look like
+cuda: Any = importlib.import_module("numba.cuda")  # without types, because kernels are no ordinary Python
 
-# A small layer fills no GPU, which is no mistake to warn of at every call.
+# A small layer fills no GPU. That is no mistake, so do not warn at every call.
 config: Any = importlib.import_module("numba.cuda.core.config")
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 

@@ -36,11 +36,11 @@ def fingerprint_module(module: str) -> str:
     """
     found = hashlib.sha256()
     for name in sorted({module, *_imported(module), *_ALWAYS}):
-        found.update(code(FOLDER / f"{name}.py").encode() + b"\0")
+        found.update(read_code(FOLDER / f"{name}.py").encode() + b"\0")
     return found.hexdigest()[:DIGITS]
 
 
-def code(file: Path) -> str:
+def read_code(file: Path) -> str:
     """Return a Python file without comments, docstrings and imports, in the same layout on every Python."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):

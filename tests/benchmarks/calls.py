@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparse_kernels import prepare
-from sparse_kernels.cpu.runtime.scratch_buffers import addresses
+from sparse_kernels.cpu.runtime.scratch_buffers import find_addresses
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import parse
@@ -36,7 +36,7 @@ def cases(spec: str, size: int, n: int) -> dict[str, Callable[[], object]]:
     plan = prepare(pack(weight, mask, pattern), "numba", "token_major", n)
     layer = SparseLinear.from_dense(dense, pattern, mask)
     read, bias, out = x.numpy(), np.zeros(size, np.float32), np.zeros((n, size), np.float32)
-    x_at, y_at, bias_at = addresses(read, out, bias)
+    x_at, y_at, bias_at = find_addresses(read, out, bias)
     return {
         "plan": lambda: plan(read, bias, None, out),
         "plan.run": lambda: plan.run(x_at, y_at, n, bias_at, 0),

@@ -48,13 +48,13 @@ from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
 from latbench.workloads.workload import read_workload
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels.image_layout import copy_images
 from sparse_kernels.cpu.kernels.transpose_tiles import pack_tiles
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
-from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
+from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS, Plan
@@ -125,7 +125,7 @@ def onnxruntime_layer(shape: Shape, threads: int) -> Callable[[], object]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    feed = {"x": at_cache_line(rng.standard_normal(shapes[0], np.float32))}
+    feed = {"x": copy_to_cache_line(rng.standard_normal(shapes[0], np.float32))}
     return lambda: session.run(None, feed)
 
 
@@ -270,7 +270,7 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     x = FramedImages(ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w, margin))
     y = FramedImages(ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
-    copy_images(host().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
+    copy_images(find_cpu_target().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
     return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
 
 
@@ -309,8 +309,8 @@ def numba_cases(
                     x = np.ascontiguousarray(x.T)
                 elif layout in ("token_blocked", "out_of_blocks"):
                     x = pack_tiles(x)
-                x = at_cache_line(x)
-                y = at_cache_line(plans[spec](x))
+                x = copy_to_cache_line(x)
+                y = copy_to_cache_line(plans[spec](x))
                 run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))
             for name, plan in plans.items():
                 turns = [plan, *(plan.copy() for _ in range((count_copies(plan.nbytes) if cold else 1) - 1))]

@@ -48,8 +48,8 @@ def programs_of(layer: GpuLayer, n: int, machine: CupyMachine) -> list[sm90.Hopp
     """The weight packed for the kernel that runs its pattern; of 2:4 kernels each height packs it in its own way."""
     where = "float16", machine.architecture, n, machine.multiprocessors
     if isinstance(layer.packed, NMWeight):
-        return [nm_sm90.program(layer.packed, *where, height=height) for height in nm_sm90.HEIGHTS]
-    return [vector_sm90.program(layer.packed, *where)]
+        return [nm_sm90.build_program(layer.packed, *where, height=height) for height in nm_sm90.HEIGHTS]
+    return [vector_sm90.build_program(layer.packed, *where)]
 
 
 def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.HopperKernel, int]]:

@@ -25,9 +25,9 @@ from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, conv2d_run, least
 
 from latbench.workloads.workload import read_workload
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.plans import conv2d, linear
-from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
+from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Dense, parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -46,8 +46,8 @@ def linear_pair(packed: Packed, shape: LinearShape, rng: np.random.Generator) ->
         for choice in choices
         if choice is not None
     ]
-    x = at_cache_line(rng.standard_normal((shape.n, shape.k), np.float32))
-    y, bias = at_cache_line(np.zeros((shape.n, shape.m), np.float32)), np.zeros(shape.m, np.float32)
+    x = copy_to_cache_line(rng.standard_normal((shape.n, shape.k), np.float32))
+    y, bias = copy_to_cache_line(np.zeros((shape.n, shape.m), np.float32)), np.zeros(shape.m, np.float32)
     errors = [oracle.check(plan(x).T, packed, x.T) for plan in plans]
     taken = linear.choose_kernel(linear.describe_layer(packed, "token_major", shape.n)).kernel == "amx"
     return plans, taken, lambda plan: plan(x, bias, None, y), errors
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--workload", default="cpu_kernels")
     parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
-    if not host().matrix:
+    if not find_cpu_target().matrix:
         sys.exit("this processor has no matrix unit")
     numba.set_num_threads(given.threads)
     shapes = list(dict.fromkeys(layer.shape for layer in read_workload(given.workload).layers))

@@ -59,7 +59,7 @@ def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(s
 def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     pattern: str, n: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(linear, "host", lambda: AVX512)
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: AVX512)
     monkeypatch.setattr("numba.get_num_threads", lambda: threads)
     kind = patterns.parse(pattern)
     weight = rng.standard_normal((64, k), np.float32)
@@ -76,7 +76,7 @@ def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
 def test_single_rows_have_the_stages_of_their_kernel(
     k: int, sparsity: float, n: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(linear, "host", lambda: AVX512)
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: AVX512)
     kind = patterns.parse("unstructured")
     weight = rng.standard_normal((32, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), sparsity), kind)

@@ -230,7 +230,7 @@ def test_a_model_in_bfloat16_is_near_the_one_whose_weights_are_rounded(rng: np.r
     y = converted(x)
     # Each product is off by 2**-8 of itself at most; a tanh passes on no more than it gets.
     torch.testing.assert_close(y, weights_alone, rtol=0, atol=0.02)
-    assert torch.equal(y, weights_alone) != (target.host().pairs or target.host().matrix)
+    assert torch.equal(y, weights_alone) != (target.find_cpu_target().pairs or target.find_cpu_target().matrix)
     with pytest.raises(ValueError, match="layer '0': bfloat16 is for rows that share columns"):
         convert(model, {"0": LayerPattern(Unstructured(), precision="bfloat16")}, (x,))
 
@@ -262,7 +262,7 @@ def test_how_far_rounding_leads_is_no_matter_of_the_conversion(layer: nn.Module)
     assert "precision=bfloat16" in str(converted)
     set_weight_matrix(model[0], weight_matrix(model[0]).bfloat16().float())
     exact = convert(model, {"0": LayerPattern(Dense())}, (x,))
-    rounds_x = target.host().pairs and not target.host().matrix
+    rounds_x = target.find_cpu_target().pairs and not target.find_cpu_target().matrix
     assert same_results(converted(x), exact(x), CONVERTED) != rounds_x
 
 

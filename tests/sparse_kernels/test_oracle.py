@@ -132,7 +132,7 @@ def test_the_tanh_form_of_gelu_is_caught(operands):
 
 @pytest.mark.parametrize("pattern", [Dense(), Unstructured(), VectorWise(8)], ids=str)
 def test_rounding_to_float16_shows_on_whole_numbers_however_long_the_sum(rng, pattern):
-    weight, x = oracle.exact_operands(rng, 8, 4000, 3)
+    weight, x = oracle.build_exact_operands(rng, 8, 4000, 3)
     packed = packed_as(weight, pattern)
     exact = unpack(packed).astype(np.int64) @ x.astype(np.int64)
     assert np.abs(exact).max() < 2**24
@@ -142,7 +142,7 @@ def test_rounding_to_float16_shows_on_whole_numbers_however_long_the_sum(rng, pa
 
 def test_sums_that_float32_cannot_hold_are_no_exact_operands(rng):
     with pytest.raises(ValueError, match="k is at most 4096"):
-        oracle.exact_operands(rng, 1, 4097, 1)
+        oracle.build_exact_operands(rng, 1, 4097, 1)
 
 
 def test_the_worst_element_is_named(operands):

@@ -18,7 +18,7 @@ from sparse_kernels import (
     pack,
     parse,
 )
-from sparse_kernels.top_units import top_units
+from sparse_kernels.top_units import select_top_units
 
 quick = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -186,7 +186,7 @@ def test_chosen_units_are_the_best_of_all_subsets(data, seed, sparsity, ties):
     sizes = np.array(data.draw(st.lists(st.sampled_from([6, 4, 3, 2]), min_size=1, max_size=9)))
     totals = draw_scores(seed, 1, len(sizes), ties)[0]
     wanted = (1 - sparsity) * sizes.sum()
-    kept = top_units(totals, sizes, wanted)
+    kept = select_top_units(totals, sizes, wanted)
     subsets = [np.array(bits, bool) for bits in itertools.product([False, True], repeat=len(sizes))]
     gap = min(abs(sizes[subset].sum() - wanted) for subset in subsets)
     assert abs(sizes[kept].sum() - wanted) <= gap + 1e-6

@@ -81,7 +81,7 @@ def test_linear_is_the_product(rng, pattern, size, with_bias, activation):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_whole_numbers_come_out_exactly(rng, pattern):
-    weight, x = oracle.exact_operands(rng, 37, 130, 5)
+    weight, x = oracle.build_exact_operands(rng, 37, 130, 5)
     kept = 0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else 0.5
     packed = pack(weight, pattern.mask(np.abs(weight), kept), pattern)
     expected = unpack(packed).astype(np.int64) @ x.astype(np.int64)

@@ -11,7 +11,7 @@ from numba import njit, prange, types
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter
 
@@ -62,7 +62,7 @@ def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any
 
 @with_literals
 def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
-    """Multiply `steps` times four tiles of zeros; `saved` is as `amx.begin` takes it."""
+    """Multiply `steps` times four tiles of zeros; `saved` is as `amx.configure_tiles` takes it."""
     signature = types.void(types.intp, types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -92,7 +92,7 @@ def _together(emit: Emitter, sums: list[ir.Value]) -> ir.Value:
     return emit.builder.extract_element(whole, emit.integer(0))
 
 
-_TARGET = host()
+_TARGET = find_cpu_target()
 _LANES, _FUSED = _TARGET.lanes, int(_TARGET.fused)
 
 

@@ -91,16 +91,16 @@ def build_hand_over(threads: int) -> CacheHandOver:
 def measure_ceilings(threads: int) -> Ceilings:
     """Measure the ceilings of this process's CPU with `threads` threads; it takes some seconds."""
     from latbench.backends.cpu import ceiling_kernels
-    from sparse_kernels.cpu.codegen.cpu_target import host
+    from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 
     rates: dict[int, float] = {}
     for size in _WORKING_SETS:
         x = np.ones(threads * size // 4, np.float32)
         rates[x.nbytes] = _most(lambda: ceiling_kernels.run_reads(x, threads))  # noqa: B023 - called at once
     floats = pairs = _most(lambda: ceiling_kernels.run_multiply_adds(threads))
-    if host().pairs:
+    if find_cpu_target().pairs:
         pairs = max(pairs, _most(lambda: ceiling_kernels.run_multiply_pairs(threads)))
-    if host().matrix:
+    if find_cpu_target().matrix:
         products = _most(lambda: ceiling_kernels.run_matrix_products(threads))
         floats, pairs = max(floats, products / ceiling_kernels.PRODUCTS_PER_FLOAT), max(pairs, products)
     return Ceilings(floats, make_non_increasing(rates), _usual(build_product()), _usual(build_sum()), pairs)

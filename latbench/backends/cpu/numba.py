@@ -11,7 +11,7 @@ import sparse_kernels
 from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.plan_protocol import Plan
 from sparse_kernels.shapes import Conv2dShape, LinearShape
@@ -28,7 +28,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """Prepare the layer as a Numba plan of any pattern; the kernel `tuned` is found by measurement."""
     plan: Any
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
-    if precision == "bfloat16" and not (host().pairs or host().matrix):
+    if precision == "bfloat16" and not (find_cpu_target().pairs or find_cpu_target().matrix):
         raise Unsupported("this processor multiplies no bfloat16: the layer would run in float32")
     check = linear.check_precision if isinstance(point.shape, LinearShape) else conv2d.check_precision
     try:

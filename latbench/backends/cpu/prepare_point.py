@@ -25,9 +25,9 @@ from latbench.machines.devices import read_memory_bytes
 from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
-from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
-from sparse_kernels.formats import Packed, pack, rounded
+from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
+from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
+from sparse_kernels.formats import Packed, pack, round_packed
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -113,7 +113,7 @@ def count_cold_bytes() -> int:
     """
     granted = read_available_bytes()
     memory = read_memory_bytes() if granted is None else min(read_memory_bytes(), granted)
-    return min(rotated_bytes(), int(memory) // COLD_SHARE)
+    return min(count_rotated_bytes(), int(memory) // COLD_SHARE)
 
 
 def prepare_point(point: Point) -> Rotation:
@@ -128,7 +128,7 @@ def prepare_point(point: Point) -> Rotation:
     layer = build_synthetic_layer(point)
     engine = importlib.import_module(CPU_ENGINES[point.backend].module).prepare(point, layer)
     first = engine.output(engine.calls[0]())
-    packed = rounded(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
+    packed = round_packed(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
     roundoff = oracle.BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
     error = _check(point.shape, layer, packed, first, roundoff)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
@@ -148,7 +148,7 @@ def prepare_point(point: Point) -> Rotation:
         "bytes_min": engine.weight_bytes + layer.bias.nbytes + 4 * inputs + 4 * m * n,
         "max_rel_err": error,
         "weight_copies": len(engine.calls),
-        "flags": IN_CACHE if passed < rotated_bytes() else "",
+        "flags": IN_CACHE if passed < count_rotated_bytes() else "",
     }
     return Rotation(engine.calls, facts, engine.rest_seconds)
 
@@ -165,7 +165,7 @@ def build_synthetic_layer(point: Point) -> SyntheticLayer:
         weight=weight,
         packed=pack(weight, mask, point.pattern),
         bias=rng.standard_normal(shape.m, np.float32),
-        x=at_cache_line(rng.standard_normal(size, np.float32)),
+        x=copy_to_cache_line(rng.standard_normal(size, np.float32)),
     )
 
 

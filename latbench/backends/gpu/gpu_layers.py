@@ -170,14 +170,14 @@ def convert_to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
         return array.astype(np.float16)
     if dtype != "bfloat16":
         raise ValueError(f"an element is float16 or bfloat16, not {dtype}")
-    return bfloat16.bits(array)
+    return bfloat16.round_to_bits(array)
 
 
 def round_to(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     """Return `array` with every element rounded to `dtype`, as float32."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
-    return bfloat16.widened(convert_to_bits(array, dtype))
+    return bfloat16.widen_bits(convert_to_bits(array, dtype))
 
 
 # The oracle -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from latbench.timing.gpu_events import (
 from latbench.timing.sampling import Burst
 from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
-from sparse_kernels.reference import patches
+from sparse_kernels.reference import build_patches
 from sparse_kernels.shapes import Conv2dShape
 
 MOST_COPIES = {"graph": 512, "call": 64}  # so many launches of calls would outlast any head start of the host
@@ -196,7 +196,7 @@ def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any],
     if not isinstance(shape, Conv2dShape):
         return layer.x, lambda y: y
     images = sorted({0, shape.batch - 1})
-    return patches(layer.x[images], shape), lambda y: y[images].swapaxes(0, 1).reshape(shape.m, -1)
+    return build_patches(layer.x[images], shape), lambda y: y[images].swapaxes(0, 1).reshape(shape.m, -1)
 
 
 def _timer(point: Point, engine: GpuEngine, calls: Sequence[LastResult]) -> EventTimer:

@@ -289,10 +289,10 @@ def _cold_weights() -> str:
     """Return how many bytes of weight copies a sweep rotates, and whether they pass the caches."""
     from latbench.backends.cpu.prepare_point import MOST_COPIES, count_cold_bytes
     from latbench.base.number_format import format_bytes
-    from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
+    from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
 
     most = count_cold_bytes()
-    if most < rotated_bytes():
+    if most < count_rotated_bytes():
         return f"{format_bytes(most)} of copies in rotation, limited by memory: caches may hold them (flag in_cache)"
     return (
         f"{format_bytes(most)} of copies in rotation, which come from memory; copies of a weight below "

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise
-from sparse_kernels.top_units import Mask, Scores, top_units
+from sparse_kernels.top_units import Mask, Scores, select_top_units
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class PatternUnits:
 
     def select_best(self, totals: NDArray[np.float64], m: int, k: int, sparsity: float) -> Mask:
         """Select the units (bands, units) with the highest scores in the matrix, close to the sparsity."""
-        return top_units(totals.ravel(), self.sizes(m, k).ravel(), (1 - sparsity) * m * k).reshape(totals.shape)
+        kept = select_top_units(totals.ravel(), self.sizes(m, k).ravel(), (1 - sparsity) * m * k)
+        return kept.reshape(totals.shape)
 
     def expand(self, kept: Mask, m: int, k: int) -> Mask:
         """Return the mask (m, k) of kept units (bands, units)."""

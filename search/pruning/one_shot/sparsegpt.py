@@ -24,7 +24,7 @@ from search.pruning.masks.prunable_units import PatternUnits, find_units
 from search.pruning.one_shot.one_shot_pruner import DAMPING, OneShotPruner, PrunedWeight
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.shuffle import group_rows
-from sparse_kernels.top_units import Mask, top
+from sparse_kernels.top_units import Mask, select_top
 
 LAZY_COLUMNS = 128
 
@@ -93,7 +93,7 @@ class _BlockQuotas:
             so_far = np.count_nonzero(self.sizes[:, :end] == size) / np.count_nonzero(self.sizes == size)
             here = np.nonzero(self.sizes[:, first:end] == size)
             count = math.floor(in_layer * so_far + 0.5) - self.drawn[size]
-            kept[here] = top(totals[here], count)
+            kept[here] = select_top(totals[here], count)
             self.drawn[size] += count
         return kept
 

@@ -47,21 +47,21 @@ from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_tar
 # Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
 
-# What `begin` keeps: LDTILECFG's 64 bytes, and a cache line more, so that threads do not share one.
+# Bytes that `configure_tiles` keeps: 64 of LDTILECFG, and a cache line more, so that threads do not share one.
 SAVED_BYTES = 128
 
-# Of Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+# The system call of Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
-# Palette 1 (16 rows of 64 bytes in every tile), in the layout that LDTILECFG reads: bytes 16 to 31 are the bytes of a
-# row as int16, bytes 48 to 55 the numbers of rows.
+# Palette 1 (16 rows of 64 bytes in every tile), in the layout that LDTILECFG reads. Bytes 16 to 31 hold the bytes of
+# a row as int16. Bytes 48 to 55 hold the numbers of rows.
 _CONFIGURATION = bytes([1] + [0] * 15 + [ROW_BYTES, 0] * 8 + [0] * 16 + [ROWS] * 8 + [0] * 8)
 
 I8 = ir.IntType(8)
 
 
 @cache
-def available() -> bool:
+def is_available() -> bool:
     """Return whether code of this process may use the tiles; asks the operating system for them, once a process."""
     triple, _, has = read_compile_target()
     if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
@@ -75,7 +75,7 @@ class AmxTileRegisters:
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
-        # What reads assembly is not there from the beginning.
+        # LLVM does not initialize its assembly parser by itself.
         binding.initialize_native_asmparser()
 
     def zero(self, tile: int) -> None:
@@ -180,7 +180,7 @@ class EmulatedTileRegisters(AmxTileRegisters):
         return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
 
 
-def tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
+def select_tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
     """Return the tile registers of the processor, or emulated ones."""
     return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
 
@@ -192,21 +192,21 @@ class UnitForm(NamedTuple):
 
 
 @vector_code(UnitForm)
-def begin(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles of this thread; saved: address of 64 bytes for `end`."""
-    tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
+def configure_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
+    """Configure the tiles of this thread; saved: address of 64 bytes for `restore_tiles`."""
+    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
 
 
 @vector_code(UnitForm)
-def end(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles as they were before `begin`."""
-    tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
+def restore_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
+    """Configure the tiles as they were before `configure_tiles`."""
+    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
 
 
 # ------------------------------------------------------------------------------------------------ thirds of x
 
-# A block of x lies as bfloat16 (features, 3, 32): high, middle and low of 32 tokens. In each 16 bytes four tokens of
-# the first half are followed by four of the second: so packing two vectors and unpacking two rows are one step each.
+# A block of x lies as bfloat16 (features, 3, 32): high, middle and low of 32 tokens. In each 16 bytes, four tokens of
+# the first half come before four of the second. So packing two vectors is one step, and so is unpacking two rows.
 TOKENS, FEATURE_BYTES = 32, 3 * ROW_BYTES
 
 
@@ -281,7 +281,7 @@ def split_tokens(
             for column, place in zip(emit.transpose_at(read), places, strict=True):
                 if half:
                     split.write_feature(emit.load(place, 0), column, place)
-                else:  # waits where it will be overwritten
+                else:  # waits in the place that is overwritten later
                     emit.store(column, place, 0)
 
     emit_blocks(emit, features, block)
@@ -341,14 +341,16 @@ def split_run(
 
 # ------------------------------------------------------------------------------------------------ products
 
-# Products of thirds (of w, of x), so that each tile that is loaded serves as long as it can, and small ones first.
+# Products of thirds (of w, of x). In this order each tile that is loaded serves as long as it can, and small products
+# come first.
 PRODUCTS = ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0))
-# Of a narrow step, of (pairs of w, pairs of x).
+# Products of a narrow step: (pairs of w, pairs of x).
 NARROW_PRODUCTS = ((2, 1), (1, 0), (0, 0))
-# Pairs of x: what is gathered of the even and of the odd one of two columns; in a narrow step of a column and itself.
+# Pairs of x: the thirds gathered of the even and of the odd one of two columns. In a narrow step both are of the same
+# column.
 PAIRS, NARROW_PAIRS = ((0, 0), (1, 1), (2, 2)), ((0, 1), (2, 0), (0, 0))
 
-# Columns of a step and of a narrow one; bytes that gathered columns of a step take.
+# Columns of a step and of a narrow step; bytes of the gathered columns of a step.
 STEP, NARROW_STEP = 32, 16
 GATHERED_BYTES = 3 * 2 * TILE_BYTES
 
@@ -455,7 +457,7 @@ def matrix_tile(
     """
     n_rows = form.row_tiles
     emit = Emitter(builder, ROWS, True)
-    tile = tile_registers(emit, form.emulated)
+    tile = select_tile_registers(emit, form.emulated)
     sums, of_w, of_x = range(4), (4, 5), (6, 7)
     row_stride = emit.integer(ROW_BYTES)
     both = builder.icmp_signed("==", y.halves, emit.integer(2))
@@ -504,8 +506,9 @@ def matrix_tile(
                 emit.will_load(emit.pointer(further(ahead, line)), close=True)
             for number in range(turn, ROWS, len(products)):
                 gatherer.pair(emit.integer(number))
-        # Nobody reads this. A store of a tile that comes over half a microsecond after the last one takes a
-        # quarter of one longer (measured on Granite Rapids); with one a step, those of the sums never do.
+        # This tile is never read. A store that comes over half a microsecond after the last one takes a quarter of a
+        # microsecond longer (measured on Granite Rapids). With one store a step, the stores of the sums are never
+        # that late.
         tile.store(of_w[0], builder.add(gathered.address, unused), row_stride)
 
     def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -579,7 +582,7 @@ def finish_tokens(builder: ir.IRBuilder, sums: WaitingSums, y: TokenRows, finish
         done = [builder.fadd(total, added) for total in found]
 
         def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
-            # From the last to the first: those beyond are written to the last one, and then overwritten.
+            # From the last to the first: rows beyond the end are written to the last one, and then overwritten.
             for t in reversed(range(ROWS)):
                 value = done[t] if function is None else function(done[t])
                 emit.store(value, builder.gep(targets[t], [first]), 0)
@@ -649,7 +652,7 @@ def finish_positions(
     emit = Emitter(builder, ROWS, True)
     finite = Finite(emit)
     ids, every_bias = emit.pointer(finish.row_ids, kind=I32), emit.pointer(finish.bias)
-    # 128 bits of both halves in turns.
+    # Take 128 bits from each half in turn.
     orders = [[half * ROWS + 4 * q + j for q in quarters for half in (0, 1) for j in range(4)]
               for quarters in ((0, 1), (2, 3))]  # fmt: skip
     shifted = [builder.lshr(y.keep, emit.integer(half * ROWS)) for half in (0, 1)]

@@ -33,8 +33,8 @@ def has_thirds(values: NDArray[np.float32]) -> bool:
     return not np.any(bits >= TOO_LARGE)
 
 
-def thirds(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """(3, *shape): the bits of high, middle and low; of numbers that `has_thirds` accepts."""
+def split_thirds(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the bits of high, middle and low, (3, *shape), of numbers that `has_thirds` accepts."""
 
     def rounded(x: NDArray[np.float32]) -> NDArray[np.float32]:
         bits = x.view(np.uint32)

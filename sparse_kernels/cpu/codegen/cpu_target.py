@@ -46,7 +46,7 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 @cache
-def rotated_bytes() -> int:
+def count_rotated_bytes() -> int:
     """Return how many bytes of weights must be read before the same ones come from memory again, as in a large model.
 
     Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that evicts a random
@@ -57,7 +57,7 @@ def rotated_bytes() -> int:
 
 
 @cache
-def host() -> CpuTarget:
+def find_cpu_target() -> CpuTarget:
     """Return the vector unit of this process.
 
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
@@ -70,7 +70,7 @@ def host() -> CpuTarget:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
         return CpuTarget(
-            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available(),
+            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.is_available(),
             pairs={"avx512bf16", "avx512bw"} <= has,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:

@@ -28,8 +28,8 @@ Walk = tuple[int, int, int, int, int, int, int]
 
 LINE_BYTES = 4 * LINE
 
-# Elements of x and y from which on it pays to walk: 2 MB. Less has often just been written and lies in the second
-# level; to fetch it again costs up to 6% (128 tokens).
+# Elements of x and y from which on a walk pays: 2 MB. Smaller arrays have often just been written and lie in the
+# second-level cache. Fetching them again costs up to 6% (128 tokens).
 FAR = 2**19
 
 

@@ -58,19 +58,21 @@ from sparse_kernels.cpu.codegen.vector_emitter import F32, FLOATS, I16, I32, I64
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
 
-# How far ahead weights are fetched, in floats: 6 KB. In a model they come from beyond the second-level cache, where
-# each was last read a whole network ago; the hardware alone stays too close behind and stops at the end of each page.
-# Just a page ahead, 4 KB, 4 to 8 tokens and attention take 5% to 20% longer on AMD, whose first level mixes such up.
+# How far ahead weights are fetched, in floats: 6 KB. In a model they come from beyond the second-level cache, because
+# each was last read a whole network ago. The hardware alone stays too close behind, and stops at the end of each
+# page. At 4 KB, just a page ahead, 4 to 8 tokens and attention take 5% to 20% longer on AMD. Its first-level cache
+# confuses such addresses.
 AHEAD = 1536
 
-# How far ahead each of the rows is fetched that are laid out beside each other: with as many rows as lanes the
-# hardware follows none of them well. Of a layer with 2,048 tokens at 90% sparsity it saves 2% to 5% (AMD).
+# How far ahead each row is fetched where rows are laid out beside each other. The hardware follows as many rows as
+# there are lanes badly. Fetching saves 2% to 5% of a layer with 2,048 tokens at 90% sparsity (AMD).
 ROW_AHEAD = 128
 
-# How token_tile leaves its sums: with bias and activation in their rows; as they are, so or in fours of tokens.
+# How token_tile leaves its sums: finished in their rows (bias and activation), as sums in rows, or as sums in fours
+# of tokens.
 FINISHED, ROWS, FOURS = 0, 1, 2
 
-# A pace is a fraction with so many binary digits.
+# Binary digits of a pace, which is a fraction.
 PACE_BITS = 32
 
 
@@ -296,7 +298,7 @@ def row_tile(
             sums = emit.loop(builder.sub(weights.count, steps), sums, alone, start=steps)
         for other in others:
             sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
-        # A row that is not written stands for row 0 where its bias is read.
+        # For a row that is not written, the bias of row 0 is read.
         known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
         bias_pointer = emit.pointer(finish.bias)
 
@@ -365,7 +367,7 @@ def tokens_to_lanes(
             loaded = [emit.load_masked(row, 0, mask) for row in rows]
         at = emit.address(target.address, builder.mul(first, target.stride))
         columns = [emit.as_read(column, kind) for column in emit.transpose(loaded)]
-        # From the last to the first: those beyond are written to the last one, and then overwritten.
+        # From the last to the first: rows beyond the end are written to the last one, and then overwritten.
         for f in reversed(range(n)):
             emit.store(columns[f], emit.row(at, f, features, target.stride), 0)
 

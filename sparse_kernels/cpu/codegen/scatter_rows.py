@@ -51,7 +51,7 @@ def scatter_rows(builder: ir.IRBuilder, form: ScatterForm, sums: WaitingSums, y:
             return [emit.load(at, 0) if mask is None else emit.load_masked(at, 0, mask)] * len(columns)
 
         def store(totals: list[ir.Value]) -> None:
-            # From the last to the first: tokens beyond are written to the last one, and then overwritten.
+            # From the last to the first: tokens beyond the end are written to the last one, and then overwritten.
             for row, total in reversed(list(zip(targets, totals, strict=True))):
                 place = builder.gep(row, [first])
                 if mask is None:

@@ -35,9 +35,9 @@ class _BF16(ir.Type):
 
 BF16 = _BF16()
 
-# 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0: coefficients of p from a**0 to a**10, a least-squares fit,
-# reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong by at most
-# 3e-7 + |x|*6e-8, and by at most |x|*4.8e-7.
+# 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0. These are the coefficients of p from a**0 to a**10: a
+# least-squares fit, reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong
+# by at most 3e-7 + |x|*6e-8, and by at most |x|*4.8e-7.
 GELU_POLYNOMIAL = (
     1.0,
     0.19946809220256678,
@@ -53,7 +53,8 @@ GELU_POLYNOMIAL = (
 )
 GELU_FLAT = 12.0  # from here on a*Q(a) is less than 1e-19
 
-# Cephes' expf: (exp(r) - 1 - r) / r**2 for |r| <= ln 2 / 2, from the highest power down; exp of less than this is 0.
+# Cephes' expf: (exp(r) - 1 - r) / r**2 for |r| <= ln 2 / 2, from the highest power down. For a smaller argument than
+# this, exp is 0.
 EXP_POLYNOMIAL = (
     1.9875691500e-4,
     1.3981999507e-3,
@@ -158,7 +159,7 @@ class Emitter:
         self._prefetch(at, 0, 3 if close else 2)
 
     def _prefetch(self, at: ir.Value, write: int, near: int) -> None:
-        at = self.builder.bitcast(at, F32.as_pointer())  # a module knows the function by one type alone
+        at = self.builder.bitcast(at, F32.as_pointer())  # a module declares the function with one type only
         kind = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(prefetch, [at, *(ir.Constant(I32, value) for value in (write, near, 1))])

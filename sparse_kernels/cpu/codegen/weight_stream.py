@@ -16,7 +16,7 @@ from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ENOUGH
 from sparse_kernels.cpu.codegen.tile_operands import StreamEpilogue, WeightStream
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, Emitter
 
-# Columns that are worked on together, the floats in 128 bits; words that they take with their places.
+# Columns that are multiplied together, the floats in 128 bits; words that they and their places take.
 FOUR = 4
 FOUR_WORDS = FOUR + FOUR // 2
 
@@ -58,7 +58,8 @@ def multiply_stream(
     x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(finish.bias)
 
     def pass_with(vectors: int) -> None:
-        # Columns take turns with sets of sums: a sum that is being added to cannot be added to again.
+        # Columns take turns with sets of sums, because an addition must finish before the next one to the same sum
+        # begins.
         sets = min(FOUR, -(-ENOUGH // vectors))
 
         def add(sums: list[ir.Value], turn: int, weight: ir.Value, place: ir.Value) -> None:
@@ -73,7 +74,7 @@ def multiply_stream(
             output = builder.gep(y_pointer, [builder.mul(number, emit.integer(most * n_lanes))])
 
             def two_fours(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                # Once in 48 bytes, not with each four: where the stream is near, that takes 5% longer.
+                # Once in 48 bytes. With each four it takes 5% longer where the stream is near.
                 emit.will_load(builder.gep(columns, [builder.add(word, emit.integer(AHEAD))]))
                 return four(builder.add(word, emit.integer(FOUR_WORDS)), four(word, sums))
 

@@ -32,7 +32,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 from sparse_kernels.cpu.kernels.amx_linear import AmxArrays, MatrixPanels
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.vector_grid import VectorGrid
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
@@ -40,10 +40,11 @@ from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 # Positions of a vector.
 LANES = TOKENS
 
-# Bytes of split x of a block: what stays in the second-level cache while weights pass by.
+# Bytes of split x of a block: they stay in the second-level cache while weights pass by.
 CACHED_BYTES = 1_000_000
 
-# What a thread needs beside split x: the tiles' configuration, gathered columns, an unread tile, sums of 32 rows.
+# Bytes that a thread needs beside split x: the tiles' configuration, gathered columns, an unread tile, sums of 32
+# rows.
 FIXED_BYTES = amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + 4 * TILE_BYTES
 
 
@@ -101,7 +102,7 @@ def cut_blocks(
     fitting = bisect_right(range(1, per_image + 1), CACHED_BYTES, key=bytes_of)
     size = -(-per_image // -(-per_image // max(1, fitting)))  # in even blocks
     together = max(1, min(images, CACHED_BYTES // bytes_of(size))) if size == per_image else 1
-    # An odd number of cache lines from plane to plane: the planes of a position are in different sets of a cache.
+    # An odd number of cache lines from plane to plane puts the planes of a position into different sets of a cache.
     plane = together * segment(size) | LANES
     offsets = plane_of * plane + (tap - before)
     return Blocks(
@@ -230,7 +231,7 @@ def multiply_positions(
         )
         finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
         for v in range(first, stop):
-            # What comes after this tile: the next vector, or the first one with the next panel.
+            # The next tile: the next vector, or the first one with the next panel.
             next_v, then = v + 1 - first, panel
             if v + 1 == stop:
                 next_v, then = 0, min(panel + 1, panels - 1)
@@ -252,11 +253,11 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
 
     It is called with `ScratchProductCall` and `PositionLayer`, and returns whether all sums were finite.
     """
-    if not (emulated or amx.available()):
+    if not (emulated or amx.is_available()):
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     form, unit_form = (row_tiles, int(framed), int(emulated)), (int(emulated),)
 
-    @partial(in_parts, makes_arrays=True)
+    @partial(build_parallel_kernel, makes_arrays=True)
     def multiply(part: int, call: ScratchProductCall, layer: PositionLayer) -> int:
         cut, total = layer.cut, layer.x_starts.size
         flags = np.zeros(1, np.int32)
@@ -267,16 +268,16 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
         thirds_at = sums_at + 4 * TILE_BYTES
         buffers = PartBuffers(gathered_at, sums_at, flags.ctypes.data)
         first, end = total * part // layer.parts, total * (part + 1) // layer.parts
-        amx.begin(unit_form, saved_at)
+        amx.configure_tiles(unit_form, saved_at)
         while first < end:
-            # Images that are not cut, or what the thread has of them; or what is left of one, in even blocks.
+            # Whole images, or as many as the thread has left. An image that is cut is taken in even blocks.
             stop = min((first // cut.per_image + cut.images) * cut.per_image, end)
             count = 1 if cut.images > 1 else (stop - first + cut.size - 1) // cut.size
             stop = first + (stop - first + count - 1) // count
             split_images(call.x_at, layer, (first, stop), thirds_at, sources)
             multiply_positions(form, call, layer, (first, stop), sources, buffers)
             first = stop
-        amx.end(unit_form, saved_at)
+        amx.restore_tiles(unit_form, saved_at)
         not_finite: int = flags[0]
         return not_finite
 

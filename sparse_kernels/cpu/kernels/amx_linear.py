@@ -29,7 +29,7 @@ from sparse_kernels.cpu.codegen.amx_tiles import (
     TILE_BYTES,
     TOKENS,
 )  # fmt: skip
-from sparse_kernels.cpu.codegen.bf16_split import has_thirds, thirds
+from sparse_kernels.cpu.codegen.bf16_split import has_thirds, split_thirds
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     GatherBuffers,
@@ -42,15 +42,15 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 )
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Groups, build_groups, count_group_rows
-from sparse_kernels.cpu.layouts.vector_grid import TILE, columns
+from sparse_kernels.cpu.layouts.vector_grid import TILE, build_column_offsets
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.scratch_buffers import aligned, at_cache_line
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
 from sparse_kernels.formats import Packed
 
-# Bytes of the second-level cache of processors that have the unit, and those of x and y of a block that stay in it
-# while weights pass by.
+# Bytes of the second-level cache of processors that have the unit. Bytes of x and y of a block that stay in it while
+# weights pass by.
 SECOND_LEVEL_BYTES, CACHED_BYTES = 2_000_000, 700_000
 
 # Tokens of a tile of the layouts that are blocked.
@@ -96,7 +96,7 @@ class MatrixPanels:
     def copy(self) -> MatrixPanels:
         """Return the same panels in memory of their own."""
         others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "positions")}
-        return replace(self, values=at_cache_line(self.values), **others)
+        return replace(self, values=copy_to_cache_line(self.values), **others)
 
     def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
         """Return the same panels with offsets[c] in place of each column c."""
@@ -128,7 +128,7 @@ def build_linear_panels(packed: Packed) -> MatrixPanels:
     """Return the panels of a weight that `accepts_weight`, its columns placed among features that are split."""
     tiles, (m, k) = count_row_tiles(packed), packed.shape
     assert tiles is not None
-    return build_matrix_panels(build_groups(packed), tiles, m).placed(columns(k, FEATURE_BYTES // 2))
+    return build_matrix_panels(build_groups(packed), tiles, m).placed(build_column_offsets(k, FEATURE_BYTES // 2))
 
 
 def build_matrix_panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
@@ -142,8 +142,8 @@ def build_matrix_panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
     step_size = 3 * tiles * TILE_BYTES // 2
     values_at = np.concatenate([[0], np.cumsum(cuts * (steps + narrow) * step_size)])
     columns_at = np.concatenate([[0], np.cumsum((steps + narrow) * STEP)])
-    values, numbers = aligned(int(values_at[-1]), np.uint16), np.zeros(int(columns_at[-1]), np.int32)
-    split = thirds(groups.values)
+    values, numbers = allocate_aligned(int(values_at[-1]), np.uint16), np.zeros(int(columns_at[-1]), np.int32)
+    split = split_thirds(groups.values)
     for group, (start, stop) in enumerate(zip(groups.indptr, groups.indptr[1:], strict=False)):
         wide_columns = steps[group] * STEP
         filled = np.zeros(wide_columns + narrow[group] * NARROW_STEP, np.int32)
@@ -363,7 +363,7 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
 
     It is called with `LinearCall` and `AmxLayer`, and returns whether all sums were finite; else y means nothing.
     """
-    if not (emulated or amx.available()):
+    if not (emulated or amx.is_available()):
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     form = tuple(
@@ -373,7 +373,7 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
     # Tokens that parts share: a tile must not lie in two blocks.
     unit = TOKENS if x_blocked or y_blocked else ROWS
 
-    @partial(in_parts, makes_arrays=True)
+    @partial(build_parallel_kernel, makes_arrays=True)
     def multiply(part: int, call: LinearCall, layer: AmxLayer) -> int:
         scratch, n = layer.scratch, layer.n
         units = (n + unit - 1) // unit
@@ -383,14 +383,14 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
         x_at = gathered_at + 2 * GATHERED_BYTES + TILE_BYTES
         y_at = x_at + scratch.tiles * scratch.x_bytes
         first, end = units * part // layer.parts * unit, min(units * (part + 1) // layer.parts * unit, n)
-        amx.begin(unit_form, saved_at)
+        amx.configure_tiles(unit_form, saved_at)
         while first < end:
             tokens = first, min(first + scratch.tiles * TOKENS, end)
             split_block(form, call, layer, tokens, x_at)
             multiply_block(form, layer, tokens, gathered_at, x_at, y_at)
             finish_block(form, call, layer, tokens, y_at, flags.ctypes.data)
             first = tokens[1]
-        amx.end(unit_form, saved_at)
+        amx.restore_tiles(unit_form, saved_at)
         not_finite: int = flags[0]
         return not_finite
 

@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.register_tiles import (
     AHEAD,
@@ -34,10 +34,10 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     WeightFetch,
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, Emitter
-from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back
-from sparse_kernels.cpu.runtime.threads import count
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.plan_protocol import Array
 
 # Where an array lies: the address of its first element, and how many elements a batch, a head and a token are apart.
@@ -86,7 +86,7 @@ def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale:
     """Do the same for arrays at these places; nothing is checked. sizes: those of `AttentionSizes`."""
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
     steps = Steps(*q[1:]), Steps(*k[1:]), Steps(*v[1:]), Steps(*out[1:])
-    attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count())
+    attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count_threads())
     scratch = borrow(needed)
     attend(q[0], k[0], v[0], out[0], scratch.address)
     give_back(scratch)
@@ -149,7 +149,7 @@ def bind_attention(
     Heads are shared by threads; where there are fewer than threads, so are their queries, in whole tiles.
     """
     batch, heads, n, d, keys, e = sizes
-    target = host()
+    target = find_cpu_target()
     tokens, width = 8 if target.registers >= 32 else 4, VECTORS * target.lanes
     key_panels, value_panels = -(-keys // width), -(-e // width)
     elements = key_panels * d * width + value_panels * keys * width + tokens * key_panels * width
@@ -267,7 +267,7 @@ def build_kernel(tokens: int, lanes: int, fused: bool) -> ParallelKernel:
     form = tuple(TokenTileForm(tokens, VECTORS, lanes, int(fused), 4, AHEAD, 0, ROWS, 0, 0, 0))
     width = VECTORS * lanes
 
-    @in_parts
+    @build_parallel_kernel
     def attend(part: int, call: AttentionCall, layer: AttentionLayer) -> None:
         q, k, v, out, sizes, scale = layer.q, layer.k, layer.v, layer.out, layer.sizes, np.float32(layer.scale)
         splits, heads, n = layer.splits, sizes.heads, sizes.n

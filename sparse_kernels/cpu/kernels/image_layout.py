@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_float, copy_run
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.threads import count
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.shapes import Conv2dShape
 
 ONE_PHASE = np.zeros((1, 1), np.int64)
@@ -173,7 +173,7 @@ def build_kernel(lanes: int, numbers: int) -> ParallelKernel:
     """
     form = (lanes, numbers)
 
-    @in_parts
+    @build_parallel_kernel
     def copy(part: int, call: ImageCopyCall, layer: ImageCopyLayer) -> None:
         _, channels, h, _ = layer.shape
         x_steps, y_steps = layer.x_steps, layer.y_steps
@@ -190,16 +190,15 @@ def build_kernel(lanes: int, numbers: int) -> ParallelKernel:
 
 def copy_images(lanes: int, x: int, x_places: ImagePlaces, y: int, y_places: ImagePlaces) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
-    _bind_copy(lanes, x_places, y_places, count())(x + 4 * x_places.first, y + 4 * y_places.first)
+    _bind_copy(lanes, x_places, y_places, count_threads())(x + 4 * x_places.first, y + 4 * y_places.first)
 
 
 @lru_cache(maxsize=64)
 def _bind_copy(lanes: int, x_places: ImagePlaces, y_places: ImagePlaces, parts: int) -> BoundKernel:
     """Return the copy from one address to another."""
     begins, ends = split_rows(x_places.batch * x_places.h, parts)
-    layer = ImageCopyLayer(
-        image_steps(x_places), image_steps(y_places), ONE_PHASE, (0, 0), x_places.shape, begins, ends, 0, parts
-    )
+    x_steps, y_steps = build_image_steps(x_places), build_image_steps(y_places)
+    layer = ImageCopyLayer(x_steps, y_steps, ONE_PHASE, (0, 0), x_places.shape, begins, ends, 0, parts)
     return build_kernel(lanes, FLOATS).bind(ImageCopyCall, layer)
 
 
@@ -230,6 +229,6 @@ def find_rows_read(
     return begins, ends
 
 
-def image_steps(places: ImagePlaces) -> ImageSteps:
+def build_image_steps(places: ImagePlaces) -> ImageSteps:
     """Return the steps of images at these places, which have one phase."""
     return ImageSteps(places.image, places.channel, places.row, 0)

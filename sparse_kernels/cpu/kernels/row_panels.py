@@ -28,10 +28,10 @@ from sparse_kernels.cpu.codegen.tile_operands import FramedOutput, LineWalk, Row
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
 NOTHING = np.empty(0, np.int64)
 
@@ -170,7 +170,7 @@ def build_kernel(
     """
     form = tuple(RowTileForm(rows, vectors, lanes, int(fused), int(framed), 0, numbers))
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: ProductCall, layer: ProductLayer) -> None:
         table, values, columns, work, row_ids = layer.weights
         x_starts, y_starts, keep, prefetched = layer.x_starts, layer.y_starts, layer.keep, layer.prefetched
@@ -179,13 +179,15 @@ def build_kernel(
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
         x_starts_at, y_starts_at, keep_at = x_starts.ctypes.data, y_starts.ctypes.data, keep.ctypes.data
         x_at = call.x_at + part * layer.part_stride * 4
-        begin, end = share(work, blocks, part, layer.parts), share(work, blocks, part + 1, layer.parts)
+        begin = find_part_begin(work, blocks, part, layer.parts)
+        end = find_part_begin(work, blocks, part + 1, layer.parts)
         column, ahead = 0, 0
         for item in range(begin, end):
             panel, block = item % panels, item // panels
             v = tiles * block // blocks * vectors
             stop = min(tiles * (block + 1) // blocks * vectors, total)
-            # Of the next block, as many vectors of x for each tile of this one as are all fetched in time.
+            # For each tile of this block, fetch so many vectors of x of the next block that all of them arrive in
+            # time.
             behind = min(tiles * (block + 2) // blocks * vectors, total) if (block + 1) * panels < end else stop
             steps = panels * max(stop - v, 1)
             each = ((behind - stop) * prefetched.size * vectors + steps - 1) // steps

@@ -38,11 +38,11 @@ from sparse_kernels.cpu.kernels.token_major import WORTH_SHARING
 from sparse_kernels.cpu.kernels.unstructured_rows import BUNDLE, SingleRows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Panels
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
 
 def choose_lanes(n: int, target: CpuTarget) -> int:
@@ -128,7 +128,7 @@ def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permu
     def multiply(part: int, call: LinearCall, layer: SmallBatchLayer) -> None:
         table, values, columns, work, row_ids = layer.weights
         fetch_now(work.ctypes.data, work.size * 8)
-        begin, end = share(work, 1, part, layer.parts), share(work, 1, part + 1, layer.parts)
+        begin, end = find_part_begin(work, 1, part, layer.parts), find_part_begin(work, 1, part + 1, layer.parts)
         if begin == end:
             return
         start, start_at = layer.start, layer.start.ctypes.data
@@ -154,7 +154,7 @@ def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permu
         rows_done = RowsOfBlock(sums_at, layer.stride, 0, 1, begin, end)
         put_back(form, rows_done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
 
-    return in_parts(multiply, put_back_permuted) if permuted else in_parts(multiply)
+    return build_parallel_kernel(multiply, put_back_permuted) if permuted else build_parallel_kernel(multiply)
 
 
 @cache
@@ -165,11 +165,11 @@ def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) 
     """
     stream_form, form = (1, lanes, int(fused), halvings), (lanes, by_token)
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: SmallBatchLayer) -> None:
         stream, table, work, bounds = layer.weights
         fetch_now(work.ctypes.data, work.size * 8)
-        begin, end = share(work, 1, part, layer.parts), share(work, 1, part + 1, layer.parts)
+        begin, end = find_part_begin(work, 1, part, layer.parts), find_part_begin(work, 1, part + 1, layer.parts)
         if begin == end:
             return
         x_at = call.scratch_at + part * layer.k * lanes * 4

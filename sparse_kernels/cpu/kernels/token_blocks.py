@@ -48,20 +48,27 @@ from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Panels
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid, in_tiles, whole_tiles
+from sparse_kernels.cpu.layouts.vector_grid import (
+    CACHED,
+    LARGE,
+    TILE,
+    VectorGrid,
+    build_tiled_grid,
+    build_token_blocked_grid,
+)
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 
-# Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
-# second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
-# Where rows are permuted, all of them have to be there first.
+# Rows of y that are put in their places together where their order is kept. All rows together would displace weights
+# and x in the second-level cache. A quarter as many would go through the pages of y too often (2048 outputs: a tenth
+# slower). Where rows are permuted, all of them are needed first.
 RUN = 256
 
-# How many columns ahead x is fetched that is copied out of tiles, where each has only some lines.
+# How many columns ahead x is fetched where it is copied out of tiles, each of which has only some lines.
 COLUMNS_AHEAD = 32
 
-COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds it
+COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds x
 
 
 def fills_threads(n: int, lanes: int, threads: int) -> bool:
@@ -142,13 +149,14 @@ def bind_kernel(
         rows, tile = 1, weights.stride // lanes
         block = tile
     else:
-        # What a register tile reads of a column lies side by side, or every other cache line would stay unused.
+        # The part of a column that a register tile reads lies in one piece. Otherwise every other cache line would
+        # stay unused.
         rows, tile = weights.width, settings.vectors
         block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // tile) * tile)
     # Rows of y that are put back together.
     run = m if isinstance(weights, SingleRows) or not weights.in_order else min(m, max(RUN, rows))
-    here = in_tiles(block * lanes, tile, lanes, k, run)
-    there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
+    here = build_tiled_grid(block * lanes, tile, lanes, k, run)
+    there = build_token_blocked_grid(-(-n // (TILE * lanes)), lanes, k, m)
     if x_layout == "token_blocked" and not single and (block * threads * lanes < n or numbers != FLOATS):
         x_layout = COPIED
     x_grid: VectorGrid = there if x_layout == "token_blocked" else here
@@ -157,7 +165,7 @@ def bind_kernel(
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     needed = threads * tokens * laid_out
     far = not single and n * (k + m) >= FAR
-    # Copied x with fewer columns than y has rows is soon read, and to fetch it gains less than it takes.
+    # Copied x with fewer columns than y has rows is read soon. Fetching it takes longer than it saves.
     fetch_x = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
     fetch_y = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
     form = BlockForm(rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y)
@@ -170,8 +178,8 @@ def bind_kernel(
     return KernelWithScratch(kernel.bind(LinearCall, layer), needed)
 
 
-# Inlined functions are of the module, not of the kernels: what a kernel encloses is part of the key by which it is
-# kept on disk, and a compiled function is another in each process.
+# Inlined functions belong to the module and not to the kernels. The values that a kernel encloses are part of its key
+# on disk, and a compiled function is another one in each process.
 
 
 class RowsOfBlock(NamedTuple):
@@ -326,7 +334,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
     layout_form, output_form = (lanes, numbers, x_by_token, copied), (lanes, y_by_token)
     per_step = 1 if numbers == FLOATS else 2
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
         table, values, columns, _, row_ids = layer.weights
         n, k, m, panels = layer.n, layer.k, layer.m, table.shape[0]
@@ -360,7 +368,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             for panel in range(panels):
                 done_at = y_at - done * layer.y_stride * 4
                 y = FramedOutput(done_at, layer.y_stride, y_starts.ctypes.data + y_first * 8, 0, 0)
-                # Lines of y are to be at hand when they are written, not fetched one by one then.
+                # Fetch the lines of y before they are written, so that stores do not wait for them one by one.
                 if fetch_y and y_blocked and panel + 1 < panels:
                     fetch_output_rows(y, row_ids[(panel + 1) * rows : (panel + 2) * rows], y_starts[:after], first)
                 weights = TileWeights(
@@ -385,10 +393,10 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     stream_form, output_form = (vectors, lanes, int(fused), 0), (lanes, y_layout == "token_major")
     layout_form = (lanes, numbers, x_layout == "token_major", x_layout == COPIED)
-    # Vectors that blocks are shared by: where x or y is blocked, whole tiles.
+    # Vectors that stay together when blocks are shared: whole tiles where x or y is blocked.
     unit = TILE if x_blocked or y_blocked else 1
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
         stream, table, _, bounds = layer.weights
         n, k, m, stages = layer.n, layer.k, layer.m, table.shape[0]

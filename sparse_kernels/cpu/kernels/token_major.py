@@ -45,13 +45,13 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
-# Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
+# Elements in the first-level data cache: 48 KB, as in Intel processors since Ice Lake.
 FIRST_LEVEL = 12_288
 
 # Tokens of a thread from which on it has chunks of its own also where rows are in order.
@@ -66,7 +66,8 @@ COMING = 256
 # Tiles of tokens from which on few columns are worth cutting into stages.
 TILES_IN_STAGES = 8
 
-# Few tokens are laid out side by side from rows of x so long on, where an output has no larger share of the columns.
+# Length of rows of x from which on few tokens are laid out side by side. An output then has at most this share of the
+# columns.
 LONG_ROW, THIN = 1024, 0.18
 
 # Elements from which on threads share the work of putting rows in their places.
@@ -300,12 +301,12 @@ def multiply_stage(
     values_at, columns_at, positions_at = values.ctypes.data, columns.ctypes.data, layer.positions.ctypes.data
     stages, features = table.shape[0] // panels, m if order == FINISHED else panels * width
     per_column = max(1, width * size // LINE_BYTES)  # cache lines
-    # Tiles fetch the weights of the next block, but for those that fetch ahead `once`: every so many of them a line
-    # of each column of a panel.
+    # Tiles fetch the weights of the next block: every few tiles, a line of each column of a panel. Tiles that fetch
+    # ahead `once` do not.
     turns = (work.stop - work.first) * ((work.chunk_end - work.chunk_begin - 1) // tokens + 1 - once)
     lines, asked, due = (work.behind - work.begin) * per_column, 0, 0
     add_present, last = min(work.stage, 1), work.stage == stages - 1
-    # Where a tile of tokens meets all panels one after the other, the sums of the next one take the same room.
+    # Where a tile of tokens meets all panels one after the other, the sums of the next tile reuse the same memory.
     alone = whole and stages == 1 and layer.block >= panels
     for token in range(work.chunk_begin, work.chunk_end, tokens):
         token_in_chunk = token - work.chunk_begin
@@ -374,8 +375,9 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
         table, _, _, work, _ = layer.weights
         n, k, chunk, panels = layer.n, layer.k, layer.chunk, work.size - 1
         stages, chunks = table.shape[0] // panels, (n + chunk - 1) // chunk
-        # What a part looks up comes from memory as the weights do, and each tells only where the next one lies: one
-        # token takes 0.9 to 1.0 times as long so, together with panels in one piece (Zen 5).
+        # The tables that a part looks up come from memory, as the weights do, and each only tells where the next one
+        # lies. Fetching them, together with panels in one piece, makes one token take 0.9 to 1.0 times as long (Zen
+        # 5).
         fetch_now(work.ctypes.data, work.size * 8)
         fetch_now(table.ctypes.data, table.size * 8)
         if permuted:
@@ -384,7 +386,8 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
         if whole:
             sums_at += part * chunk * panels * width * 4
         packed_at, packed_chunk = call.scratch_at + (layer.waiting + part * chunk * k) * 4, -1
-        item, end = share(work, chunks, part, layer.parts), share(work, chunks, part + 1, layer.parts)
+        item = find_part_begin(work, chunks, part, layer.parts)
+        end = find_part_begin(work, chunks, part + 1, layer.parts)
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin, first = item // panels * chunk, item % panels
@@ -402,4 +405,4 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
     def put_back(share: int, call: LinearCall, layer: TokenMajorLayer) -> None:
         put_back_share(scatter_form, width, share, call, layer)
 
-    return in_parts(multiply, put_back) if permuted and not whole else in_parts(multiply)
+    return build_parallel_kernel(multiply, put_back) if permuted and not whole else build_parallel_kernel(multiply)

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.register_tiles import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.codegen.tile_operands import Matrix
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
-from sparse_kernels.cpu.layouts.vector_grid import TILE, whole_tiles
-from sparse_kernels.cpu.runtime.scratch_buffers import address
-from sparse_kernels.cpu.runtime.threads import count
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
+from sparse_kernels.cpu.layouts.vector_grid import TILE, build_token_blocked_grid
+from sparse_kernels.cpu.runtime.scratch_buffers import find_address
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.plan_protocol import Array
 
 
 def count_tile_tokens() -> int:
     """Return the tokens of a tile of layout token_blocked on this machine."""
-    return TILE * host().lanes
+    return TILE * find_cpu_target().lanes
 
 
 def pack_tiles(x: Array) -> Array:
@@ -34,11 +34,11 @@ def pack_tiles(x: Array) -> Array:
     (n, features), tokens = x.shape, count_tile_tokens()
     tiles = np.zeros((-(-n // tokens), features, tokens), np.float32)
     if tiles.size:
-        lanes, x = host().lanes, np.ascontiguousarray(x, np.float32)
-        at = whole_tiles(len(tiles), lanes, features, features)
+        lanes, x = find_cpu_target().lanes, np.ascontiguousarray(x, np.float32)
+        at = build_token_blocked_grid(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        layer = TileLayer(starts, at.x_stride, n, features, count())
-        build_kernels(lanes, True)[0](TransposeCall(address(x), address(tiles)), layer)
+        layer = TileLayer(starts, at.x_stride, n, features, count_threads())
+        build_kernels(lanes, True)[0](TransposeCall(find_address(x), find_address(tiles)), layer)
         tiles[-1, :, n - (len(tiles) - 1) * tokens :] = 0
     return tiles
 
@@ -55,11 +55,11 @@ def unpack_tiles(tiles: Array, n: int) -> Array:
         )
     y = np.empty((n, features), np.float32)
     if y.size:
-        lanes, tiles = host().lanes, np.ascontiguousarray(tiles, np.float32)
-        at = whole_tiles(len(tiles), lanes, features, features)
+        lanes, tiles = find_cpu_target().lanes, np.ascontiguousarray(tiles, np.float32)
+        at = build_token_blocked_grid(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        layer = TileLayer(starts, at.x_stride, n, features, count())
-        build_kernels(lanes, True)[1](TransposeCall(address(y), address(tiles)), layer)
+        layer = TileLayer(starts, at.x_stride, n, features, count_threads())
+        build_kernels(lanes, True)[1](TransposeCall(find_address(y), find_address(tiles)), layer)
     return y
 
 
@@ -92,7 +92,7 @@ def build_kernels(lanes: int, token_major: bool) -> tuple[ParallelKernel, Parall
     """
     form = (lanes, FLOATS)
 
-    @in_parts
+    @build_parallel_kernel
     def pack(part: int, call: TransposeCall, layer: TileLayer) -> None:
         starts, stride, n, features = layer.starts, layer.stride, layer.n, layer.features
         for v in range(starts.size * part // layer.parts, starts.size * (part + 1) // layer.parts):
@@ -105,7 +105,7 @@ def build_kernels(lanes: int, token_major: bool) -> tuple[ParallelKernel, Parall
                     source_at = call.matrix_at + (f * n + token) * 4
                     copy_vector(lanes, FLOATS, source_at, target_at + f * stride * 4, n - token)
 
-    @in_parts
+    @build_parallel_kernel
     def unpack(part: int, call: TransposeCall, layer: TileLayer) -> None:
         starts, stride, n, features = layer.starts, layer.stride, layer.n, layer.features
         for v in range(starts.size * part // layer.parts, starts.size * (part + 1) // layer.parts):

@@ -37,22 +37,22 @@ from sparse_kernels.cpu.codegen.vector_emitter import IDENTITY, PARTIAL
 from sparse_kernels.cpu.codegen.weight_stream import FOUR, FOUR_WORDS, multiply_stream
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
-from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back, in_one_piece
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
-# Rows that are sorted by length together, and that one thread computes.
+# Rows that are sorted by length together and computed by one thread.
 BUNDLE = 32
 
 # Elements of x that stay in the first-level cache while rows pass over them: 30 KB.
 CLOSE = 7_500
 
-# Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
+# Columns of a row in a stage from which on stages save more than they cost: measured on AVX-512.
 WORTHWHILE = 12
 
-# Elements of x in a stage at most: as far as the 16 bits of a place reach.
+# Most elements of x in a stage: a place has 16 bits.
 FARTHEST = 2**16
 
 
@@ -99,7 +99,7 @@ class SingleRows:
 
     def copy(self) -> SingleRows:
         """Return the same rows in memory of their own, in one piece, as `Panels.copy` does it."""
-        work, table, bounds, stream = in_one_piece(self.work, self.table, self.bounds, self.stream)
+        work, table, bounds, stream = copy_into_one_piece(self.work, self.table, self.bounds, self.stream)
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 
@@ -181,7 +181,7 @@ def bind_product(
     """Return the product at these vectors of positions.
 
     offsets: how far behind the start of a vector in x each column lies; None: x and y are packed
-    (`vector_grid.in_tiles`).
+    (`vector_grid.build_tiled_grid`).
     """
     gathers = offsets is not None
     kernel = build_kernel(rows.stride // grid.lanes, grid.lanes, fused, gathers, grid.keep is not None)
@@ -212,7 +212,7 @@ def _bundles_at_a_time(stride: int) -> int:
 
 @cache
 def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> ParallelKernel:
-    """Return the loop over tiles of up to `vectors` vectors (`vector_grid.tiles`), runs of bundles, and stages.
+    """Return the loop over tiles of up to `vectors` vectors (`vector_grid.split_tiles`), runs of bundles, and stages.
 
     It is called with `ScratchProductCall` and `StreamLayer`. A kernel that gathers finds column c of a vector of x at
     its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
@@ -222,16 +222,17 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
-    @in_parts
+    @build_parallel_kernel
     def multiply(part: int, call: ScratchProductCall, layer: StreamLayer) -> None:
         stream, table, work, bounds = layer.weights
         x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
         stages, bundles = table.shape
         total = x_starts.size
         tiles = (total + vectors - 1) // vectors
-        begin, end = share(work, tiles, part, layer.parts), share(work, tiles, part + 1, layer.parts)
+        begin = find_part_begin(work, tiles, part, layer.parts)
+        end = find_part_begin(work, tiles, part + 1, layer.parts)
         while begin < end:
-            # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
+            # As many bundles of this part as lie in one tile and keep their y in the second-level cache.
             tile = begin // bundles
             first = begin - tile * bundles
             stop = min(bundles, end - tile * bundles, first + most)
@@ -239,7 +240,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
             row, end_row = first * BUNDLE, min(stop * BUNDLE, layer.m)
             v, end_v = total * tile // tiles, total * (tile + 1) // tiles
             if gathers:
-                # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
+                # The address counts from row 0 of the packed y, which is not stored if `row` is not 0.
                 y_at = call.scratch_at + (part * layer.elements - row * stride) * 4
                 x_at = y_at + (row + min(most * BUNDLE, layer.m)) * stride * 4
             else:

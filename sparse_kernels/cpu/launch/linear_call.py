@@ -19,22 +19,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit, types
 
-from sparse_kernels.cpu.launch.native_call import compiled_runner, integers_at
+from sparse_kernels.cpu.launch.native_call import compile_record_function, view_integers
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
-from sparse_kernels.cpu.runtime.scratch_buffers import addresses, aligned, borrow, give_back
-from sparse_kernels.cpu.runtime.threads import count
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, borrow, find_addresses, give_back
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array, check_call
 
-# What a plan has worked out for so many tokens and threads: called with the addresses of x, y and bias, and the code
-# of the activation. False if y has to be computed again in another way.
+# A call that a plan has prepared for a number of tokens and threads. Its arguments are the addresses of x, y and
+# bias, and the code of the activation. It returns False if y has to be computed in another way.
 Call = Callable[[int, int, int, int], bool]
 
-# The same of arrays, which it looks at first. False also where they are not fit to run; TypeError as `_ARRAYS` says.
+# The same for arrays, which it checks first. It also returns False for arrays that are not fit to run, and raises
+# TypeError for types other than `_ARRAYS`.
 CallOfArrays = Callable[[Array, Array, Array, int], bool]
 
-# So many tokens, by so many threads, and how.
+# Tokens, threads, and the two calls for them.
 Way = tuple[int, int, Call, CallOfArrays]
 
 
@@ -42,7 +43,7 @@ def _nothing(*_: object) -> bool:
     return False
 
 
-# Of a plan that was not called.
+# The way of a plan that was not called yet.
 NEVER: Way = (0, 0, _nothing, _nothing)
 
 
@@ -53,19 +54,19 @@ class KernelWithScratch(NamedTuple):
     needed: int
 
 
-# The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
-# bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
-# adds nothing. activation(w @ x + added + bias) is in y, or y means nothing if the result is False.
+# The product of a weight and x, both laid out, at places found before. Its arguments are the addresses of x, y and
+# bias, the code of the activation, and the address of an array to add. That array lies as y does where y is in
+# frames; 0 adds nothing. It writes activation(w @ x + added + bias) to y. If it returns False, y means nothing.
 Product = Callable[[int, int, int, int, int], bool]
 
-KEPT_WAYS = 64  # by a plan; then it forgets them all
+KEPT_WAYS = 64  # ways that a plan keeps; then it forgets all of them
 
-# Elements from which on results start at a cache line: NumPy puts large arrays 16 bytes behind one, every vector that
-# is stored then crosses two, and a layer of 3072 outputs takes a tenth longer.
+# Elements from which on results start at a cache line. NumPy puts large arrays 16 bytes behind one, so that every
+# stored vector crosses two lines. A layer of 3072 outputs then takes a tenth longer.
 LARGE = 2**16
 
 
-def arguments(
+def convert_arguments(
     x: Array,
     x_shape: tuple[int | None, ...],
     bias: Array | None,
@@ -134,7 +135,7 @@ class CpuLinearPlan:
 
     shape: tuple[int, int]
     layout: str
-    # Not of copies, which have weights of their own.
+    # Copies start with none, because they have weights of their own.
     _ways: dict[tuple[int, int], Way] = field(default_factory=dict, init=False)
     _last: Way = field(default=NEVER, init=False)
 
@@ -150,17 +151,17 @@ class CpuLinearPlan:
             given = np.zeros(m, np.float32) if bias is None else bias
             if type(y) is type(given) is np.ndarray:
                 tokens, threads, _, call = self._last
-                if tokens != n or threads != count():
-                    *_, call = self._found(n, count())
+                if tokens != n or threads != count_threads():
+                    *_, call = self._found(n, count_threads())
                 try:
                     if call(x, y, given, ACTIVATIONS.index(activation)):
                         return y
-                except TypeError:  # of another dtype or number of axes, or may not be written
+                except TypeError:  # another dtype or number of axes, or read-only
                     pass
         given_arrays = GivenArrays(x, bias, activation, out)
-        x, y, bias, code, n = linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
+        x, y, bias, code, n = convert_linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
         if n:
-            x_at, y_at, bias_at = addresses(x, y, bias)
+            x_at, y_at, bias_at = find_addresses(x, y, bias)
             self.run(x_at, y_at, n, bias_at, code)
         return y
 
@@ -169,7 +170,7 @@ class CpuLinearPlan:
 
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
-        threads = count()
+        threads = count_threads()
         tokens, last, call, _ = self._last
         if tokens != n or last != threads:
             _, _, call, _ = self._found(n, threads)
@@ -188,7 +189,7 @@ class CpuLinearPlan:
         return way
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled kernels, which copies and pickles find again.
+        # Leave out compiled kernels: copies and pickles find them again.
         return {**self.__dict__, "_ways": {}, "_last": NEVER}
 
     @property
@@ -219,10 +220,10 @@ class GivenArrays(NamedTuple):
     out: Array | None
 
 
-def linear_arguments(
+def convert_linear_arguments(
     layout: str, shape: tuple[int, int], tile_tokens: int, given: GivenArrays
 ) -> tuple[Array, Array, Array, int, int]:
-    """Return `arguments` of a linear layer of this shape (m, k) in any layout, and the number of tokens.
+    """Return the result of `convert_arguments` for a linear layer (m, k) in any layout, and the number of tokens.
 
     tile_tokens: tokens of a tile of blocked layouts. Tokens that fill up a last tile count, unless `out` is
     token-major and says how many there are. Where x is token-major they are 0 in y: what reads them next computes on
@@ -230,14 +231,14 @@ def linear_arguments(
     """
     (m, k), tokens, (x, bias, activation, out) = shape, tile_tokens, given
     if layout == "token_major":
-        found = arguments(x, (None, k), bias, activation, out, (None, m), m)
+        found = convert_arguments(x, (None, k), bias, activation, out, (None, m), m)
         return *found, found[0].shape[0]
     if layout == "feature_major":
-        found = arguments(x, (k, None), bias, activation, out, (m, None), m)
+        found = convert_arguments(x, (k, None), bias, activation, out, (m, None), m)
         return *found, found[0].shape[1]
     if layout == "into_blocks":
         n = np.shape(x)[0] if np.ndim(x) else 0
-        x, y, bias, code = arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m)
+        x, y, bias, code = convert_arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m)
         if n % tokens:
             y[-1, :, n % tokens :] = 0
         return x, y, bias, code, n
@@ -245,12 +246,12 @@ def linear_arguments(
         tiles = np.shape(x)[0] if np.ndim(x) else 0
         wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]
         n = wanted if -(-wanted // tokens) == tiles else tiles * tokens
-        return *arguments(x, (None, k, tokens), bias, activation, out, (n, m), m), n
-    found = arguments(x, (None, k, tokens), bias, activation, out, (None, m, tokens), m)
+        return *convert_arguments(x, (None, k, tokens), bias, activation, out, (n, m), m), n
+    found = convert_arguments(x, (None, k, tokens), bias, activation, out, (None, m, tokens), m)
     return *found, len(found[0]) * tokens
 
 
-# Where the tokens are of layouts with two axes.
+# The axis of the tokens, in layouts with two axes.
 _TOKENS_ALONG = {"token_major": 0, "feature_major": 1}
 
 
@@ -271,21 +272,21 @@ def _looking() -> Callable[..., tuple[int, int, int]]:
 @cache
 def _looking_and_running() -> Callable[..., bool]:
     """`_look`, then the kernel: called with the address of (record, axis, n, m, k), room, and as a call of arrays."""
-    return compiled_runner(
+    return compile_record_function(
         "look_and_run",
         "at, room, x, y, bias, activation",
-        """record, axis, n, m, k = carray(integers_at(at), 5)
+        """record, axis, n, m, k = carray(view_integers(at), 5)
     x_at, y_at, bias_at = look(x, y, bias, axis, n, m, k)
     return x_at != 0 and run_record(launch, record, (room, x_at, y_at, bias_at, activation))""",
-        {"look": njit(inline="always")(_look), "carray": carray, "integers_at": integers_at},
+        {"look": njit(inline="always")(_look), "carray": carray, "view_integers": view_integers},
         (types.intp, types.intp, *_ARRAYS, types.intp),
     )
 
 
-# The addresses of x and y, n > 0 tokens along this axis, and of a bias. 0 of what is not fit to run: of other shapes,
-# not C-contiguous, or sharing memory.
+# Return the addresses of x and y, with n > 0 tokens along this axis, and of a bias. They are 0 for arrays that are
+# not fit to run: of other shapes, not C-contiguous, or sharing memory.
 def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> Any:
-    # Signed, as unsigned and signed integers would meet in float64.
+    # Signed, because Numba would add unsigned and signed integers as float64.
     x_at, y_at, bias_at = np.intp(x.ctypes.data), np.intp(y.ctypes.data), np.intp(bias.ctypes.data)
     right = bias.shape[0] == m and bias.strides[0] == 4
     right &= x.shape[axis] == n and x.shape[1 - axis] == k and x.strides == (4 * x.shape[1], 4)
@@ -298,4 +299,4 @@ def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) ->
 def _empty(shape: list[int]) -> Array:
     """Return memory for a result, uninitialised; it starts at a cache line if it is large."""
     size = math.prod(shape)
-    return aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)
+    return allocate_aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)

@@ -24,20 +24,20 @@ from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk, compile_cached
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
-from sparse_kernels.cpu.runtime.scratch_buffers import aligned
-from sparse_kernels.cpu.runtime.threads import link_openmp, taking_turns
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
+from sparse_kernels.cpu.runtime.threads import link_openmp, take_turns
 
-# Of the address of a frame, and the number of the part.
+# The type of a part: it takes the address of a frame, and the number of the part.
 PART = ir.FunctionType(ir.VoidType(), [I64, I64])
 
-# What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
+# Noted for a part that raised, as an index out of bounds may do. For a part that did not return 0, 1 is noted.
 RAISED = 2
 
 MOST_WORDS = 256  # int64 of a frame; an array takes 7 or more
 _HEAD = 4  # words of a record before its stages
 
 
-def record(
+def build_record(
     frame: NDArray[np.int64], noted: int, stages: Sequence[tuple[int, int]], varying: Sequence[int]
 ) -> NDArray[np.int64]:
     """Return the record of a frame.
@@ -45,24 +45,24 @@ def record(
     noted: word in which parts note what they return. stages: (address of the part, parts). varying: words that vary.
     """
     words = [frame.size, noted, len(stages), len(varying), *np.ravel(stages), *varying]
-    found = aligned(len(words) + frame.size, np.int64)
+    found = allocate_aligned(len(words) + frame.size, np.int64)
     found[: len(words)], found[len(words) :] = words, frame
     return found
 
 
 @cache
-def runner(count: int) -> Callable[..., bool]:
+def compile_runner(count: int) -> Callable[..., bool]:
     """Return the compiled function that runs records with `count` varying words, given an address and these words.
 
     Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
     words = "".join(f"word_{i}, " for i in range(count))
-    # The 0 is for no words at all.
+    # The 0 makes a tuple where there are no words.
     body = f"return run_record(launch, at, ({words}0,))"
-    return compiled_runner(f"run_{count}", f"at, {words}", body, {}, (types.intp,) * (1 + count))
+    return compile_record_function(f"run_{count}", f"at, {words}", body, {}, (types.intp,) * (1 + count))
 
 
-def compiled_runner(
+def compile_record_function(
     name: str, parameters: str, body: str, names: dict[str, Any], signature: tuple[Any, ...]
 ) -> Callable[..., Any]:
     """Return a function of this text, compiled for one signature; it runs records by `run_record(launch, ...)`.
@@ -76,17 +76,17 @@ def compiled_runner(
     found = cache_on_disk(njit(**FLAGS)(known[name]), run_record.py_func, name)
     found.compile(signature)
     found.disable_compile()
-    return taking_turns(found)
+    return take_turns(found)
 
 
 @njit(inline="always")
 def run_record(launch, at, words):  # type: ignore[no-untyped-def]
     """Run the record at an address with these words in place of those that vary; whether all parts returned 0."""
-    size, noted, stages, varying = carray(integers_at(at), _HEAD)
+    size, noted, stages, varying = carray(view_integers(at), _HEAD)
     first = _HEAD + 2 * stages
-    record = carray(integers_at(at), first + varying + size)
+    record = carray(view_integers(at), first + varying + size)
     frame_at = _room()
-    frame = carray(integers_at(frame_at), size)
+    frame = carray(view_integers(frame_at), size)
     for i in range(size):
         frame[i] = record[first + varying + i]
     for i in range(varying):
@@ -94,7 +94,7 @@ def run_record(launch, at, words):  # type: ignore[no-untyped-def]
     for stage in range(_HEAD, first, 2):
         part, parts = record[stage], record[stage + 1]
         if parts == 1:
-            call(part, frame_at, 0)
+            call_address(part, frame_at, 0)
         elif parts > 1:
             launch(part, frame_at, parts)
     if frame[noted] & RAISED:
@@ -115,7 +115,7 @@ def _room(typing_context: Any) -> Any:
 
 
 @with_literals
-def integers_at(typing_context: Any, address: Any) -> Any:
+def view_integers(typing_context: Any, address: Any) -> Any:
     """Return a pointer to int64 from an address, as `numba.carray` takes it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -125,7 +125,7 @@ def integers_at(typing_context: Any, address: Any) -> Any:
 
 
 @with_literals
-def call(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
+def call_address(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
     """Call the function at an address."""
     signature = types.void(types.intp, types.intp, types.intp)
 
@@ -156,7 +156,8 @@ def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> An
         with cgutils.for_range_slice(inside, first, last, I64(1)) as (each, _):
             inside.call(inside.inttoptr(part, PART.as_pointer()), [found, each])
         inside.ret_void()
-        # Also where parts are fewer: of a smaller team OpenMP would end the other threads, and start them anew later.
+        # Ask for all threads even where parts are fewer. For a smaller team OpenMP would end the other threads and
+        # start them anew later.
         threads = builder.trunc(_asked(builder, "get_num_threads"), I32)
         run = ir.FunctionType(ir.VoidType(), [member.type, job.type, I32, I32])
         parallel = cgutils.get_or_insert_function(builder.module, run, "GOMP_parallel")
@@ -178,7 +179,7 @@ def _each_by_openmp(function: int, arguments: int, parts: int) -> None:
 
 def _each_by_numba(function: int, arguments: int, parts: int) -> None:
     for part in prange(parts):
-        call(function, arguments, part)
+        call_address(function, arguments, part)
 
 
 _by_openmp = compile_cached(_each_by_openmp)

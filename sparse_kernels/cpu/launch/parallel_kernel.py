@@ -26,13 +26,13 @@ from numba import types
 
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I64
-from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, record, runner
+from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, build_record, compile_runner
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
 from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, cgutils
 
 
 class ParallelKernel:
-    """What `in_parts` makes: called with all of its arguments, or bound to those that stay as they are."""
+    """Kernel of `build_parallel_kernel`: called with all arguments, or bound to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
         """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` return.
@@ -83,8 +83,8 @@ class ParallelKernel:
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
         varying = find_varying(places)
-        laid = record(frame[:words], noted, list(zip(parts, counts, strict=True)), varying)
-        run = BoundKernel(runner(len(varying)), laid.ctypes.data)
+        laid = build_record(frame[:words], noted, list(zip(parts, counts, strict=True)), varying)
+        run = BoundKernel(compile_runner(len(varying)), laid.ctypes.data)
         run.held = laid, given, self
         return run
 
@@ -97,13 +97,13 @@ class ParallelKernel:
 class BoundKernel(partial[bool]):
     """A kernel as a function of what varies. The rest lies in one piece, as in a model each call finds it cold."""
 
-    held: Any  # what lives as long as it may be called
+    held: Any  # objects that must live as long as the kernel may be called
 
     def __reduce__(self) -> Any:
         raise TypeError("an address means nothing to a copy")
 
 
-def in_parts(*stages: Callable[..., Any], makes_arrays: bool = False) -> ParallelKernel:
+def build_parallel_kernel(*stages: Callable[..., Any], makes_arrays: bool = False) -> ParallelKernel:
     """Return the kernel of these stages, which run one after the other.
 
     A stage is a function of the number of its part and of what the kernel is called with. The plural of that number's
@@ -129,10 +129,10 @@ def in_parts(*stages: Callable[..., Any], makes_arrays: bool = False) -> Paralle
                 "them how many"
             )
         if not all(_is_constant(cell.cell_contents) for cell in stage.__closure__ or ()):
-            # A compiled function, for one, would be another in each process, and so would the name on disk be.
+            # A compiled function is another one in each process, for example, and so the name on disk would be, too.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
         counts.append(f"{part}s")
-    # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
+    # Kernels that other processes left on disk bring their symbols with them. So each kernel needs a name of its own.
     own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
     names: dict[str, Any] = {"__name__": __name__, "_laid": _laid, "_part": _part}

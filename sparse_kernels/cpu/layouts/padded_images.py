@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparse_kernels.cpu.runtime.scratch_buffers import LINE, address, aligned
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE, allocate_aligned, find_address
 from sparse_kernels.plan_protocol import Array
 
-# Bytes of frames that nobody uses and that are kept for the next call.
+# Bytes of unused frames that are kept for the next call.
 KEPT = 512 * 2**20
 
 
@@ -94,7 +94,7 @@ class _Spare:
             if buffers := self._free.get(places):
                 self._bytes -= buffers[-1].nbytes
                 return buffers.pop()
-        return aligned(places.size)
+        return allocate_aligned(places.size)
 
     def give_back(self, places: ImagePlaces, buffer: Array) -> None:
         self._returned.append((places, buffer))
@@ -102,7 +102,7 @@ class _Spare:
     def _sort_in(self) -> None:
         while self._returned:
             places, buffer = self._returned.popleft()
-            # The shape used last is at the end; what was not used for longest goes.
+            # The shape used last is at the end. The one unused for longest goes first.
             self._free[places] = [*self._free.pop(places, []), buffer]
             self._bytes += buffer.nbytes
         while self._bytes > KEPT:
@@ -118,7 +118,7 @@ class FramedImages:
 
     def __init__(self, places: ImagePlaces) -> None:
         self.array, self.places = _spare.take(places), places
-        self.address = address(self.array)
+        self.address = find_address(self.array)
 
     def __getstate__(self) -> tuple[ImagePlaces, Array]:
         return self.places, self.array
@@ -129,6 +129,6 @@ class FramedImages:
         self.array[:] = array
 
     def __del__(self, give_back: Callable[[ImagePlaces, Array], None] = _spare.give_back) -> None:
-        # Bound above: when Python ends, what the module names may be gone before this object is.
+        # Bound above: when Python exits, the names of the module may be gone before this object is.
         if hasattr(self, "places"):
             give_back(self.places, self.array)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.runtime.scratch_buffers import aligned, at_cache_line, in_one_piece
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_into_one_piece, copy_to_cache_line
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
@@ -114,22 +114,22 @@ class Panels:
 
         In a model all of it comes from memory at each call, and each page of it has to be found first.
         """
-        work, table, columns, row_ids, values = in_one_piece(
+        work, table, columns, row_ids, values = copy_into_one_piece(
             self.work, self.table, self.columns, self.row_ids, self.values
         )
         return Panels(self.width, values, columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
         """Return the same panels with the nearest bfloat16 of each float32."""
-        return replace(self, values=at_cache_line(bfloat16.bits(self.values)))
+        return replace(self, values=copy_to_cache_line(bfloat16.round_to_bits(self.values)))
 
     def paired(self) -> Panels:
         """Return the same panels as bfloat16, two columns in the place of one float32.
 
         The earlier column's is the lower half; where a panel has an odd number of columns, the last upper half is 0.
         """
-        table, halves, at = self.table.copy(), bfloat16.bits(self.values), 0
-        values = aligned(int(((table[:, 2] + 1) // 2).sum()) * self.width)
+        table, halves, at = self.table.copy(), bfloat16.round_to_bits(self.values), 0
+        values = allocate_aligned(int(((table[:, 2] + 1) // 2).sum()) * self.width)
         for panel, (first, _, count) in enumerate(self.table):
             columns = halves[first : first + count * self.width].reshape(count, self.width)
             pairs = values[at : at + (count + 1) // 2 * self.width].view(np.uint16).reshape(-1, self.width, 2)
@@ -145,7 +145,7 @@ class Panels:
         if stages == 1:
             return self
         panels = len(self.table)
-        table, values = np.empty((stages, panels, 3), np.int64), aligned(self.values.size, self.values.dtype)
+        table, values = np.empty((stages, panels, 3), np.int64), allocate_aligned(self.values.size, self.values.dtype)
         cuts, at = k * np.arange(stages + 1) // stages, 0
         places = [
             start + np.searchsorted(self.columns[start : start + count], cuts) for _, start, count in self.table
@@ -208,7 +208,7 @@ def build_panels(groups: Groups, width: int) -> Panels:
     padded = np.zeros((groups.columns.size, filled), np.float32)
     padded[:, : groups.height] = groups.values
     # From (column, row) to (cut, column, row in cut), a group at a time: panels of a group lie one after the other.
-    values = aligned(padded.size)
+    values = allocate_aligned(padded.size)
     for start, stop in zip(groups.indptr, groups.indptr[1:], strict=False):
         block = padded[start:stop].reshape(stop - start, cuts, width).swapaxes(0, 1)
         values[start * filled : stop * filled] = block.ravel()

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 # Elements that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
-# Elements of x or y from which on parts of it are fetched, each all at once, before they are needed: 4 MB. What is
-# smaller has just been written, or is what the last call wrote, and lies in the caches: then it costs 2% to 12%.
+# Elements of x or y from which on parts of it are fetched, each at once, before they are needed: 4 MB. A smaller
+# array has just been written, or was written by the last call, and lies in the caches. Fetching it costs 2% to 12%.
 LARGE = 2**20
 
-# Vectors of a tile: what a kernel for single rows can hold at once.
+# Vectors of a tile: as many as a kernel for single rows can hold at once.
 TILE = 4
 
 
@@ -36,15 +36,15 @@ class VectorGrid:
     keep: NDArray[np.int64] | None = None
 
 
-def tiles(total: int, vectors: int) -> NDArray[np.int64]:
+def split_tiles(total: int, vectors: int) -> NDArray[np.int64]:
     """Return the first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
     count = -(-total // vectors)
     return total * np.arange(count + 1) // count
 
 
 @lru_cache(maxsize=256)
-def as_it_lies(n: int, lanes: int) -> VectorGrid:
-    """Feature-major x and y of n >= lanes tokens.
+def build_feature_major_grid(n: int, lanes: int) -> VectorGrid:
+    """Return the grid of feature-major x and y of n >= lanes tokens.
 
     The last vector overlaps the one before it, so nothing beyond the end is touched.
     """
@@ -53,15 +53,15 @@ def as_it_lies(n: int, lanes: int) -> VectorGrid:
 
 
 @lru_cache(maxsize=64)
-def columns(k: int, stride: int) -> NDArray[np.int32]:
+def build_column_offsets(k: int, stride: int) -> NDArray[np.int32]:
     """Return the offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
     return np.arange(k, dtype=np.int32) * np.int32(stride)
 
 
 @lru_cache(maxsize=256)
-def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
-    """n >= 1 tokens in tiles of vectors: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
-    firsts = tiles(-(-n // lanes), vectors)
+def build_tiled_grid(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
+    """Return the grid of n >= 1 tokens in tiles: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
+    firsts = split_tiles(-(-n // lanes), vectors)
     tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
     inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
     stride = vectors * lanes
@@ -69,8 +69,8 @@ def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> VectorGrid:
 
 
 @lru_cache(maxsize=256)
-def whole_tiles(count: int, lanes: int, k: int, m: int) -> VectorGrid:
-    """Token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
+def build_token_blocked_grid(count: int, lanes: int, k: int, m: int) -> VectorGrid:
+    """Return the grid of token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
     vector = np.arange(count * TILE)
     tile, inside, stride = vector // TILE, vector % TILE * lanes, TILE * lanes
     return VectorGrid(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)

@@ -29,7 +29,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import host, rotated_bytes
+from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes, find_cpu_target
 from sparse_kernels.cpu.kernels import row_panels
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans import linear
@@ -42,14 +42,15 @@ from sparse_kernels.plan_protocol import Plan
 Call = Callable[[], object]
 Clock = Callable[[], float]
 
-# How much faster another choice must be in three of four pairs. The same plan at other addresses differs by up to 3%,
-# and what is read from memory by more, for seconds at a time, where other machines share the processor.
+# How much faster another choice must be in three of four pairs. The same plan at other addresses differs by up to 3%.
+# Reads from memory differ by more, for seconds at a time, where other machines share the processor.
 FASTER = 1.05
 
-# What is timed together, so that the clock and what ran before do not count.
+# Seconds that are timed together, so that the clock and earlier work do not count.
 BLOCK_SECONDS = 5e-4
 
-# How long all choices are tried, and then the best of them against the default; rounds at least and at most.
+# Seconds for which all choices are tried, and then the best of them against the default. Fewest and most rounds of
+# each.
 TRIAL_SECONDS, TRIAL_ROUNDS = 0.02, (3, 9)
 FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
 
@@ -81,7 +82,7 @@ def choose_fastest(layer: LinearLayer, folder: Path | None = None, clock: Clock 
     if len(choices) == 1:
         return choices[0]
     key = _key(layer)
-    path = _path(key, folder or cache_folder())
+    path = _path(key, folder or find_cache_folder())
     choice = _read_choice(path, key, choices)
     if choice is None:
         choice = choices[find_fastest(_calls(layer, choices), clock)]
@@ -99,7 +100,7 @@ def list_candidates(layer: LinearLayer) -> list[Choice]:
     and blocks (a quarter to four times). Shorter stages of single rows, and tiles of half as many rows. Few tokens in
     blocks of one thread alone. Any other tile for token-blocked x.
     """
-    default, n, lanes = linear.choose_kernel(layer), layer.n, host().lanes
+    default, n, lanes = linear.choose_kernel(layer), layer.n, find_cpu_target().lanes
     if layer.blocked or n == 0:
         return [default]
     vectors = linear.choose_vector_kernel(layer)
@@ -118,7 +119,7 @@ def list_candidates(layer: LinearLayer) -> list[Choice]:
 def _list_token_choices(layer: LinearLayer) -> list[Choice]:
     """Return tiles of fewer tokens where fewer are computed in vain; narrow vectors for few tokens and low groups."""
     tile, n = linear.choose_narrow_tile(layer), layer.n
-    if tile is None or tile[2] < host().lanes < n:
+    if tile is None or tile[2] < find_cpu_target().lanes < n:
         return []
 
     def computed(size: int) -> int:
@@ -126,7 +127,7 @@ def _list_token_choices(layer: LinearLayer) -> list[Choice]:
 
     most, vectors, lanes = tile
     fewer = min(most * 3 // 4, most // 2, key=computed)
-    # A smaller tile costs more, unless it saves a tenth of the tokens; two of them have a tile of their own.
+    # A smaller tile costs more, unless it saves a tenth of the tokens. One or two tokens have a tile of their own.
     sizes = (most, fewer) if n > 2 and 10 * computed(fewer) <= 9 * computed(most) else (most,)
     return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
 
@@ -140,9 +141,10 @@ def _list_row_choices(layer: LinearLayer) -> list[Choice]:
     if size == 1 and vectors > 2:
         choices.append(Choice("rows", (size, vectors - 1, lanes)))
     if layer.fills_threads(lanes):
-        # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
+        # In blocks, each thread has vectors of its own. After a pass over x, all vectors come together, and threads
+        # share the panels.
         way, together = ("pass", total) if layer.layout == "token_major" else ("blocks", each)
-        width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, host())
+        width = vectors if size == 1 else row_panels.choose_width((size, vectors), together, find_cpu_target())
         if way == "blocks" or each < total < TILE * threads:
             choices.append(Choice("rows", (size, width, lanes), way))
     return choices
@@ -202,10 +204,10 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
 
     def call(choice: Choice) -> Call:
         plan = linear.build_plan(layer, choice)
-        copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
+        copies = min(MOST_COPIES, -(-count_rotated_bytes() // plan.nbytes))
         plans = [plan, *(plan.copy() for _ in range(copies - 1))]
         for each in plans:
-            each(x, bias, None, y)  # what is compiled, and worked out once for so many tokens, is so here
+            each(x, bias, None, y)  # compile and prepare for this number of tokens now, not while it is timed
         turn = itertools.cycle(plans)
         return lambda: next(turn)(x, bias, None, y)
 
@@ -215,7 +217,7 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
 # ------------------------------------------------------------------------------------------------ what was found
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Return where results are kept: LATBENCH_CACHE or the user's cache folder."""
     if given := os.environ.get("LATBENCH_CACHE"):
         return Path(given) / "tuning"
@@ -229,7 +231,7 @@ def describe_device() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
+    return " ".join([find_cpu_target().name, cpu, *(named[:1] or [platform.processor()])])
 
 
 def _key(layer: LinearLayer) -> dict[str, Any]:

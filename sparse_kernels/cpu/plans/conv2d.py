@@ -27,43 +27,44 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
-from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, host
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
 from sparse_kernels.cpu.kernels.row_panels import ProductSettings
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
-from sparse_kernels.cpu.launch.linear_call import Product, arguments
+from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
-from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
+from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
 from sparse_kernels.cpu.plans import linear
-from sparse_kernels.cpu.runtime.scratch_buffers import Pool, address, borrow, give_back
-from sparse_kernels.cpu.runtime.threads import count
-from sparse_kernels.formats import Packed, rounded
+from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
+from sparse_kernels.cpu.runtime.threads import count_threads
+from sparse_kernels.formats import Packed, round_packed
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array
 from sparse_kernels.shapes import Conv2dShape
 
-# What it costs to collect valid positions afterwards, and to compute with vectors of half the width where the unit
-# works in halves anyway, as a factor on the time: measured on Zen 4.
+# Factors on the time, measured on Zen 4. The first is of collecting valid positions afterwards. The second is of
+# vectors of half the width, where the unit works in halves anyway.
 COLLECTING, HALF_WIDTH = 1.05, 1.12
 
-# Elements of x and y of the images that are worked on at a time: 2 MB, the second-level caches of two cores.
+# Elements of x and y of the images that are computed at a time: 2 MB, the second-level caches of two cores.
 IMAGES_CACHED = 500_000
 
-# The matrix unit is taken where SPLIT_COST / (weights kept for each plane of x) + 1 / (for each row of y) is at most
-# MOST_COST: a plane costs splitting, a row finishing. Weights have to be fetched, too, 6 bytes each by each thread,
-# which only a few vectors of positions do not pay for: COST_A_VECTOR times their number is the limit then, and with
-# fewer than LEAST_VECTORS nothing pays. ONE_TILE: of the limit where panels have one tile of rows, so that what was
-# gathered is used by half as many. Measured on Granite Rapids.
+# The matrix unit runs a layer where SPLIT_COST / a + 1 / b is at most MOST_COST. Here a is the weights kept for each
+# plane of x, and b those for each row of y. A plane costs splitting, a row finishing. Each thread also fetches all
+# weights, 6 bytes each, which does not pay for only a few vectors of positions. So the limit is at most COST_A_VECTOR
+# times their number, and with fewer than LEAST_VECTORS nothing pays. ONE_TILE: factor on the limit where panels have
+# one tile of rows, so that half as many rows use what was gathered. Measured on Granite Rapids.
 SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 / 200, 2, 0.3
 
-# Elements of all copies of x that threads lay out for themselves, each as large as all of it: 256 MB. They touch
-# little more of them than they need where a channel is larger than a page. Larger ones are laid out once for all.
+# Most elements of all copies of x that threads lay out for themselves, each as large as all of x: 256 MB. Threads
+# touch little more of a copy than they need where a channel is larger than a page. Larger copies are laid out once
+# for all threads.
 MOST_COPIED = 2**26
 
-# Batches whose placement a plan remembers.
+# Number of batch sizes whose placement a plan remembers.
 REMEMBERED = 8
 
 
@@ -123,7 +124,7 @@ class CpuConv2dPlan:
 
     def room_bytes(self, batch: int) -> int:
         """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
-        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count()
+        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count_threads()
         some = min(self._count_images_at_a_time(x_at, y_at, threads), batch)
         placement = self._find_placement(x_at.of_batch(some), y_at.of_batch(some))
         return (
@@ -133,7 +134,7 @@ class CpuConv2dPlan:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled kernels and room, which copies and pickles find again.
+        # Leave out compiled kernels and buffers: copies and pickles make them again.
         return {**self.__dict__, "_calls": {}, "_pool": Pool()}
 
     def __call__(
@@ -142,10 +143,11 @@ class CpuConv2dPlan:
         """activation(convolution of x + bias), as `Plan` says; x that is not C-contiguous is copied."""
         s = self.shape
         y_shape = (None, s.c_out, s.out_h, s.out_w)
-        x, y, bias, code = arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
+        x, y, bias, code = convert_arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
         if y.size:
             batch = x.shape[0]
-            self.run(address(x), self.x_places(batch), address(bias), code, address(y), self.y_places(batch))
+            x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
+            self.run(x_address, self.x_places(batch), bias_address, code, y_address, self.y_places(batch))
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
@@ -183,14 +185,15 @@ class CpuConv2dPlan:
         `can_add`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
-        there = 0 if added is None else address(added)
-        self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
+        there = 0 if added is None else find_address(added)
+        x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
+        self.run(x_address, x_places, bias_address, ACTIVATIONS.index(activation), y_address, y_places, there)
 
     def run(
         self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
     ) -> None:
         """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        threads = count()
+        threads = count_threads()
         key = x_at.batch, x_at.margin, y_at.margin, threads
         steps = self._calls.get(key)
         if steps is None:
@@ -222,7 +225,7 @@ class CpuConv2dPlan:
 
     def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
         """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
-        by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
+        by_matrix = isinstance(self.panels, MatrixPanels)  # it takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
         if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
             return x_at.batch
@@ -235,7 +238,7 @@ class CpuConv2dPlan:
         phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
         if phase_layout is None and grid.flat is None:
             return self._bind_multiply(placement, x_at.size, threads)
-        # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
+        # Where threads have positions of their own, each lays out the rows that it reads, and those around them.
         begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
         copies = self._count_copies(placement, threads)
         if phase_layout is not None and copies == threads:
@@ -250,8 +253,9 @@ class CpuConv2dPlan:
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
         if phase_layout is not None:
             laid_out = ImageCopyLayer(
-                x_steps=image_layout.image_steps(x_at), y_steps=ImageSteps(phase_layout.image, phase_layout.plane,
-                phase_layout.pitch, self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
+                x_steps=image_layout.build_image_steps(x_at),
+                y_steps=ImageSteps(phase_layout.image, phase_layout.plane, phase_layout.pitch,
+                self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
                 padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
@@ -260,7 +264,7 @@ class CpuConv2dPlan:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(
                 x_steps=ImageSteps(grid.flat[0], grid.y_stride, grid.flat[1], 0),
-                y_steps=image_layout.image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
+                y_steps=image_layout.build_image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
                 shape=y_at.shape, begins=begins, ends=ends, part_stride=0, parts=threads,
             )  # fmt: skip
             collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
@@ -343,7 +347,7 @@ class CpuConv2dPlan:
                 column_places.count,
                 blocks=cut,
             )
-        # What the last tap of a plane reads, those before it have not read.
+        # The last tap of a plane reads elements that those before it have not read.
         prefetched = np.unique(
             column_places.planes[self.panels.columns]
         ) * column_places.plane_size + column_places.taps.max(initial=0)
@@ -362,10 +366,10 @@ def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: s
     pattern cannot gain from.
     """
     check_precision(packed, precision)
-    packed = packed if precision == "float32" else rounded(packed)
-    if host().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
+    packed = packed if precision == "float32" else round_packed(packed)
+    if find_cpu_target().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
         return build_matrix_plan(packed, shape, layout)
-    if precision == "bfloat16" and host().pairs and pays_by_pairs(shape):
+    if precision == "bfloat16" and find_cpu_target().pairs and pays_by_pairs(shape):
         return build_pair_plan(packed, shape, layout)
     return build_vector_plan(packed, shape, layout)
 
@@ -402,18 +406,19 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     """
     x = ImagePlaces(1, shape.c_in, shape.h, shape.w)
     y = ImagePlaces(1, shape.c_out, shape.out_h, shape.out_w)
-    one, target = replace(shape, batch=1), host()
+    one, target = replace(shape, batch=1), find_cpu_target()
     grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
     column_places = locate_columns(one, widen(target), x, y)
     cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
     vectors = shape.batch * grid.x_starts.size / numba.get_num_threads()
     if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
-    # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
+    # The gain is twice the speed at most. It is less where longer vectors cover the image less well, or reach beyond
+    # its end.
     gain = 2 - grid.x_starts.size * grid.lanes / (shorter.x_starts.size * shorter.lanes)
     split = (
         column_places.count * cut.segment / (cut.size * grid.lanes)
-    )  # again where taps reach from one block into the next
+    )  # split again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
     limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit
@@ -427,14 +432,14 @@ def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated:
     size = tiles * ROWS
     name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
     return CpuConv2dPlan(
-        shape, weights, (size, amx_conv2d.LANES // ROWS), host(), name, layout,
+        shape, weights, (size, amx_conv2d.LANES // ROWS), find_cpu_target(), name, layout,
         lambda: build_vector_plan(packed, shape, layout), emulated,
     )  # fmt: skip
 
 
 def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """Return the plan by the vector unit."""
-    target = host()
+    target = find_cpu_target()
     height = count_group_rows(packed)
     by_channel = _by_channel(build_groups(packed), shape)
     weights: Panels | SingleRows
@@ -451,7 +456,7 @@ def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuCon
 
 def build_pair_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """Return the plan by pairs of bfloat16, for a weight that is rounded to it."""
-    target = host()
+    target = find_cpu_target()
     size, vectors = row_panels.choose_tile(count_group_rows(packed), target)
     weights = build_panels(_by_channel(build_groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
@@ -507,7 +512,7 @@ def locate_columns(
     if not always and reads_frames(shape, x.margin):
         return ColumnPlacement(None, locate_columns_in_frames(shape, x), channels, x.channel)
     if not always and stays_in_place(shape, target, x, y):
-        return ColumnPlacement(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+        return ColumnPlacement(None, build_column_offsets(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
     phase_layout = build_phase_layout(shape, target, y)
     offsets = phase_layout.offsets.reshape(-1, shape.c_in).T.ravel()
     return ColumnPlacement(phase_layout, offsets, offsets.astype(np.int64) // phase_layout.plane, phase_layout.plane)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.amx_tiles import ROWS, TOKENS
-from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget, host
+from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget, find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import (
     amx_linear,
@@ -52,22 +52,22 @@ from sparse_kernels.cpu.layouts.vector_grid import (
     LARGE,
     TILE,
     VectorGrid,
-    as_it_lies,
-    columns,
-    in_tiles,
-    whole_tiles,
+    build_column_offsets,
+    build_feature_major_grid,
+    build_tiled_grid,
+    build_token_blocked_grid,
 )
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
-from sparse_kernels.formats import DenseWeight, Packed, rounded
+from sparse_kernels.formats import DenseWeight, Packed, round_packed
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS
 
 PRECISIONS = ("float32", "bfloat16-weights", "bfloat16")
 
-# Share of weights from which on the matrix unit is the faster one; tokens from which on also for long rows of y where
-# that share is kept and tokens are not blocked; tokens from which on as for other rows.
+# Share of weights from which on the matrix unit is the faster one. Tokens from which on this also holds for long rows
+# of y, where that share is kept and tokens are not blocked. Tokens from which on those rows count as any other.
 LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
-# Full vectors of tokens for each thread from which on whole vectors on AMD need no blocks where rows are permuted.
+# On AMD, where rows are permuted: full vectors of tokens a thread from which on no blocks are needed.
 ENOUGH_VECTORS = 4
 
 
@@ -138,7 +138,7 @@ class TokenPlan(CpuLinearPlan):
         return self.tile[2]
 
     def _prepared(self, n: int, threads: int) -> KernelWithScratch:
-        (m, k), panels, permuted, target = self.shape, self.panels, self.permuted, host()
+        (m, k), panels, permuted, target = self.shape, self.panels, self.permuted, find_cpu_target()
         step = _tokens_at_a_time(self.tile, n)
         own = token_major.gives_own_chunks(n, threads, permuted, target)
         chunk, block = token_major.choose_chunks(step, k, n, panels, threads, own, permuted)
@@ -192,13 +192,13 @@ class RowPlan(CpuLinearPlan):
         (m, k), lanes, layout = self.shape, self.target.lanes, self.layout
         fills = token_blocks.fills_threads
         if self.numbers == FLOATS and layout == "token_blocked" and not fills(n, self._tile_tokens, threads):
-            return self._multiply_grid(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
+            return self._multiply_grid(build_token_blocked_grid(n // self._tile_tokens, lanes, k, m), threads)
         if layout in BLOCKED_LAYOUTS:
             x_layout = "token_major" if layout == "into_blocks" else "token_blocked"
             y_layout = "token_major" if layout == "out_of_blocks" else "token_blocked"
             return self._multiply_blocks((x_layout, y_layout), n, threads)
         if layout == "feature_major" and not self.way and lanes <= n < 2**31 // k:
-            return self._multiply_grid(as_it_lies(n, lanes), threads, columns(k, n))
+            return self._multiply_grid(build_feature_major_grid(n, lanes), threads, build_column_offsets(k, n))
         if not self.way and small_batch.accepts_batch(self.panels, layout, n, self.target):
             return small_batch.bind_kernel(self.panels, self.shape, layout, self.target, n, threads)
         if self.way == "blocks" or (not self.way and fills(n, lanes, threads)):
@@ -214,7 +214,7 @@ class RowPlan(CpuLinearPlan):
         """Return the product in three passes: tokens are packed into tiles, multiplied, and unpacked."""
         (m, k), lanes, vectors = self.shape, self.target.lanes, self.tile[1]
         pack, unpack = transpose_tiles.build_kernels(lanes, self.layout == "token_major")
-        grid = in_tiles(n, vectors, lanes, k, m)
+        grid = build_tiled_grid(n, vectors, lanes, k, m)
         size = -(-grid.x_starts.size // vectors) * vectors * lanes
         product = self._multiply_grid(grid, threads)
         pack_x = pack.bind(TransposeCall, TileLayer(grid.x_starts, grid.x_stride, n, k, threads))
@@ -266,7 +266,7 @@ def _fill_vectors(layer: LinearLayer) -> bool:
 
     Otherwise kernel tokens takes less time.
     """
-    lanes = host().lanes
+    lanes = find_cpu_target().lanes
     return 4 * layer.n >= 3 * lanes * layer.threads and layer.fills_threads(lanes)
 
 
@@ -288,17 +288,18 @@ def _pays_by_matrix(layer: LinearLayer) -> bool:
 
 def choose_matrix_kernel(layer: LinearLayer) -> Choice | None:
     """Return the matrix unit's kernel; None where there is no such unit, or it cannot multiply this weight."""
-    possible = host().matrix and layer.precision != "bfloat16-weights" and amx_linear.accepts_weight(layer.packed)
+    wanted = find_cpu_target().matrix and layer.precision != "bfloat16-weights"
+    possible = wanted and amx_linear.accepts_weight(layer.packed)
     tiles = amx_linear.count_row_tiles(layer.packed) if possible else None
     return None if tiles is None else Choice("amx", (tiles * ROWS, TOKENS // ROWS, ROWS))
 
 
 def choose_pair_kernel(layer: LinearLayer) -> Choice | None:
     """Return the kernel for pairs of bfloat16, tokens along the vector; None where it is no faster than float32."""
-    target = host()
+    target = find_cpu_target()
     if not target.pairs or layer.group_rows == 1:
         return None
-    # No wider than that: to put pairs together takes registers, and with 8 x 3 sums some would not stay in any.
+    # No wider tile: putting pairs together takes registers, and of 8 x 3 sums some would not stay in one.
     return Choice("pairs", (*row_panels.choose_tile(layer.group_rows, target), target.lanes), "blocks")
 
 
@@ -316,7 +317,7 @@ def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
     Groups of 8 rows use half vectors of 16 lanes: up to 8 tokens have 0.95 to 1.1 times the speed. Groups of 4 would
     use quarters: one and two tokens had 0.7 to 1.05 times the speed. (1 and 2 threads, 50% to 90% sparsity, Zen 5.)
     """
-    lanes, wide = tile[2], host().lanes
+    lanes, wide = tile[2], find_cpu_target().lanes
     return lanes == wide or n * wide <= 2 * lanes**2
 
 
@@ -333,20 +334,20 @@ def _better_in_blocks(layer: LinearLayer, tile: tuple[int, int, int]) -> bool:
     total = -(-n // lanes)
     if not layer.fills_threads(lanes):
         return False
-    if vectors > 1 and layer.permuted and not host().shared:
+    if vectors > 1 and layer.permuted and not find_cpu_target().shared:
         each = -(-total // threads)
         full = 16 * n >= 15 * each * threads * lanes
-        if host().whole:
+        if find_cpu_target().whole:
             return full and each < ENOUGH_VECTORS
-        # One pass over the weights is enough. Or more lies in memory than kernel tokens fetches ahead: x and y, or x
-        # of a tile beside the weights.
+        # One pass over the weights is enough. Otherwise more lies in memory than kernel tokens fetches ahead: x and
+        # y, or x of a tile beside the weights.
         return (full and (k < 2 * m or each <= 2)) or n * (m + k) >= LARGE or 4 * size * k > CACHED
     return total >= 2 * threads and (vectors == 1 or (layer.permuted and k < 2 * m))
 
 
 def choose_row_tile(layer: LinearLayer) -> tuple[int, int, int]:
     """Return (rows, vectors, lanes) of the register tile of kernel rows."""
-    target, height = host(), layer.group_rows
+    target, height = find_cpu_target(), layer.group_rows
     total = -(-layer.n // target.lanes)
     if height > 1:
         size, vectors = row_panels.choose_tile(height, target)
@@ -366,15 +367,15 @@ def choose_token_tile(packed: Packed, target: CpuTarget) -> tuple[int, int, int]
 
 def _choose_token_tile(packed: Packed, height: int, target: CpuTarget) -> tuple[int, int, int] | None:
     if isinstance(packed, DenseWeight):
-        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
+        # All rows of a dense weight share all columns. Only its last panel is filled up, wherever the rows end.
         height = 2 * target.lanes if height > target.lanes else target.lanes
     return token_major.choose_tile(height, target)
 
 
 def choose_narrow_tile(layer: LinearLayer) -> tuple[int, int, int] | None:
     """Return the tile of kernel tokens, of halves of vectors where rows of a group fill no whole one."""
-    wide = host().lanes
-    targets = (replace(host(), lanes=lanes) for lanes in (wide, wide // 2))
+    wide = find_cpu_target().lanes
+    targets = (replace(find_cpu_target(), lanes=lanes) for lanes in (wide, wide // 2))
     tiles = (_choose_token_tile(layer.packed, layer.group_rows, target) for target in targets)
     return next((tile for tile in tiles if tile is not None and tile[2] >= NARROWEST), None)
 
@@ -383,7 +384,7 @@ def build_plan(layer: LinearLayer, choice: Choice) -> CpuPlan:
     """Return the plan that runs a layer as chosen. Raises ValueError as `check_precision` does."""
     check_precision(layer.packed, layer.precision)
     if layer.precision != "float32":
-        layer = layer._replace(packed=rounded(layer.packed))
+        layer = layer._replace(packed=round_packed(layer.packed))
     if choice.kernel == "amx":
         return _build_matrix_plan(layer)
     if choice.kernel == "pairs":
@@ -405,7 +406,7 @@ def _build_matrix_plan(layer: LinearLayer) -> MatrixPlan:
 
 def _build_pair_plan(layer: LinearLayer, choice: Choice) -> RowPlan:
     """Return the plan by pairs of bfloat16."""
-    packed, target, (size, vectors, _) = layer.packed, host(), choice.tile
+    packed, target, (size, vectors, _) = layer.packed, find_cpu_target(), choice.tile
     paired, numbers = build_panels(build_groups(packed), size).paired(), PAIRS_BY_UNIT if target.pairs else PAIRS
     name = f"numba.{packed.pattern.format}.pairs{size}x{vectors}.{target.name}"
     return RowPlan(packed.shape, layer.layout, paired, (size, vectors), target, name, choice.way, numbers)
@@ -413,7 +414,7 @@ def _build_pair_plan(layer: LinearLayer, choice: Choice) -> RowPlan:
 
 def _build_token_plan(layer: LinearLayer, choice: Choice) -> TokenPlan:
     """Return the plan by kernel tokens."""
-    packed, target, (size, vectors, lanes) = layer.packed, host(), choice.tile
+    packed, target, (size, vectors, lanes) = layer.packed, find_cpu_target(), choice.tile
     narrow = layer.precision != "float32" and lanes == target.lanes
     partly = "" if lanes == target.lanes else f"of{lanes}"
     tokens = _tokens_at_a_time(choice.tile, layer.n)
@@ -427,7 +428,7 @@ def _build_token_plan(layer: LinearLayer, choice: Choice) -> TokenPlan:
 
 def _build_row_plan(layer: LinearLayer, choice: Choice) -> RowPlan:
     """Return the plan by kernel rows, or by its counterpart for rows that share no columns."""
-    packed, n, target, (size, vectors, lanes) = layer.packed, layer.n, host(), choice.tile
+    packed, n, target, (size, vectors, lanes) = layer.packed, layer.n, find_cpu_target(), choice.tile
     weights: Panels | SingleRows
     if size == 1:
         together = small_batch.choose_lanes(n, target) if vectors == 1 and not choice.way else None
@@ -446,10 +447,10 @@ def check_precision(packed: Packed, precision: str) -> None:
     """Raise ValueError unless this precision is float32, or one that the pattern can gain from."""
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: known are {', '.join(PRECISIONS)}")
-    if precision == "bfloat16-weights" and choose_token_tile(packed, host()) is None:
+    if precision == "bfloat16-weights" and choose_token_tile(packed, find_cpu_target()) is None:
         raise ValueError(
-            f"bfloat16 weights are for rows that share columns and fill vectors of {host().lanes}, which those of "
-            f"{packed.pattern} do not: they would gain nothing"
+            f"bfloat16 weights are for rows that share columns and fill vectors of {find_cpu_target().lanes}, which "
+            f"those of {packed.pattern} do not: they would gain nothing"
         )
     if precision == "bfloat16" and count_group_rows(packed) == 1 and not isinstance(packed, DenseWeight):
         raise ValueError(
@@ -459,7 +460,7 @@ def check_precision(packed: Packed, precision: str) -> None:
 
 def lays_out_tokens(packed: Packed) -> bool:
     """Return whether many tokens are laid out block by block, so that it saves time to get or give them so."""
-    return choose_token_tile(packed, host()) is None or packed.pattern.format == "shflbw"
+    return choose_token_tile(packed, find_cpu_target()) is None or packed.pattern.format == "shflbw"
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:

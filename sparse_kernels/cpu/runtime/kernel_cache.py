@@ -22,7 +22,7 @@ import numba
 
 from sparse_kernels.cpu.runtime.numba_internals import FunctionCache, attach_cache, serialize
 
-# Sources of all kernels: where one changes, kernels on disk are out of date.
+# Sources of all kernels: after a change of one, kernels on disk are out of date.
 SOURCES = Path(__file__).parents[1]
 VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.py"))))
 
@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DIGEST = hashlib.sha256().digest_size
 
 
-# How all of our functions are compiled: without the interpreter's lock, division by 0 as NumPy has it.
+# How all of our functions are compiled: without the interpreter's lock, and division by 0 as in NumPy.
 FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -102,7 +102,7 @@ class _KernelFiles:
             raise
 
     def _path(self, key: tuple[Any, ...]) -> Path:
-        # The text of the signature names its types. The rest of the key are the processor, and hashes of the
+        # The text of the signature names its types. The rest of the key is the processor, and hashes of the
         # function's code and of the constants in it.
         signature, *rest = key
         text = repr((VERSION, numba.__version__, str(signature), rest))

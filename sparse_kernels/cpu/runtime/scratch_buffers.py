@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx_tiles`) are read and written by halves
+LINE = ALIGNMENT // 4  # elements of a cache line; longer vectors (`amx_tiles`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
@@ -27,7 +27,7 @@ class ScratchBuffer:
     __slots__ = ("_array", "address", "size")
 
     def __init__(self, array: NDArray[np.float32]) -> None:
-        self._array, self.address, self.size = array, address(array), array.size
+        self._array, self.address, self.size = array, find_address(array), array.size
 
     def __reduce__(self) -> Any:
         raise TypeError("a scratch buffer cannot be copied or pickled: an address means nothing to a copy")
@@ -41,8 +41,8 @@ def borrow(size: int) -> ScratchBuffer:
     try:
         buffer = _free.pop()
     except IndexError:
-        return ScratchBuffer(aligned(size))
-    return buffer if buffer.size >= size else ScratchBuffer(aligned(size))  # the smaller one is not missed
+        return ScratchBuffer(allocate_aligned(size))
+    return buffer if buffer.size >= size else ScratchBuffer(allocate_aligned(size))  # drops a small one
 
 
 def give_back(buffer: ScratchBuffer) -> None:
@@ -66,7 +66,7 @@ class Pool:
             if kept == key and buffer.size == size:
                 return buffer
             self._free.appendleft((kept, buffer))
-        return ScratchBuffer(aligned(size))
+        return ScratchBuffer(allocate_aligned(size))
 
     def give_back(self, buffer: ScratchBuffer, key: int = 0) -> None:
         """Let a later call have it."""
@@ -77,32 +77,33 @@ def _address(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-# Where an array begins, as kernels take it. NumPy itself takes four times as long to say it, almost a microsecond.
-address = compile_cached(_address)
+# The address at which an array begins, as kernels take it. NumPy itself takes four times as long to return it, almost
+# a microsecond.
+find_address = compile_cached(_address)
 
 
 def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[int, int, int]:
     return x.ctypes.data, y.ctypes.data, bias.ctypes.data
 
 
-# Where three of them begin: half the time of three calls.
-addresses = compile_cached(_addresses)
+# The addresses of three arrays, in half the time of three calls.
+find_addresses = compile_cached(_addresses)
 
 
-def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
+def copy_to_cache_line(array: NDArray[Any]) -> NDArray[Any]:
     """Return a C-contiguous copy that starts at a cache line, so that no vector needs two loads or stores.
 
     Frameworks place their tensors so; NumPy places large arrays 16 bytes behind one.
     """
-    copied = aligned(array.size, array.dtype).reshape(array.shape)
+    copied = allocate_aligned(array.size, array.dtype).reshape(array.shape)
     copied[...] = array
     return copied
 
 
-def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+def copy_into_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
     """Return copies that lie one behind the other, each from the start of a cache line on."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
-    buffer = aligned(int(starts[-1]), np.uint8)
+    buffer = allocate_aligned(int(starts[-1]), np.uint8)
     copies: list[NDArray[Any]] = []
     for start, array in zip(starts, arrays, strict=False):
         copies.append(buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
@@ -110,8 +111,10 @@ def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
     return copies
 
 
-def aligned(size: int, dtype: Any = np.float32, allocate: Callable[..., NDArray[Any]] = np.zeros) -> NDArray[Any]:
-    """Zeros, or what else `allocate` gives, (size) that start at a cache line."""
+def allocate_aligned(
+    size: int, dtype: Any = np.float32, allocate: Callable[..., NDArray[Any]] = np.zeros
+) -> NDArray[Any]:
+    """Return zeros, or what else `allocate` gives, (size), that start at a cache line."""
     each = np.dtype(dtype).itemsize
     raw = allocate(size + ALIGNMENT // each, dtype)
     skip = -raw.ctypes.data % ALIGNMENT // each

@@ -33,7 +33,7 @@ _turn = threading.Lock()
 _ask: Callable[[], int] | None = None
 
 
-def count() -> int:
+def count_threads() -> int:
     """Return how many threads kernels use now.
 
     Numba's own function takes two locks at each call, half a microsecond, to see whether its threads have started.
@@ -44,14 +44,15 @@ def count() -> int:
     return _ask()
 
 
-def use(wanted: int) -> None:
+def set_thread_count(wanted: int) -> None:
     """Let kernels use so many threads, or as many as there are."""
     wanted = min(wanted, _MOST)
-    if count() != wanted:
+    if count_threads() != wanted:
         numba.set_num_threads(wanted)
 
 
-# What kernels call of GNU's OpenMP: run a function by a team of threads, and what a thread of it asks of itself.
+# Functions of GNU's OpenMP that kernels call. The first runs a function by a team of threads. The others return the
+# number of a thread and the size of its team.
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -61,8 +62,8 @@ def link_openmp() -> bool:
     numba.get_num_threads()
     if numba.threading_layer() != "omp":
         return False
-    # As the loader looks for them: torch shows its own OpenMP to all, and a second pool beside it would stand in its
-    # way, each waiting for work on all cores. Else it is the one that Numba's own library was linked with.
+    # Look where the loader looks. Torch shows its own OpenMP to all, and a second pool beside it would compete with
+    # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
     for path in (None, find_openmp_library()):
         library = ctypes.CDLL(path)
         if all(hasattr(library, name) for name in _OPENMP):
@@ -88,7 +89,7 @@ def _refuse_threads() -> None:
     _ask = ask
 
 
-def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:
+def take_turns(kernel: Callable[..., T]) -> Callable[..., T]:
     """Return the kernel, which two callers never run at once where Numba's threads must not be used by two."""
     if numba.threading_layer() != "workqueue":
         return kernel

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 @numba.njit(inline="never")
-def share(work: NDArray[np.int64], repeats: int, part: int, parts: int) -> int:
+def find_part_begin(work: NDArray[np.int64], repeats: int, part: int, parts: int) -> int:
     """Return where part `part` of `parts` begins in `repeats` passes over items, as pass * items + item.
 
     work: int64 (items + 1), the cost of all items before each one. Part `parts` begins at the end.

@@ -2,13 +2,14 @@
 //
 //   out (m, n) = activation(w (m, k) x (k, n) + bias (m)), row-major
 //
-// The baseline that structured patterns have to beat. A row of w and a strip of out's columns belong to LANES lanes, of
-// which each takes VECTOR neighbouring columns, so that x is read in one wide load a lane; a warp works on 32 / LANES
-// rows. Rows come sorted by their number of elements (csr.py): those of a warp are about equally long, and the long ones
+// The baseline that structured patterns have to beat. LANES lanes share a row of w and a strip of out's columns.
+// Each takes VECTOR neighbouring columns, so that a lane reads x in one wide load. A warp works on 32 / LANES rows.
+// Rows come sorted by their number of elements (csr.py): those of a warp are about equally long, and the long ones
 // start first. Blocks go through all rows of one strip before the next, so that the strip of x stays in the caches.
 //
-// What bounds it: every product reads its element of x through the first-level cache, 2 bytes each, and from the second
-// where the strip of x (k rows of 128 bytes) does not fit the first; nothing is shared between rows on purpose.
+// What bounds it: every product reads its element of x through the first-level cache, 2 bytes each. It comes from
+// the second-level cache where the strip of x (k rows of 128 bytes) does not fit the first. Rows share nothing on
+// purpose.
 //
 // Settings: VECTOR (8, 2, 1: a lane's columns; n is a multiple of it), BF16.
 #include "primitives.cuh"

@@ -2,15 +2,16 @@
 //
 //   out (m, n) = activation(w (m, k) x (k, n) + bias (m)), row-major
 //
-// Each row of w picks columns of its own, so tensor cores cannot help. A block holds a tile of x (`depth` rows, WIDTH
-// columns) in shared memory for 64 rows of w: each of 8 warps takes 8 rows, and each lane COLUMNS columns of out. A
-// kept weight is one word, the same for all lanes (value, row of the tile): a lane reads the COLUMNS elements of x
-// that it names and adds COLUMNS products in float.
+// Each row of w picks columns of its own, so tensor cores cannot help. A block holds a tile of x (`depth` rows,
+// WIDTH columns) in shared memory for 64 rows of w. Each of 8 warps takes 8 rows, and each lane COLUMNS columns of
+// out. A kept weight is one word, the same for all lanes (value, row of the tile). A lane reads the COLUMNS elements
+// of x that it names and adds COLUMNS products in float.
 //
-// What bounds it: a product needs 2 bytes of x from shared memory (which gives 128 bytes a clock), one conversion to
-// float and one fused multiply-add. At 8 columns a lane that is 8 conversions, 8 multiply-adds, 1 read of x and about
-// 3 instructions for the weight in 8 products, so some 50 products a clock on a machine that issues 128 lanes a clock.
-// Reading x is amortised over lanes, not over rows; keeping x in registers would need registers indexed by data.
+// What bounds it: a product needs 2 bytes of x from shared memory, one conversion to float and one fused
+// multiply-add. Shared memory gives 128 bytes a clock. At 8 columns a lane, 8 products take 8 conversions, 8
+// multiply-adds, 1 read of x and about 3 instructions for the weight. That is some 50 products a clock on a machine
+// that issues 128 lanes a clock. Reading x is amortised over lanes, not over rows. Keeping x in registers would need
+// registers indexed by data.
 //
 // Settings: COLUMNS (8, 4, 2: a lane's columns), BF16.
 #include "primitives.cuh"

@@ -2,13 +2,14 @@
 //
 //   out (m, n) = activation(w (m, k) x (k, n) + bias (m)), row-major
 //
-// w keeps at most 2 of every 4 columns. One instruction multiplies 16 rows and 32 columns of w, of which it reads the
-// 16 kept ones, with 32 rows and 8 columns of x: twice the work of a dense instruction in the same time.
+// w keeps at most 2 of every 4 columns. One instruction multiplies 16 rows and 32 columns of w with 32 rows and 8
+// columns of x. It reads the 16 kept columns only, and so does twice the work of a dense instruction in the same
+// time.
 //
-// A block computes a tile of ROWS x COLUMNS of out. It goes through k in stages of DEPTH = 64: the stage's weights,
+// A block computes a tile of ROWS x COLUMNS of out. It goes through k in stages of DEPTH = 64. The stage's weights,
 // metadata and rows of x are copied to shared memory asynchronously, STAGES - 1 stages ahead of the arithmetic.
-// Weights and metadata come packed in the order in which lanes hold them (nm.py: fragments), so they are copied and
-// read in straight lines. x is turned into fragments by ldmatrix.
+// Weights and metadata come packed in the order in which lanes hold them (nm.py: `pack_fragments`), so they are
+// copied and read in straight lines. x is turned into fragments by ldmatrix.
 //
 // Settings: ROWS, COLUMNS, WARPS_M, WARPS_N (warps along rows and columns of the tile), STAGES, BF16.
 #include "primitives.cuh"
@@ -35,7 +36,7 @@ static_assert(COLUMNS % (8 * WARPS_N) == 0 && COLUMNS % 64 == 0, "warps share co
 static_assert(WEIGHT_PIECES == THREADS, "a thread copies one piece of every group");
 static_assert(ROWS * PITCH * 2 <= STAGES * STAGE_BYTES, "the result passes through the stages' memory");
 
-// Blocks that run at the same time should share weights and columns of x in the second-level cache: they fill
+// Blocks that run at the same time should share weights and columns of x in the second-level cache. So they fill
 // RASTER tile rows of one tile column before the next.
 DEV void find_tile(int block, int tile_rows, int tile_columns, int& tile_row, int& tile_column) {
   int first = block / (RASTER * tile_columns) * RASTER;
@@ -45,8 +46,8 @@ DEV void find_tile(int block, int tile_rows, int tile_columns, int& tile_row, in
   tile_column = place / height;
 }
 
-// Byte in a stage of x's row `row`, columns 8 chunk to 8 chunk + 7. 64 columns (128 bytes) lie together, and their
-// chunks are exchanged by the row, so that 8 rows of one chunk (what ldmatrix reads at once) fall into all banks.
+// Byte in a stage of x's row `row`, columns 8 chunk to 8 chunk + 7. 64 columns (128 bytes) lie together, and the row
+// says how their chunks are exchanged. So 8 rows of one chunk, which ldmatrix reads at once, fall into all banks.
 DEV int x_offset(int row, int chunk) {
   return (chunk / 8) * (DEPTH * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
 }

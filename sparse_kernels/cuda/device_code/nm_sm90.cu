@@ -4,9 +4,9 @@
 // x to take. Rows of x come whole, one after the other, so a stage of 64 kept columns meets 128 rows of x. Roles,
 // ring and schedule: sm90.cuh. Each of the two consumers computes half the rows of the ROWS x BN tile, 64 at a time.
 //
-// wgmma.sp reads its metadata from registers for as long as it runs. So each stage's products are waited for before
-// the next stage's metadata are fetched, as in CUTLASS's sparse main loops; the other consumer keeps the tensor cores
-// busy meanwhile. Letting one group run on, as the dense kernel does, gave wrong results on an H200. The emulator takes
+// wgmma.sp reads its metadata from registers for as long as it runs. So a stage's products must end before the next
+// stage's metadata are fetched, as in CUTLASS's sparse main loops. The other consumer keeps the tensor cores busy
+// meanwhile. Letting one group run on, as the dense kernel does, gave wrong results on an H200. The emulator takes
 // metadata when a product is issued, so it cannot tell the two apart.
 //
 // Macros: ROWS, 128 or 256; BN, 128; and those of sm90.cuh.
@@ -17,8 +17,9 @@
 constexpr int PARTS = ROWS / 128;  // of 64 rows, a consumer
 constexpr int STEPS = BK / 32;     // products of 32 rows of x, a stage
 
-// weights bytes (stages, WEIGHT_BYTES): the shared-memory image of each stage: 64 kept weights of each row, swizzled,
-// then for each 16 rows, g = 0 to 7 and h = 0, 1 the words that lane 4g + h needs for each step (wgmma_sp_m64nNk32).
+// weights bytes (stages, WEIGHT_BYTES): the shared-memory image of each stage. First 64 kept weights of each row,
+// swizzled. Then the words that lane 4g + h needs for each step (wgmma_sp_m64nNk32): for each 16 rows, g = 0 to 7 and
+// h = 0, 1.
 // work: Schedule. row_ids int32 (groups * ROWS): the row of `out` each packed row is, -1 for none.
 // partial: null, or float (splits, groups * ROWS, columns up to a multiple of BN) for unfinished sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -131,10 +131,10 @@ DEV void mma_m16n8k8(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
                : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-// sm_80. a is 16x32 with at most 2 of every 4 columns kept: its registers hold the 16 kept columns of a row as above.
-// Metadata says which: 2 bits an element, in rising order within a group of 4. Lane 4g + h (h = 0, 1) holds for
-// columns 16h to 16h + 15 the 8 kept elements of row g (bits 0 to 15) and of row g + 8 (bits 16 to 31); lanes with
-// t = 2, 3 are not read.
+// sm_80. a is 16x32 with at most 2 of every 4 columns kept: its registers hold the 16 kept columns of a row as
+// above. Metadata says which: 2 bits an element, in rising order within a group of 4. Lane 4g + h (h = 0, 1) holds
+// those of columns 16h to 16h + 15. Bits 0 to 15 are of the 8 kept elements of row g, bits 16 to 31 of row g + 8.
+// Lanes with t = 2, 3 are not read.
 DEV void mma_sp_m16n8k32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
   asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." ELEMENT "." ELEMENT
                ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;\n"
@@ -144,7 +144,8 @@ DEV void mma_sp_m16n8k32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u3
 }
 
 // Volta (sm_70) only: later machines compile it into ordinary arithmetic. Halves only. Four products at once, one by
-// each quad pair: lanes 4q to 4q + 3 and 4q + 16 to 4q + 19 for q = 0 to 3. With h = lane / 16 (0 or 1), t = lane % 4:
+// each quad pair. Pair q (0 to 3) is lanes 4q to 4q + 3 and 4q + 16 to 4q + 19.
+// With h = lane / 16 (0 or 1), t = lane % 4:
 //   a (8x4)    row t + 4h, columns 0, 1 in a[0] and 2, 3 in a[1]
 //   b (4x8)    row t, columns 4h, 4h + 1 in b[0] and 4h + 2, 4h + 3 in b[1] (row-major, as x lies in memory)
 //   c (8x8)    c[i]: row (lane & 1) + (i & 2) + 4h, column (i & 4) + (lane & 2) + (i & 1)
@@ -206,9 +207,9 @@ DEV void named_barrier(int id, int threads) {
 
 // ---- Copies of 8 elements, however rows are aligned ----
 
-// Copies 8 elements to shared memory, of which the first `count` exist (all of none where count is not positive); the
-// others become 0. Rows are aligned to AT_ONCE elements: 8, 4 or 2 at a time are copied asynchronously, which no machine
-// does with less than 4 bytes: 1 at a time goes through registers.
+// Copies 8 elements to shared memory, of which the first `count` exist (all of none where count is not positive);
+// the others become 0. Rows are aligned to AT_ONCE elements. 8, 4 or 2 at a time are copied asynchronously. No
+// machine does that with less than 4 bytes, so 1 at a time goes through registers.
 template <int AT_ONCE>
 DEV void copy_8(void* shared, const u16* global, int count) {
   unsigned char* to = static_cast<unsigned char*>(shared);
@@ -233,8 +234,9 @@ DEV void copy_8(void* shared, const u16* global, int count) {
 
 // ---- Epilogue ----
 
-// Moves rows of sums up by one: a loop that takes row 0 and moves needs one piece of code for all of them. An index that
-// only the run knows would put the sums into memory, and a copy of the code for each row takes long to compile.
+// Moves rows of sums up by one: a loop that takes row 0 and moves needs one piece of code for all of them. An index
+// that is known only at run time would put the sums into memory. A copy of the code for each row takes long to
+// compile.
 template <class Row, int ROWS_OF_SUMS>
 DEV void move_up(Row (&rows)[ROWS_OF_SUMS]) {
   constexpr int COUNT = sizeof(Row) / sizeof(float);
@@ -262,9 +264,9 @@ DEV void activate(float (&values)[N], int activation) {
 // PTX ISA, "mbarrier", "cp.async.bulk" and "Asynchronous warpgroup level matrix instructions"; sm_90a only.
 
 // -- Barriers in shared memory --
-// A barrier is in a phase, which completes once `count` threads have arrived and every expected byte has landed; then
-// the next phase begins with the same count. Phases are told apart by parity: the first is 0. A wait for parity 1 on
-// a fresh barrier returns at once: the phase before the first counts as complete.
+// A barrier is in a phase, which completes once `count` threads have arrived and every expected byte has landed.
+// Then the next phase begins with the same count. Phases are told apart by parity: the first is 0. A wait for parity
+// 1 on a fresh barrier returns at once: the phase before the first counts as complete.
 
 DEV void mbarrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(count) : "memory");
@@ -319,9 +321,10 @@ DEV void register_decrease() {
 }
 
 // -- Products of a warpgroup: d (64 x N) += a b, float, a and b in shared memory, described below --
-// All 128 threads of four warps from a multiple of 4 call. Products run on by themselves: a fence before the first,
-// commit makes a group of those since the last commit, wait<N> leaves at most N groups under way. Until then neither
-// d nor the tiles may be touched. With g = lane / 4 and t = lane % 4, warp w of the four holds rows 16w to 16w + 15:
+// All 128 threads of four warps from a multiple of 4 call. Products run on by themselves. A fence comes before the
+// first. Commit makes a group of those since the last commit, and wait<N> leaves at most N groups under way. Until
+// then neither d nor the tiles may be touched.
+// With g = lane / 4 and t = lane % 4, warp w of the four holds rows 16w to 16w + 15:
 //   d[4j], d[4j + 1]: row 16w + g, columns 8j + 2t, 8j + 2t + 1;   d[4j + 2], d[4j + 3]: row 16w + g + 8
 
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
@@ -359,8 +362,8 @@ DEV void wgmma_keep_order(float (&d)[N]) {
 #define SUMS_64 SUMS_32(0), SUMS_32(32)
 #define SUMS_128 SUMS_64, SUMS_32(64), SUMS_32(96)
 
-// The operands after d: descriptors a and b, (metadata, selector 0,) whether to add to d (always), signs of a and b,
-// and how they lie: a K-major (0), b MN-major (1). The 1 comes in a register, as wgmma takes a predicate.
+// The operands after d: descriptors a and b, (metadata, selector 0,) whether to add to d (always), and signs of a
+// and b. Then how they lie: a K-major (0), b MN-major (1). The 1 comes in a register, as wgmma takes a predicate.
 #define WGMMA(columns, names, sums, a_name, b_name, one)                                                        \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, " one ", 0;\n"                                               \
                "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." ELEMENT "." ELEMENT " {" names "}, "        \
@@ -382,8 +385,8 @@ DEV void wgmma_m64nNk16(float (&d)[N / 2], u64 a, u64 b) {
   if constexpr (N == 256) WGMMA("256", NAMES_128, SUMS_128, "%128", "%129", "%130");
 }
 
-// The same with a 64 x 32 of which 2 of every 4 columns are kept: its tile holds the 16 kept ones of a row. Metadata
-// as for mma_sp_m16n8k32: each warp's 16 rows, lanes with t = 0 and 1.
+// The same with a 64 x 32 that keeps 2 of every 4 columns. Its tile holds the 16 kept columns of a row. Metadata as
+// for mma_sp_m16n8k32: each warp's 16 rows, lanes with t = 0 and 1.
 template <int N>
 DEV void wgmma_sp_m64nNk32(float (&d)[N / 2], u64 a, u64 b, u32 metadata) {
   static_assert(N == 64 || N == 128 || N == 256, "64, 128 or 256 columns");
@@ -396,7 +399,7 @@ DEV void wgmma_sp_m64nNk32(float (&d)[N / 2], u64 a, u64 b, u32 metadata) {
 
 // -- Tiles in shared memory, as wgmma reads them: 128-byte swizzle --
 // A tile is made of lines of 128 bytes (64 elements) from an address that is a multiple of 1024. Eight chunks of 16
-// bytes lie in line i in the order c ^ (i & 7), so that reading one column of chunks touches every bank.
+// bytes lie in line i in the order c ^ (i & 7). So reading one column of chunks touches every bank.
 //   K-major   line i is row i of a (m x k); 64 columns; the next 8 rows are 1024 bytes further
 //   MN-major  line i is row i of b (k x n); 64 columns; the next 64 columns are `columns_stride` bytes further
 // A tile may be read from a later k: 32 bytes further for 16 columns of a, 128 bytes for each row of b.

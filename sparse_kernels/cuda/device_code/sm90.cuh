@@ -2,18 +2,20 @@
 //
 // A block has three warpgroups of 128 threads. Two consumers multiply with wgmma; the producer fetches what they
 // need, up to STAGES stages ahead, so that no arithmetic waits for memory. A slot of the ring holds one stage: a
-// piece of the weight, packed on the host exactly as it must lie, and the rows of x it meets. Two barriers a slot:
+// piece of the weight, and the rows of x that it meets. The host packs the piece exactly as it must lie.
+// Two barriers a slot:
 //   full    every producer thread arrives once its copies have landed, and the weight's bytes are counted
 //   empty   every consumer warp arrives once it has read the slot
 //
-// A launch walks over tiles of the result (ROWS x BN) in rounds of one tile a block. Tiles come sorted by falling work,
-// and every other round begins with the last block, so that who had the most gets the least next. Where there are
-// fewer tiles than multiprocessors, the stages of a tile are shared out among `splits` blocks. Each writes its float
-// sums to a slice of its own of scratch memory, and finish_sm90.cu adds the slices up. Atomic additions would need no
-// second launch, but zeroed memory and as much traffic, and would sum in another order every time.
+// A launch walks over tiles of the result (ROWS x BN) in rounds of one tile a block. Tiles come sorted by falling
+// work, and every other round begins with the last block. So a block with the most work gets the least next. Where
+// there are fewer tiles than multiprocessors, the stages of a tile are shared out among `splits` blocks. Each writes
+// its float sums to a slice of its own of scratch memory, and finish_sm90.cu adds the slices up. Atomic additions
+// would need no second launch. But they need zeroed memory and as much traffic, and would sum in another order every
+// time.
 //
-// Macros: ROWS and BN, the tile; BK, rows of x a stage; STAGES; WEIGHT_BYTES a stage; ALIGN, the bytes that rows of x
-// and of the result are aligned to: 16, 8 or 2.
+// Macros: ROWS and BN, the tile; BK, rows of x a stage; STAGES; WEIGHT_BYTES a stage; ALIGN. Rows of x and of the
+// result are aligned to ALIGN bytes: 16, 8 or 2.
 #pragma once
 #include "primitives.cuh"
 
@@ -57,8 +59,8 @@ DEV void advance(Position& at) {
   }
 }
 
-// What a block computes next: rows group * ROWS on, columns `column` on, from the stages `first` to `last` of the
-// group's, which begin with `start`.
+// The next tile of a block: rows from group * ROWS on, columns from `column` on. It is summed over the stages
+// `first` to `last` of the group, whose stages begin with `start`.
 struct Tile {
   int group, split, start, first, last, column;
 };
@@ -197,9 +199,9 @@ DEV Rows rows_of(const int* row_ids, const float* bias) {
   return rows;
 }
 
-// Finishes a warpgroup's 64 x N sums: bias, activation, and each row to its place in the result, so that a permutation
-// of rows costs nothing. Lanes first exchange columns, so that a quad writes 64 bytes of one row at a time: no shared
-// memory is needed for it, and the ring keeps it all.
+// Finishes a warpgroup's 64 x N sums: bias, activation, and each row to its place in the result. So a permutation of
+// rows costs nothing. Lanes first exchange columns, so that a quad writes 64 bytes of one row at a time. That needs
+// no shared memory, and the ring keeps all of it.
 template <int N>
 DEV void store_tile(float (&sums)[N / 2], Rows rows, int activation, u16* out, int column, int n) {
   int lane = threadIdx.x & 31;

@@ -1,8 +1,8 @@
-// out = activation(w x + bias) for a weight w whose rows fall into groups that share their kept columns: vector-wise,
-// Shfl-BW and block-wise, on tensor cores by mma.sync. Huang et al., "Shfl-BW", DAC 2022, section 5.
+// out = activation(w x + bias) on tensor cores by mma.sync. The rows of the weight w fall into groups that share
+// their kept columns: vector-wise, Shfl-BW and block-wise. Huang et al., "Shfl-BW", DAC 2022, section 5.
 //
 // A block computes one group (V rows) times BN columns of x. The kept columns of the group, BK at a time, name rows
-// of x; these are gathered beside each other into shared memory, and from there on the product is a dense one:
+// of x. These are gathered beside each other into shared memory. From there on the product is a dense one:
 //
 //     kept columns of the group          rows of x they name, gathered
 //     [ V x BK, fragment order ]    x    [ BK x BN ]                        tile by tile, accumulated in float32
@@ -10,8 +10,8 @@
 // A Shfl-BW weight's row order costs nothing: a finished row is written to the row of `out` that it belongs to.
 //
 // x is (k, n) and out (m, n). With CONV 1 the same kernel is a convolution by implicit GEMM: x is (c_in, h, w,
-// batch), out (c_out, out_h, out_w, batch), a column of the product is an output position and an image, and a kept
-// column names an input channel and a tap; only the address of an element of x differs.
+// batch), out (c_out, out_h, out_w, batch). A column of the product is an output position and an image, and a kept
+// column names an input channel and a tap. Only the address of an element of x differs.
 //
 // Settings (sparse_kernels/cuda/vector.py chooses them):
 //   V, BN, BK    the tile: rows of a group, columns of x, kept columns a step
@@ -39,9 +39,9 @@ static_assert(BN % 64 == 0 && BK % 16 == 0, "x lies in blocks of 64 columns, and
 static_assert(ASYNC ? COPY == 8 : STAGES == 2, "cp.async copies 16 bytes; registers serve two buffers");
 
 // ---- Which part of a tile a thread copies ----
-// Every thread copies the same columns of x in every tile, and ROWS rows of the tile that follow each other, so that
-// one wide load fetches the places of all of them, and 8 neighbouring lanes write 128 neighbouring bytes: no two of
-// the 8 share a bank, whatever the swizzle below does to their order.
+// Every thread copies the same columns of x in every tile, and ROWS rows of the tile that follow each other. So one
+// wide load fetches the places of all of them, and 8 neighbouring lanes write 128 neighbouring bytes. No two of the
+// 8 share a bank, whatever the swizzle below does to their order.
 
 constexpr int PIECES = BN / COPY;                 // threads to a row of x
 constexpr int ROWS = BK * PIECES / THREADS;       // rows of a tile to a thread
@@ -64,8 +64,8 @@ typedef Bytes16 Piece;
 typedef u16 Piece;
 #endif
 
-// Where the kept columns of a thread's rows lie in x: a row of the matrix, or a pixel of a convolution's input,
-// relative to the first tap of channel 0. -1 is padding: zeros, and nothing is read.
+// Where the kept columns of a thread's rows lie in x. A place is a row of the matrix, or a pixel of a convolution's
+// input relative to the first tap of channel 0. -1 is padding: zeros, and nothing is read.
 struct __align__(ROWS % 4 == 0 ? 16 : 4 * ROWS) Places {
   int at[ROWS];
 };
@@ -125,14 +125,15 @@ DEV int x_byte(int row, int column) {
 }
 
 // ---- One step of a product: 16 kept columns of a tile, from shared memory ----
-// Weights lie in the order in which lanes want them, 512 bytes for every 16 x 16: 8 lanes read 128 neighbouring
+// Weights lie in the order in which lanes need them, 512 bytes for every 16 x 16. So 8 lanes read 128 neighbouring
 // bytes, which are in different banks.
 
 #if MMA_K == 4
-// The quad pairs of a warp (q) compute quarters: rows 8 (q % 2) and up of 16, and 8 columns of the left (q < 2) or
-// right half of the warp's. Left and right together read 4 rows of 2 chunks of x at once. In a warp of 64 columns the
-// chunks are 4 apart, a bit that the swizzle of 4 neighbouring rows leaves alone: all 8 lie in different banks. In one
-// of 32 they are 2 apart, which the swizzle mixes: two lie in the same banks, and the read takes twice as long.
+// The quad pairs of a warp (q) compute quarters: rows 8 (q % 2) and up of 16, and 8 columns. These are in the left
+// half of the warp's columns for q < 2, else in the right. Left and right together read 4 rows of 2 chunks of x at
+// once. In a warp of 64 columns the chunks are 4 apart. The swizzle of 4 neighbouring rows leaves that bit alone, so
+// all 8 lie in different banks. In one of 32 they are 2 apart, which the swizzle mixes: two lie in the same banks,
+// and the read takes twice as long.
 typedef float RowTile[COLUMN_TILES][8];
 typedef RowTile Accumulators[ROW_TILES];
 
@@ -203,9 +204,9 @@ DEV void multiply(Accumulators& sums, const unsigned char* x, int step, int warp
 #endif
 
 // ---- Results ----
-// 16 rows of a warp at a time go through a patch of shared memory of its own, as float32, to be written out in whole
-// rows: the fragments of a lane lie scattered. 16 lanes write 4 rows of 8 words of a 16 x 8 fragment at once; the
-// patch's pitch is 8 or 24 modulo 32 words, so that these fall into different banks. (Volta's 8 x 8 fragments lie
+// The fragments of a lane lie scattered. So 16 rows of a warp at a time go through its own patch of shared memory,
+// as float32, and leave it in whole rows. 16 lanes write 4 rows of 8 words of a 16 x 8 fragment at once. The patch's
+// pitch is 8 or 24 modulo 32 words, so that these words fall into different banks. (Volta's 8 x 8 fragments lie
 // otherwise: 2 or 4 of their words share a bank.)
 
 constexpr int PATCH_PITCH = WARP_COLUMNS + 8;
@@ -365,7 +366,7 @@ DEV void put(unsigned char* stage, const Held& held, const Copier& copier) {
 // starts     (groups + 1) the tiles of a group; the groups with most tiles come first
 // row_ids    (groups * V) the row of `out` that a packed row is, -1 for padding
 // n          columns of the product; x and out lie as said at the top. bias (m) or null.
-// Grid: one block for every group and BN columns, the groups of the same columns beside each other: they read the
+// Grid: one block for every group and BN columns, the groups of the same columns beside each other. They read the
 // same rows of x at about the same time, so these come from the second-level cache. Without the 1 in
 // __launch_bounds__ ptxas spills a few registers of some tiles to fit one block more.
 #if CONV

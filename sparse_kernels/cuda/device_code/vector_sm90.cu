@@ -1,9 +1,9 @@
 // Vector-wise, Shfl-BW and block-wise product on Hopper: out (m, n) = activation(w (m, k) @ x (k, n) + bias).
 //
-// The V rows of a group keep the same columns, so a group times x is a small dense product: the group's V x K'
-// weights times the K' rows of x that it names, gathered as they are copied. Roles, ring and schedule: sm90.cuh.
+// The V rows of a group keep the same columns, so a group times x is a small dense product. The group's V x K'
+// weights meet the K' rows of x that it names, gathered as they are copied. Roles, ring and schedule: sm90.cuh.
 //
-// Two consumers share the V x BN tile of the result: with V = 128 each has 64 rows and all columns, with V = 64 all
+// Two consumers share the V x BN tile of the result. With V = 128 each has 64 rows and all columns, with V = 64 all
 // rows and half the columns.
 //
 // Macros: V, 64 or 128; BN, 128 or 256; and those of sm90.cuh.

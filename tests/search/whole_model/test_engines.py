@@ -56,14 +56,14 @@ def example(): return base.example()
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever a sparse layer computes on the CPU."""
     found: list[int] = []
-    use: Callable[[int], Any] = threads_of_kernels.use
+    set_thread_count: Callable[[int], Any] = threads_of_kernels.set_thread_count
 
     def counted(threads: int) -> Any:
         found.append(threads)
-        return use(threads)
+        return set_thread_count(threads)
 
     for module in (sparse_layer, sparse_linear, sparse_conv):
-        monkeypatch.setattr(module, "threads", SimpleNamespace(use=counted))  # as layers know it
+        monkeypatch.setattr(module, "threads", SimpleNamespace(set_thread_count=counted))  # as layers know it
     return found
 
 

@@ -29,7 +29,7 @@ def operands(
     rng: np.random.Generator, shape: Conv2dShape, pattern: Pattern, sparsity: float = 0.5
 ) -> tuple[Packed, np.ndarray]:
     """(packed, x) whose convolution float32 holds exactly."""
-    weight, x = oracle.exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
+    weight, x = oracle.build_exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
     kept = 0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else sparsity
     packed = pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
     return packed, x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()

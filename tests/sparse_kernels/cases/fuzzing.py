@@ -38,7 +38,7 @@ from sparse_kernels import (
 )
 from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
 from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS
-from sparse_kernels.reference import finish, patches
+from sparse_kernels.reference import build_patches, finish
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -172,7 +172,7 @@ class Layer(ABC):
         rng, (m, k) = self.rng, self.size
         mask = mask_of(parse(self.pattern), m, k, self.sparsity, self.kept, rng)
         if self.values == "whole":
-            weight, _ = oracle.exact_operands(rng, m, k, 1)
+            weight, _ = oracle.build_exact_operands(rng, m, k, 1)
         else:
             weight = rng.standard_normal((m, k)).astype(np.float32)
             weight[weight == 0] = 1
@@ -336,7 +336,7 @@ class Conv2d(Layer):
         return n, shape.c_out, shape.out_h, shape.out_w
 
     def columns(self, x: np.ndarray) -> np.ndarray:
-        return patches(x, self.shape(len(x)))
+        return build_patches(x, self.shape(len(x)))
 
     def rows(self, y: np.ndarray) -> np.ndarray:
         return y.swapaxes(0, 1).reshape(self.c_out, y.size // self.c_out)

@@ -40,7 +40,7 @@ from latbench.timing import gpu_ceiling_kernels  # noqa: E402
 from sparse_kernels.cuda import build  # noqa: E402
 from sparse_kernels.cuda.program import Variant  # noqa: E402
 from sparse_kernels.cuda.targets import ARCHITECTURES  # noqa: E402
-from sparse_kernels.cuda.variants import FAMILIES, all_variants  # noqa: E402
+from sparse_kernels.cuda.variants import FAMILIES, list_variants  # noqa: E402
 
 CUBINS = ROOT / "build" / "cubins"
 
@@ -112,7 +112,7 @@ def machine_code(cubin: Path, function: str) -> NDArray[np.uint64]:
 
 def cubins_of(family: str | None, architectures: Collection[str] | None) -> list[tuple[Variant, str]]:
     """Return the kernels of one family or of all, each with every architecture it is for or with the given ones."""
-    every = all_variants((family,)) if family else [*all_variants(), *gpu_ceiling_kernels.VARIANTS]
+    every = list_variants((family,)) if family else [*list_variants(), *gpu_ceiling_kernels.VARIANTS]
     wanted = architectures or ARCHITECTURES
     return [(one, architecture) for one in every for architecture in one.architectures if architecture in wanted]
 

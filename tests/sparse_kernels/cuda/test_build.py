@@ -132,14 +132,14 @@ def nvrtc_of(version, *architectures):
 )
 def test_what_the_compiler_does_not_know_gives_way_to_older_code_that_runs_too(monkeypatch, runs, known, compiled):
     monkeypatch.setattr(build, "load_nvrtc", {12: nvrtc_of((12, 8), *known)}.get)
-    assert build.compilable(runs, newest=12) == compiled
+    assert build.select_compilable(runs, newest=12) == compiled
 
 
 def test_where_nothing_can_be_compiled_the_gpus_own_architecture_is_named(monkeypatch):
     monkeypatch.setattr(build, "load_nvrtc", {12: nvrtc_of((12, 8), 80)}.get)
     reason = r"compiles for sm_121 \(libnvrtc.so.12 12.8 does not\): pip install 'nvidia-cuda-nvrtc-cu12>=12.9'$"
     with pytest.raises(MissingLibrary, match=reason):
-        build.compilable(("sm_121", "sm_120"), newest=12)
+        build.select_compilable(("sm_121", "sm_120"), newest=12)
 
 
 @needs_12
@@ -194,4 +194,4 @@ def test_processes_that_compile_the_same_at_once_leave_one_whole_cubin(tmp_path)
 
 def test_cubins_lie_in_latbenchs_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "cubins"
+    assert build.find_cubin_folder() == tmp_path / "cubins"

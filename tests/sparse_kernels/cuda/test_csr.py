@@ -20,7 +20,7 @@ from sparse_kernels.plan_protocol import ACTIVATIONS
 @pytest.mark.parametrize("shape", [(1, 1), (33, 70)], ids=str)
 def test_entries_hold_the_weight_in_rows_that_get_shorter(rng, shape, sparsity, dtype):
     packed, weight = pruned(rng, Unstructured(), drawn(rng, shape, dtype), sparsity)
-    program = csr.program(packed, dtype, "sm_80", 1)
+    program = csr.build_program(packed, dtype, "sm_80", 1)
     starts = program.indptr.astype(int)
     assert (np.diff(np.diff(starts)) <= 0).all()
     found = np.zeros(shape)
@@ -41,12 +41,12 @@ def test_values_are_rounded_to_elements(rng, dtype):
 
 def test_what_is_no_weight_of_this_kernel_is_refused():
     with pytest.raises(NotSupported, match="multiplies unstructured weights, not nm:2:4"):
-        csr.program(pack(np.zeros((4, 4), np.float32), np.zeros((4, 4), bool), NM(2, 4)), "float16", "sm_80", 8)
+        csr.build_program(pack(np.zeros((4, 4), np.float32), np.zeros((4, 4), bool), NM(2, 4)), "float16", "sm_80", 8)
     packed = pack(np.ones((4, 4), np.float32), None, Unstructured())
     with pytest.raises(NotSupported, match="elements are float16 or bfloat16, not float32"):
-        csr.program(packed, "float32", "sm_80", 8)
+        csr.build_program(packed, "float32", "sm_80", 8)
     with pytest.raises(NotSupported, match="not sm_60"):
-        csr.program(packed, "float16", "sm_60", 8)
+        csr.build_program(packed, "float16", "sm_60", 8)
 
 
 def test_every_launch_is_a_known_variant():
@@ -54,7 +54,7 @@ def test_every_launch_is_a_known_variant():
     assert len(known) == len(csr.VARIANTS)
     packed = pack(np.ones((70, 40), np.float32), None, Unstructured())
     for dtype, n in itertools.product(DTYPES, (1, 2, 6, 8, 100, 5000)):
-        program = csr.program(packed, dtype, "sm_80", n)
+        program = csr.build_program(packed, dtype, "sm_80", n)
         (launch,) = program.launches(n, None)
         assert launch.variant.name in known
         assert n % launch.variant.defines["VECTOR"] == 0
@@ -78,7 +78,9 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, dtype, activation):
     x, bias = drawn(rng, (k, n), dtype), rng.standard_normal(m).astype(np.float32)
     out = np.empty((m, n), np.uint16)
     for b in (None, bias):
-        emulator.run(csr.program(packed, dtype, "sm_75", n).launches(n, activation), bits(x, dtype), out, b, seed=0)
+        emulator.run(
+            csr.build_program(packed, dtype, "sm_75", n).launches(n, activation), bits(x, dtype), out, b, seed=0
+        )
         expected, bound = oracle(weight, x, b, activation, dtype)
         assert (np.abs(numbers(out, dtype) - expected) <= bound).all()
 
@@ -88,7 +90,7 @@ def test_infinity_reaches_only_the_rows_that_read_it(rng):
     x = np.abs(drawn(rng, (30, 16), "float16"))
     x[5, 3] = np.inf
     out = np.empty((40, 16), np.float16)
-    launches = csr.program(packed, "float16", "sm_80", 16).launches(16, None)
+    launches = csr.build_program(packed, "float16", "sm_80", 16).launches(16, None)
     emulator.run(launches, x.astype(np.float16), out, None, seed=0)
     expected = np.zeros((40, 16), bool)
     expected[:, 3] = weight[:, 5] != 0

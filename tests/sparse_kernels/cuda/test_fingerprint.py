@@ -70,7 +70,7 @@ def test_code_changes_the_families_that_compile_it_and_no_others(sources, source
 
 def test_a_text_that_looks_like_a_comment_stays(sources):
     (sources / "text.cu").write_text('const char *url = "http://x /* y */"; // gone\n')
-    assert family_fingerprint.code("text.cu") == 'const char *url = "http://x /* y */";'
+    assert family_fingerprint.read_code("text.cu") == 'const char *url = "http://x /* y */";'
 
 
 def test_a_compile_option_changes_all(sources, monkeypatch):
@@ -90,9 +90,9 @@ def test_a_tile_is_seen_in_what_is_launched(launched_anew, monkeypatch):
 
 def test_packed_weights_are_seen_in_what_is_launched(launched_anew, monkeypatch):
     families = ("nm_sm90", "csr")
-    before, swizzled = every(families=families), sm90.swizzled
+    before, swizzled = every(families=families), sm90.swizzle
     family_fingerprint._launched_digest.cache_clear()
-    monkeypatch.setattr(sm90, "swizzled", lambda lines: np.ascontiguousarray(swizzled(lines)[..., ::-1]))
+    monkeypatch.setattr(sm90, "swizzle", lambda lines: np.ascontiguousarray(swizzled(lines)[..., ::-1]))
     after = every(families=families)
     assert {family for family in before if before[family] != after[family]} == {"nm_sm90"}
 

@@ -14,7 +14,7 @@ import pytest
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Launch, Operand, Variant
 from sparse_kernels.cuda.targets import ARCHITECTURES
-from sparse_kernels.cuda.variants import all_variants
+from sparse_kernels.cuda.variants import list_variants
 
 KERNELS = Path(emulator.__file__).parent / "kernels"
 
@@ -115,7 +115,7 @@ def one_of_each():
     """A variant of every kernel and instruction, and an architecture that the disassembler knows."""
     found = {
         (one.function, one.instruction, architecture): (one, architecture)
-        for one in all_variants()
+        for one in list_variants()
         for architecture in one.architectures
         if architecture != "sm_70"
     }

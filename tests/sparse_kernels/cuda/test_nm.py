@@ -60,8 +60,8 @@ def test_fragments_and_metadata_hold_the_weight_as_the_instruction_reads_it(rng,
 @pytest.mark.parametrize("shape", [(1, 1), (65, 131), (70, 600)], ids=str)
 def test_entries_hold_the_weight(rng, shape, pattern, dtype):
     packed, weight = pruned(rng, pattern, drawn(rng, shape, dtype), pattern.sparsity, 0.3)
-    depth = nm.tile_depth(pattern)
-    entries = nm.entries(unpack(packed), depth, dtype)
+    depth = nm.choose_tile_depth(pattern)
+    entries = nm.pack_entries(unpack(packed), depth, dtype)
     found = np.zeros((entries.shape[0] * 64, entries.shape[1] * depth))
     for block, tile, row, slot in np.ndindex(*entries.shape):
         word = int(entries[block, tile, row, slot])
@@ -78,53 +78,55 @@ def test_what_is_no_weight_of_these_kernels_is_refused(rng):
     packed, _ = pruned(rng, NM(2, 4), whole_numbers(rng, (8, 8), 9), 0.5)
     unstructured = pack(np.ones((8, 8), np.float32), None, Unstructured())
     with pytest.raises(NotSupported, match="multiply N:M weights, not unstructured"):
-        nm.program(unstructured, "float16", "sm_80", 8)
+        nm.build_program(unstructured, "float16", "sm_80", 8)
     with pytest.raises(NotSupported, match="elements are float16 or bfloat16, not float32"):
-        nm.program(packed, "float32", "sm_80", 8)
+        nm.build_program(packed, "float32", "sm_80", 8)
     with pytest.raises(NotSupported, match="not sm_60"):
-        nm.program(packed, "float16", "sm_60", 8)
+        nm.build_program(packed, "float16", "sm_60", 8)
     with pytest.raises(ValueError, match="row 1 keeps more than 2 of the columns 4 to 7"):
-        nm.two_of_four(np.array([[1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 1, 0, 1, 0, 1, 1]], np.float32))
+        nm.select_two_of_four(np.array([[1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 1, 0, 1, 0, 1, 1]], np.float32))
 
 
 # ---- Launch settings ----
 
 
 def test_tensor_cores_take_what_is_two_of_four_where_they_are_faster():
-    assert nm.on_tensor_cores(NM(2, 4), "sm_80")
-    assert nm.on_tensor_cores(NM(1, 16), "sm_80")
-    assert not nm.on_tensor_cores(NM(1, 16), "sm_86")  # ordinary cores skip more than the tensor cores gain
-    assert not nm.on_tensor_cores(NM(4, 8), "sm_80")  # 4 of 8 may lie in 4 columns
-    assert not nm.on_tensor_cores(NM(1, 3), "sm_80")
-    assert not nm.on_tensor_cores(NM(2, 4), "sm_75")
-    assert nm.on_tensor_cores(NM(2, 4), "sm_121")
+    assert nm.runs_on_tensor_cores(NM(2, 4), "sm_80")
+    assert nm.runs_on_tensor_cores(NM(1, 16), "sm_80")
+    assert not nm.runs_on_tensor_cores(NM(1, 16), "sm_86")  # ordinary cores skip more than the tensor cores gain
+    assert not nm.runs_on_tensor_cores(NM(4, 8), "sm_80")  # 4 of 8 may lie in 4 columns
+    assert not nm.runs_on_tensor_cores(NM(1, 3), "sm_80")
+    assert not nm.runs_on_tensor_cores(NM(2, 4), "sm_75")
+    assert nm.runs_on_tensor_cores(NM(2, 4), "sm_121")
 
 
 def test_tiles_are_the_largest_that_fill_the_machine():
-    assert nm.best_tile(4096, 4096, 108).rows == 128
-    assert nm.best_tile(4096, 128, 108).rows == 64
-    assert nm.best_tile(4096, 128, 32).rows == 128
-    assert nm.best_tile(4096, 16, 108).columns == 64
-    assert nm.best_tile(64, 64, 108) == nm.TILES[-1]
-    assert nm.best_lane_columns(4096, 4096, 32, 8, 108) == 8
-    assert nm.best_lane_columns(4096, 4096, 64, 8, 108) == 4  # deep tiles of x: shared memory
-    assert nm.best_lane_columns(4096, 1, 32, 8, 108) == 2
+    assert nm.choose_tensor_tile(4096, 4096, 108).rows == 128
+    assert nm.choose_tensor_tile(4096, 128, 108).rows == 64
+    assert nm.choose_tensor_tile(4096, 128, 32).rows == 128
+    assert nm.choose_tensor_tile(4096, 16, 108).columns == 64
+    assert nm.choose_tensor_tile(64, 64, 108) == nm.TILES[-1]
+    assert nm.choose_lane_columns(4096, 4096, 32, 8, 108) == 8
+    assert nm.choose_lane_columns(4096, 4096, 64, 8, 108) == 4  # deep tiles of x: shared memory
+    assert nm.choose_lane_columns(4096, 1, 32, 8, 108) == 2
 
 
 def test_patterns_on_ordinary_cores_fit_the_shared_memory_of_every_machine():
     most_of_all = min(target.block_shared_bytes for target in TARGETS.values())
     for pattern in [NM(keep, of) for of in range(2, 257) for keep in {1, of // 2, of - 1} - {0}]:
-        depth = nm.tile_depth(pattern)
+        depth = nm.choose_tile_depth(pattern)
         most = min(depth, max(1, depth // pattern.of) * pattern.keep)
-        columns = nm.best_lane_columns(4096, 4096, depth, most + most % 2, 40)
-        assert nm.ordinary_shared_bytes(columns, depth, most + most % 2) <= most_of_all
+        columns = nm.choose_lane_columns(4096, 4096, depth, most + most % 2, 40)
+        assert nm.count_shared_bytes(columns, depth, most + most % 2) <= most_of_all
 
 
 def test_every_launch_is_a_known_variant(rng):
     known = {variant.name for variant in nm.VARIANTS}
     assert len(known) == len(nm.VARIANTS)
     for pattern, architecture, dtype in itertools.product((NM(2, 4), NM(4, 8)), ARCHITECTURES, DTYPES):
-        program = nm.program(pruned(rng, pattern, whole_numbers(rng, (70, 40), 9), 0.5)[0], dtype, architecture, 1)
+        program = nm.build_program(
+            pruned(rng, pattern, whole_numbers(rng, (70, 40), 9), 0.5)[0], dtype, architecture, 1
+        )
         for n in (1, 100, 5000):
             (launch,) = program.launches(n, None)
             assert launch.variant.name in known

@@ -56,7 +56,7 @@ def test_kept_weights_and_metadata_hold_the_weight(rng, shape, height, dtype):
 def test_places_of_a_group_that_keeps_fewer_than_two(rng):
     """One kept at place 0 to 3, none, two."""
     weight = np.array([[5, 0, 0, 0, 0, 6, 0, 0, 0, 0, 7, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 9, 0, 4]], np.float32)
-    values, places = nm_sm90.pairs(pack(weight, weight != 0, NM(2, 4)))
+    values, places = nm_sm90.select_pairs(pack(weight, weight != 0, NM(2, 4)))
     assert values[0].tolist() == [[5, 0], [6, 0], [7, 0], [0, 8], [0, 0], [9, 4]]
     assert places[0].tolist() == [0b0100, 0b1001, 0b1110, 0b1110, 0b0100, 0b1101]
 
@@ -76,7 +76,7 @@ def test_what_is_not_run_is_refused_in_a_sentence(rng, pattern, dtype, architect
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.5
     packed = pack(weight, pattern.mask(weight.astype(float) ** 2, sparsity), pattern)
     with pytest.raises(NotSupported, match=said):
-        nm_sm90.program(packed, dtype, architecture, 8)
+        nm_sm90.build_program(packed, dtype, architecture, 8)
 
 
 # ---- Launches ----
@@ -84,7 +84,7 @@ def test_what_is_not_run_is_refused_in_a_sentence(rng, pattern, dtype, architect
 
 def test_high_tiles_for_many_columns_and_low_ones_where_high_ones_would_leave_multiprocessors_idle():
     def clocks(shape, height):
-        return nm_sm90.expected_clocks(shape, height, shape[0] // 2, 132)
+        return nm_sm90.predict_clocks(shape, height, shape[0] // 2, 132)
 
     assert clocks((8192, 4096), 256) < clocks((8192, 4096), 128)
     assert clocks((2048, 1024), 128) < clocks((2048, 1024), 256)
@@ -92,10 +92,10 @@ def test_high_tiles_for_many_columns_and_low_ones_where_high_ones_would_leave_mu
 
 def test_a_smaller_machine_gets_fewer_blocks_and_other_tiles(rng):
     packed = packed_of(rng, NM(2, 4), 4096, 128)
-    program = nm_sm90.program(packed, "float16", "sm_90a", 2048, 114)
+    program = nm_sm90.build_program(packed, "float16", "sm_90a", 2048, 114)
     (launch,) = program.launches(2048, None)
     assert launch.grid == (114, 1, 1)
-    assert nm_sm90.program(packed, "float16", "sm_90a", 2048).launches(2048, None)[0].grid == (132, 1, 1)
+    assert nm_sm90.build_program(packed, "float16", "sm_90a", 2048).launches(2048, None)[0].grid == (132, 1, 1)
 
 
 @pytest.mark.parametrize("n", [8, 100, 129, 5000])
@@ -104,13 +104,13 @@ def test_every_launch_is_among_the_variants_that_the_gate_compiles(rng, n):
     assert len(set(known)) == len(known)
     for m, k in ((64, 4096), (1024, 128)):
         packed = packed_of(rng, NM(2, 4), m, k)
-        for launch in nm_sm90.program(packed, "bfloat16", "sm_90a", n).launches(n, "relu"):
+        for launch in nm_sm90.build_program(packed, "bfloat16", "sm_90a", n).launches(n, "relu"):
             assert launch.variant.name in known
 
 
 @pytest.mark.parametrize("height", nm_sm90.HEIGHTS)
 def test_the_ring_fits_shared_memory(height):
-    kernel = nm_sm90.kernel(height)
+    kernel = nm_sm90.build_hopper_kernel(height)
     assert kernel.stages >= 3
     assert kernel.stages * kernel.stage_bytes + 2048 <= 227 * 1024
 
@@ -162,7 +162,7 @@ def test_no_product_is_dropped_or_repeated(rng):
     weight = rng.integers(1, 4, (128, 260)).astype(np.float32)
     weight *= NM(2, 4).mask(rng.random(weight.shape), 0.5)
     x = rng.integers(-2, 3, (260, 24)).astype(np.float16)
-    program = nm_sm90.program(pack(weight, weight != 0, NM(2, 4)), "float16", "sm_90a", 24)
+    program = nm_sm90.build_program(pack(weight, weight != 0, NM(2, 4)), "float16", "sm_90a", 24)
     out = np.empty((128, 24), np.float16)
     emulator.run(program.launches(24, None), x, out, seed=2)
     np.testing.assert_array_equal(out, weight @ x.astype(np.float32))

@@ -234,13 +234,13 @@ def test_a_missing_bias_is_a_null_pointer():
     ],
 )
 def test_a_gpu_gets_the_newest_code_that_it_runs(capability, architecture):
-    assert machines.architectures_of(capability)[0] == architecture
+    assert machines.list_architectures(capability)[0] == architecture
 
 
 def test_older_code_that_a_gpu_runs_too_comes_after_the_newest():
-    assert machines.architectures_of((8, 9)) == ("sm_89", "sm_86", "sm_80")
-    assert machines.architectures_of((12, 1)) == ("sm_121", "sm_120")
-    assert machines.architectures_of((9, 0)) == ("sm_90a",)
+    assert machines.list_architectures((8, 9)) == ("sm_89", "sm_86", "sm_80")
+    assert machines.list_architectures((12, 1)) == ("sm_121", "sm_120")
+    assert machines.list_architectures((9, 0)) == ("sm_90a",)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_gpu_without_kernels_is_told_why_and_what_to_do(capability, reason):
     with pytest.raises(
         NoDevice, match=rf"^no kernel for compute capability {capability[0]}\.{capability[1]}: .*{reason}"
     ):
-        machines.architectures_of(capability)
+        machines.list_architectures(capability)
 
 
 def cupy_of(capability, cuda):

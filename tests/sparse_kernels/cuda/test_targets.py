@@ -10,7 +10,7 @@ from sparse_kernels import pack
 from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_sm90
 from sparse_kernels.cuda.program import DTYPES, NotSupported
 from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
-from sparse_kernels.cuda.variants import FAMILIES, linear
+from sparse_kernels.cuda.variants import FAMILIES, find_linear_builder
 from sparse_kernels.patterns import NM, BlockWise, Dense, Unstructured, VectorWise
 
 EVERYWHERE = {"vector": vector, "nm": nm, "csr": csr, "ceilings": gpu_ceiling_kernels}
@@ -70,7 +70,7 @@ def test_every_launch_fits_the_shared_memory_of_its_architecture(architecture):
         packed = packed_of(pattern, m, k)
         for family, dtype in itertools.product(FAMILIES, DTYPES):
             try:
-                program = linear(family)(packed, dtype, architecture, max(COLUMNS))
+                program = find_linear_builder(family)(packed, dtype, architecture, max(COLUMNS))
             except NotSupported:
                 continue
             for launch in itertools.chain.from_iterable(program.launches(n, "relu") for n in COLUMNS):
@@ -84,7 +84,7 @@ def test_every_launch_fits_the_shared_memory_of_its_architecture(architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_tile_fits_the_shared_memory_of_its_architecture(architecture):
     most = TARGETS[architecture].block_shared_bytes
-    assert all(vector.shared_bytes(one) <= most for one in vector.VARIANTS if architecture in one.architectures)
+    assert all(vector.count_shared_bytes(one) <= most for one in vector.VARIANTS if architecture in one.architectures)
     if architecture in SPARSE_TENSOR_CORES:
         assert all(tile.shared_bytes <= most for tile in nm.TILES)
 

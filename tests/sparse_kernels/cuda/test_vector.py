@@ -96,14 +96,14 @@ def test_infinite_activations_of_dropped_columns_are_not_read(architecture):
     x = np.full((40, 8), np.inf, np.float16)
     x[[3, 17]] = 1
     out = np.empty((16, 8), np.uint16)
-    program = vector.program(pack(weight, mask, VectorWise(16)), "float16", architecture, 8)
+    program = vector.build_program(pack(weight, mask, VectorWise(16)), "float16", architecture, 8)
     emulator.run(program.launches(8, None), x.view(np.uint16), out, seed=1)
     np.testing.assert_array_equal(out.view(np.float16), 2)
 
 
 def launch_of(pattern=None, m=256, k=64, n=128, architecture="sm_80", columns=None):
     packed = pack(np.ones((m, k), np.float32), None, pattern or VectorWise(64))
-    program = vector.program(packed, "float16", architecture, n)
+    program = vector.build_program(packed, "float16", architecture, n)
     (launch,) = program.launches(n if columns is None else columns, None)
     return launch
 
@@ -115,7 +115,7 @@ def test_a_program_runs_other_numbers_of_columns_than_it_was_made_for():
 
 def test_no_columns_are_no_launch():
     packed = pack(np.ones((16, 16), np.float32), None, VectorWise(16))
-    assert vector.program(packed, "float16", "sm_80", 0).launches(0, "relu") == []
+    assert vector.build_program(packed, "float16", "sm_80", 0).launches(0, "relu") == []
 
 
 def test_a_wide_tile_is_taken_where_it_leaves_nobody_idle():
@@ -126,18 +126,18 @@ def test_a_wide_tile_is_taken_where_it_leaves_nobody_idle():
 def test_columns_that_are_not_there_are_counted():
     """320 columns: 5 blocks of 64 bring 5 * 128, 3 of 128 bring 3 * 192, 2 of 256 bring 2 * 320."""
     for columns, widest in ((320, 128), (264, 128), (512, 256), (8, 64)):
-        assert vector.widest_that_pays(64, 108, columns, (64, 128, 256), 108) == widest
+        assert vector.choose_width(64, 108, columns, (64, 128, 256), 108) == widest
 
 
 def test_a_smaller_machine_gets_wider_tiles():
     packed = pack(np.ones((4096, 64), np.float32), None, VectorWise(64))
     for count, width in ((256, 64), (82, 256)):
-        (launch,) = vector.program(packed, "float16", "sm_89", 256, count).launches(256, None)
+        (launch,) = vector.build_program(packed, "float16", "sm_89", 256, count).launches(256, None)
         assert launch.variant.defines["BN"] == width
 
 
 def test_one_program_takes_another_width_for_another_number_of_columns():
-    program = vector.program(pack(np.ones((4096, 64), np.float32), None, VectorWise(64)), "float16", "sm_80", 1)
+    program = vector.build_program(pack(np.ones((4096, 64), np.float32), None, VectorWise(64)), "float16", "sm_80", 1)
     launches = [program.launches(n, None)[0] for n in (8, 2048)]
     assert [launch.variant.defines["BN"] for launch in launches] == [64, 256]
     assert launches[0].arguments[0] is launches[1].arguments[0]
@@ -150,7 +150,7 @@ def test_every_launch_is_of_a_variant_that_the_gate_compiles():
         for v in (1, 16, 20, 64, 128, 300):
             for n in (1, 8, 100, 1024, 100_000):
                 packed = pack(np.ones((300, 4), np.float32), None, VectorWise(v))
-                (launch,) = vector.program(packed, "float16", architecture, n).launches(n, None)
+                (launch,) = vector.build_program(packed, "float16", architecture, n).launches(n, None)
                 assert (launch.variant.name, architecture) in listed
 
 
@@ -163,13 +163,13 @@ def test_blocks_cover_every_group_and_column():
 def test_what_does_not_run_is_refused_in_a_sentence():
     packed = pack(np.ones((16, 16), np.float32), None, VectorWise(16))
     with pytest.raises(NotSupported, match=r"are for sm_70, .*, not sm_61"):
-        vector.program(packed, "float16", "sm_61", 8)
+        vector.build_program(packed, "float16", "sm_61", 8)
     with pytest.raises(NotSupported, match="elements are float16 or bfloat16, not float32"):
-        vector.program(packed, "float32", "sm_80", 8)
+        vector.build_program(packed, "float32", "sm_80", 8)
     with pytest.raises(NotSupported, match="multiply bfloat16 from sm_80 on; sm_75 runs float16"):
-        vector.program(packed, "bfloat16", "sm_75", 8)
+        vector.build_program(packed, "bfloat16", "sm_75", 8)
     with pytest.raises(NotSupported, match="more than one launch numbers with 32 bits"):
-        vector.program(packed, "float16", "sm_80", 8).launches(2**31 - 8, None)
+        vector.build_program(packed, "float16", "sm_80", 8).launches(2**31 - 8, None)
     dropped = np.zeros((4, 4), bool)
     with pytest.raises(NotSupported, match="not nm:2:4"):
-        vector.program(pack(np.ones((4, 4), np.float32), dropped, NM(2, 4)), "float16", "sm_80", 8)
+        vector.build_program(pack(np.ones((4, 4), np.float32), dropped, NM(2, 4)), "float16", "sm_80", 8)

@@ -64,7 +64,7 @@ def test_layers_of_resnet50_launch_one_block_for_every_tile():
         ):
             shape = image(batch, c_in, h, h, c_out, (kernel, kernel), (stride, stride), (kernel // 2, kernel // 2))
             packed = pack(np.ones((shape.m, shape.k), np.float32), None, VectorWise(64))
-            program = vector.conv2d_program(packed, shape, "float16", "sm_80")
+            program = vector.build_conv2d_program(packed, shape, "float16", "sm_80")
             (launch,) = program.launches(batch, "relu")
             assert launch.grid[0] == -(-c_out // 64) * -(-shape.n // launch.variant.defines["BN"])
             assert launch.variant.defines["ASYNC"] == 1
@@ -74,16 +74,16 @@ def test_what_does_not_fit_is_refused():
     shape = image(8, 4, 5, 5, 16, (3, 3))
     packed = pack(np.ones((16, 35), np.float32), None, VectorWise(16))
     with pytest.raises(ValueError, match=r"the packed weight is \(16, 35\), and .* needs \(16, 36\)"):
-        vector.conv2d_program(packed, shape, "float16", "sm_80")
+        vector.build_conv2d_program(packed, shape, "float16", "sm_80")
     large = image(8, 2, 2**15, 2**15, 16, (1, 1))
     packed = pack(np.ones((16, 2), np.float32), None, VectorWise(16))
     with pytest.raises(NotSupported, match="places in an image are counted in 32 bits"):
-        vector.conv2d_program(packed, large, "float16", "sm_80")
+        vector.build_conv2d_program(packed, large, "float16", "sm_80")
 
 
 def test_bytes_are_those_of_the_arrays_that_the_launch_takes():
     shape = image(8, 4, 5, 5, 16, (3, 3))
     packed = pack(np.ones((16, 36), np.float32), None, VectorWise(16))
-    program = vector.conv2d_program(packed, shape, "float16", "sm_80")
+    program = vector.build_conv2d_program(packed, shape, "float16", "sm_80")
     (launch,) = program.launches(8, None)
     assert program.nbytes == sum(it.nbytes for it in launch.arguments if isinstance(it, np.ndarray))

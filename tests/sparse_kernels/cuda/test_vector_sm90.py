@@ -41,23 +41,23 @@ def unpacked(program, k):
 @pytest.mark.parametrize("pattern", ALL_HEIGHTS, ids=str)
 def test_the_image_of_shared_memory_holds_the_weight(rng, pattern, dtype):
     packed = packed_of(rng, pattern, 200, 150, dtype=dtype)
-    program = vector_sm90.program(packed, dtype, "sm_90a", 8)
+    program = vector_sm90.build_program(packed, dtype, "sm_90a", 8)
     np.testing.assert_array_equal(unpacked(program, 150), bits(unpack(packed), dtype))
 
 
 def test_places_without_a_weight_have_weight_zero_and_no_row_of_x(rng):
-    program = vector_sm90.program(packed_of(rng, VectorWise(64), 100, 90), "float16", "sm_90a", 8)
+    program = vector_sm90.build_program(packed_of(rng, VectorWise(64), 100, 90), "float16", "sm_90a", 8)
     weights, columns = program.own
     filled = np.argwhere(columns < 0)
     assert filled.size
     for stage, column in filled:
-        assert not sm90.swizzled(weights)[stage, :, column].any()
+        assert not sm90.swizzle(weights)[stage, :, column].any()
 
 
 def test_groups_with_most_work_come_first(rng):
     mask = np.repeat(np.arange(300) < [[65], [0], [300], [64]], 64, axis=0)
     weight = rng.standard_normal(mask.shape).astype(np.float32)
-    program = vector_sm90.program(pack(weight, mask, VectorWise(64)), "float16", "sm_90a", 8)
+    program = vector_sm90.build_program(pack(weight, mask, VectorWise(64)), "float16", "sm_90a", 8)
     assert program.counts.tolist() == [2, 0, 5, 1]
     assert program.work.tolist() == [[2, 2, 5, 0], [0, 0, 2, 0], [3, 7, 1, 0], [1, 2, 0, 0]]
 
@@ -77,14 +77,14 @@ def test_what_is_not_run_is_refused_in_a_sentence(rng, pattern, dtype, architect
     weight = rng.standard_normal((64, 64)).astype(np.float32)
     packed = pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)
     with pytest.raises(NotSupported, match=said):
-        vector_sm90.program(packed, dtype, architecture, 8)
+        vector_sm90.build_program(packed, dtype, architecture, 8)
 
 
 # ---- Launches ----
 
 
 def filled(m, k, v=128):
-    return vector_sm90.program(pack(np.ones((m, k), np.float32), None, VectorWise(v)), "float16", "sm_90a", 8)
+    return vector_sm90.build_program(pack(np.ones((m, k), np.float32), None, VectorWise(v)), "float16", "sm_90a", 8)
 
 
 def test_no_columns_need_no_launch():
@@ -93,7 +93,7 @@ def test_no_columns_need_no_launch():
 
 def test_a_smaller_machine_gets_fewer_blocks():
     packed = pack(np.ones((4096, 64), np.float32), None, VectorWise(128))
-    (launch,) = vector_sm90.program(packed, "float16", "sm_90a", 2048, 114).launches(2048, None)
+    (launch,) = vector_sm90.build_program(packed, "float16", "sm_90a", 2048, 114).launches(2048, None)
     assert launch.grid == (114, 1, 1)
 
 
@@ -199,7 +199,9 @@ def test_infinite_activations_of_dropped_columns_are_not_read():
     """Places without a weight take zeros, not some row of x times a zero weight, which would be NaN here."""
     mask = np.zeros((64, 40), bool)
     mask[:, [3, 17]] = True
-    program = vector_sm90.program(pack(np.ones((64, 40), np.float32), mask, VectorWise(64)), "float16", "sm_90a", 8)
+    program = vector_sm90.build_program(
+        pack(np.ones((64, 40), np.float32), mask, VectorWise(64)), "float16", "sm_90a", 8
+    )
     x = np.full((40, 8), np.inf, np.float16)
     x[[3, 17]] = 1
     out = np.empty((64, 8), np.float16)
@@ -211,7 +213,7 @@ def test_no_product_is_dropped_or_repeated(rng):
     """Small whole numbers, whose sums float16 holds: any error is a whole unit."""
     weight = rng.integers(1, 4, (128, 150)).astype(np.float32)
     x = rng.integers(-2, 3, (150, 24)).astype(np.float16)
-    program = vector_sm90.program(pack(weight, None, VectorWise(128)), "float16", "sm_90a", 24)
+    program = vector_sm90.build_program(pack(weight, None, VectorWise(128)), "float16", "sm_90a", 24)
     out = np.empty((128, 24), np.float16)
     emulator.run(program.launches(24, None), x, out, seed=2)
     np.testing.assert_array_equal(out, weight @ x.astype(np.float32))

@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_arrays(pattern, rng):
 def test_a_copy_has_addresses_of_its_own(pattern, rng):
     weight = rng.standard_normal((13, 11)).astype(np.float32)
     packed = pack(weight, mask_of(pattern, weight, 0.5), pattern)
-    for other in (formats.copied(packed), pickle.loads(pickle.dumps(packed))):
+    for other in (formats.copy_packed(packed), pickle.loads(pickle.dumps(packed))):
         np.testing.assert_array_equal(unpack(other), unpack(packed))
         assert not any(np.may_share_memory(a, arrays(other)[name]) for name, a in arrays(packed).items() if a.size)
 
@@ -242,7 +242,7 @@ def test_rounding_takes_the_nearest_bfloat16_and_keeps_the_rest(rng, pattern):
     weight = (rng.standard_normal((24, 16)) * 10.0 ** rng.integers(-38, 38, (24, 16))).astype(np.float32)
     weight[0, :4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x80000001], np.uint32).view(np.float32)  # ties
     packed = pack(weight, None if isinstance(pattern, Dense) else pattern.mask(np.abs(weight) + 1.0, 0.5), pattern)
-    nearest = formats.rounded(packed)
+    nearest = formats.round_packed(packed)
     expected = torch.from_numpy(unpack(packed)).bfloat16().float().numpy()
     np.testing.assert_array_equal(unpack(nearest).view(np.uint32), expected.view(np.uint32))
     before, after = arrays(packed), arrays(nearest)

@@ -117,7 +117,7 @@ def call(prepared, x, shape, bias, activation):
 
 
 def images(rng, shape):
-    return oracle.exact_operands(rng, 1, shape.c_in, shape.batch * shape.h * shape.w)[1].reshape(
+    return oracle.build_exact_operands(rng, 1, shape.c_in, shape.batch * shape.h * shape.w)[1].reshape(
         shape.batch, shape.c_in, shape.h, shape.w
     )
 
@@ -126,7 +126,7 @@ def images(rng, shape):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout):
     for m, k, n in [(1, 1, 1), (9, 14, 5), (13, 11, 9)]:
-        weight, x = oracle.exact_operands(rng, m, k, n)
+        weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
         prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
         np.testing.assert_array_equal(run(prepared, x), unpack(packed).astype(float) @ x)
@@ -136,7 +136,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_the_tiles_of_a_gpu_are_whole(rng, pattern):
     m, k, n = 5, 70, 37
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     np.testing.assert_array_equal(
         run(numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n), x),
@@ -219,7 +219,7 @@ def test_sums_in_float16_would_be_caught():
 @pytest.mark.parametrize("shape", SHAPES, ids=["padded", "strided and dilated", "1x1"])
 @pytest.mark.parametrize("pattern", [Dense(), Unstructured(), NM(2, 4), BlockWise(3, 5), ShflBW(4)], ids=str)
 def test_convolutions_are_those_of_the_oracle(rng, pattern, shape):
-    weight, _ = oracle.exact_operands(rng, shape.m, shape.k, 1)
+    weight, _ = oracle.build_exact_operands(rng, shape.m, shape.k, 1)
     packed = packed_of(pattern, weight)
     x, bias = images(rng, shape), np.arange(shape.m, dtype=np.float32)
     prepared = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(pattern))
@@ -230,7 +230,7 @@ def test_convolutions_are_those_of_the_oracle(rng, pattern, shape):
 
 def test_a_convolution_runs_any_batch(rng):
     shape = SHAPES[0]
-    packed = packed_of(VectorWise(8), oracle.exact_operands(rng, shape.m, shape.k, 1)[0])
+    packed = packed_of(VectorWise(8), oracle.build_exact_operands(rng, shape.m, shape.k, 1)[0])
     prepared = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(VectorWise(8)))
     x = images(rng, shape)
     for batch in (x[:0], x[1:]):
@@ -240,7 +240,7 @@ def test_a_convolution_runs_any_batch(rng):
 @pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
 def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
     m, k, n = 17, 10, 3
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     weight[:8] = 0
     mask = pattern.mask(weight.astype(float) ** 2, getattr(pattern, "sparsity", 0.7))
     if isinstance(pattern, NM):
@@ -255,7 +255,7 @@ def test_groups_that_keep_nothing_give_the_bias(rng, pattern):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_out_there_is_a_new_array_even_of_no_columns(rng, layout):
-    weight, x = oracle.exact_operands(rng, 9, 8, 3)
+    weight, x = oracle.build_exact_operands(rng, 9, 8, 3)
     packed = packed_of(VectorWise(8), weight)
     prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, 3, tile=tile_of(VectorWise(8)))
     for columns in (x, x[:, :0]):
@@ -290,7 +290,7 @@ def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern,
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_nothing_outside_out_is_written(rng, pattern, layout):
     m, k, n = 7, 6, 3
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, layout, n, tile=tile_of(pattern))
     turn = layout == "token_major"
@@ -305,7 +305,7 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
 
 
 def test_a_copy_has_weights_of_its_own(rng):
-    weight, x = oracle.exact_operands(rng, 9, 8, 3)
+    weight, x = oracle.build_exact_operands(rng, 9, 8, 3)
     packed = packed_of(ShflBW(4), weight)
     prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 3, tile=tile_of(ShflBW(4)))
     copy = prepared.copy()
@@ -317,7 +317,7 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 
 def test_the_bytes_are_those_of_the_format_and_halve_with_float16(rng):
-    packed = packed_of(VectorWise(8), oracle.exact_operands(rng, 24, 30, 1)[0])
+    packed = packed_of(VectorWise(8), oracle.build_exact_operands(rng, 24, 30, 1)[0])
     single, half = (
         numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", 3, dtype)
         for dtype in numba_cuda_plan.DTYPES
@@ -327,7 +327,7 @@ def test_the_bytes_are_those_of_the_format_and_halve_with_float16(rng):
 
 
 def test_wrong_calls_are_refused_in_a_sentence(rng):
-    weight, x = oracle.exact_operands(rng, 8, 6, 6)
+    weight, x = oracle.build_exact_operands(rng, 8, 6, 6)
     prepared = numba_cuda_plan.prepare_numba_cuda_linear(packed_of(VectorWise(8), weight), "feature_major", 6)
     on_gpu = cuda.to_device(x)
     with pytest.raises(TypeError, match=r"x must be an array on the GPU.*not ndarray"):
@@ -401,7 +401,7 @@ def mutated(module, old, new):
 def test_known_wrong_kernels_are_caught(rng, mutant):
     pattern, old, new = MUTANTS[mutant]
     m, k, n = 13, 10, 3
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0 if isinstance(pattern, BlockWise) else 0.4)
     bias = np.arange(1, m + 1, dtype=np.float32)
     right = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
@@ -415,7 +415,7 @@ def test_known_wrong_kernels_are_caught(rng, mutant):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_a_missing_tile_of_rows_is_caught(rng, pattern):
     m, k, n = 13, 6, 3
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, 0.2)
     right = numba_cuda_plan.prepare_numba_cuda_linear(packed, "feature_major", n, tile=tile_of(pattern))
     wrong = dataclasses.replace(right, weight=dataclasses.replace(right.weight, row_tiles=right.weight.row_tiles - 1))
@@ -436,7 +436,7 @@ def test_a_missing_tile_of_rows_is_caught(rng, pattern):
 )
 def test_a_convolution_that_looks_elsewhere_is_caught(rng, old, new):
     shape = Conv2dShape(2, 2, 5, 4, 3, 2, 2, (2, 1), (1, 1))
-    packed = packed_of(Dense(), oracle.exact_operands(rng, shape.m, shape.k, 1)[0])
+    packed = packed_of(Dense(), oracle.build_exact_operands(rng, shape.m, shape.k, 1)[0])
     x = images(rng, shape)
     right = numba_cuda_plan.prepare_conv2d(packed, shape, "nchw", tile=tile_of(Dense()))
     mutant = mutated(layouts, old, new)

@@ -97,7 +97,7 @@ def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int
 def test_a_row_says_how_many_copies_took_turns_and_whether_they_passed_the_caches(
     monkeypatch: pytest.MonkeyPatch, backend: str, cache_bytes: int, copies: int, flags: str
 ) -> None:
-    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: cache_bytes)
+    monkeypatch.setattr(prepare_point, "count_rotated_bytes", lambda: cache_bytes)
     monkeypatch.setattr(prepare_point, "count_copies", lambda size, most=6: min(most, -(-cache_bytes // size)))
     for module in ("numba", "openvino"):
         monkeypatch.setattr(f"latbench.backends.cpu.{module}.count_copies", prepare_point.count_copies)
@@ -303,10 +303,10 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
         rotation = prepare_point.prepare_point(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
     except Unsupported as reason:  # the processor lacks it, and says so
         assert "bfloat16" in str(reason) or "bf16" in str(reason) or "f32" in str(reason)
-        assert backend != "numba" or not (cpu_target.host().pairs or cpu_target.host().matrix)
+        assert backend != "numba" or not (cpu_target.find_cpu_target().pairs or cpu_target.find_cpu_target().matrix)
         return
     assert rotation.facts["max_rel_err"] < oracle.BFLOAT16_ROUNDOFF
-    if backend != "numba" or (cpu_target.host().pairs and not cpu_target.host().matrix):
+    if backend != "numba" or (cpu_target.find_cpu_target().pairs and not cpu_target.find_cpu_target().matrix):
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
         assert rotation.facts["bytes_min"] < 0.9 * prepare_point.prepare_point(usual).facts["bytes_min"]
@@ -393,7 +393,7 @@ def test_copies_take_turns() -> None:
     ("weight_bytes", "copies"), [(0, 256), (1, 256), (2**18, 192), (9 * 2**20, 6), (48 * 2**20, 1), (2**26, 1)]
 )
 def test_copies_fill_the_caches_and_no_more(monkeypatch: pytest.MonkeyPatch, weight_bytes: int, copies: int) -> None:
-    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: 48 * 2**20)
+    monkeypatch.setattr(prepare_point, "count_rotated_bytes", lambda: 48 * 2**20)
     assert prepare_point.count_copies(weight_bytes) == copies
     assert prepare_point.count_copies(weight_bytes, 32) == min(copies, 32)
 
@@ -402,7 +402,7 @@ def test_copies_fill_the_caches_and_no_more(monkeypatch: pytest.MonkeyPatch, wei
 def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_shows(
     monkeypatch: pytest.MonkeyPatch, granted: int | None, copies: int
 ) -> None:
-    monkeypatch.setattr(prepare_point, "rotated_bytes", lambda: 720 * 2**20)
+    monkeypatch.setattr(prepare_point, "count_rotated_bytes", lambda: 720 * 2**20)
     monkeypatch.setattr(prepare_point, "read_memory_bytes", lambda: 2**32)
     monkeypatch.setattr(prepare_point, "read_available_bytes", lambda: granted)
     assert prepare_point.count_copies(4 * 2**20) == copies
@@ -415,7 +415,7 @@ def test_weights_rotate_past_the_last_cache(
     if told is not None:
         (tmp_path / "size").write_text(told)
     monkeypatch.setattr(cpu_target, "_LAST_CACHE", tmp_path / "size")
-    assert cpu_target.rotated_bytes.__wrapped__() == mebibytes * 2**20
+    assert cpu_target.count_rotated_bytes.__wrapped__() == mebibytes * 2**20
 
 
 def test_the_same_point_always_gets_the_same_layer() -> None:

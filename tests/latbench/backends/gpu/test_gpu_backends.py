@@ -27,7 +27,7 @@ from latbench.timing.gpu_events import NotCaptured
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
-from sparse_kernels.reference import patches
+from sparse_kernels.reference import build_patches
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 LINEAR = LinearShape(48, 64, 16)
@@ -52,7 +52,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         shape = point.shape
         if isinstance(shape, Conv2dShape):
-            y = (layer.weight @ patches(layer.x, shape)).reshape(shape.m, shape.batch, shape.out_h, shape.out_w)
+            y = (layer.weight @ build_patches(layer.x, shape)).reshape(shape.m, shape.batch, shape.out_h, shape.out_w)
             y = y.swapaxes(0, 1)
         else:
             y = layer.weight @ layer.x

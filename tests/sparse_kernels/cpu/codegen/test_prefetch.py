@@ -92,7 +92,7 @@ def test_the_lines_of_y_are_those_that_the_block_fills(begin: int, end: int) -> 
 def test_the_tiles_of_the_next_block_are_those_that_it_copies(lanes: int, begin: int, end: int, reached: int) -> None:
     """As far as `reached`: of a part of a tile only that much is foreseen."""
     k = 20
-    starts = vector_grid.whole_tiles(6, lanes, k, k).x_starts
+    starts = vector_grid.build_token_blocked_grid(6, lanes, k, k).x_starts
     going = token_blocks.walk_token_tiles.py_func(lanes, int(starts[begin]) * 4, k, begin, end, 3)
     elements = (starts[v] + c * vector_grid.TILE * lanes for v in range(begin, reached) for c in range(k))
     assert asked(going) == {int(element) * 4 // prefetch.LINE_BYTES for element in elements}

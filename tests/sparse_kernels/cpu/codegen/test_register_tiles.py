@@ -8,11 +8,11 @@ import pytest
 import torch
 from numba import njit
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.codegen.tile_operands import Matrix
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.runtime.work_split import share
+from sparse_kernels.cpu.runtime.work_split import find_part_begin
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import Dense
 from sparse_kernels.planner import prepare
@@ -45,7 +45,7 @@ def test_special_values_of_the_activations(layout):
     np.testing.assert_allclose(gelu[2:], 0, atol=1e-19)  # the limit at -inf, where dense code may say NaN
 
 
-@pytest.mark.parametrize("lanes", sorted({4, 8, 16, host().lanes}))
+@pytest.mark.parametrize("lanes", sorted({4, 8, 16, find_cpu_target().lanes}))
 @pytest.mark.parametrize("features", [1, 3, 16, 37])
 def test_tokens_go_to_lanes_and_back(lanes, features):
 
@@ -76,7 +76,7 @@ def test_tokens_go_to_lanes_and_back(lanes, features):
 
 
 def test_copied_runs_end_where_they_must():
-    lanes = host().lanes
+    lanes = find_cpu_target().lanes
 
     @njit
     def copy(source, target, count):
@@ -101,7 +101,7 @@ def before_a_forbidden_page(count: int) -> np.ndarray:
 
 
 def test_every_other_element_is_copied_and_nothing_else_read():
-    lanes = host().lanes
+    lanes = find_cpu_target().lanes
 
     @njit
     def copy(source, target, count):
@@ -120,7 +120,7 @@ def test_every_other_element_is_copied_and_nothing_else_read():
 def test_shares_are_all_the_work_and_even(rng, repeats, parts):
     costs = rng.integers(0, 20, 37)
     work = np.concatenate([[0], np.cumsum(costs)])
-    bounds = [share(work, repeats, part, parts) for part in range(parts + 1)]
+    bounds = [find_part_begin(work, repeats, part, parts) for part in range(parts + 1)]
     assert bounds[0] == 0
     assert bounds[-1] == repeats * costs.size
     assert bounds == sorted(bounds)
@@ -130,9 +130,9 @@ def test_shares_are_all_the_work_and_even(rng, repeats, parts):
 
 def test_shares_begin_at_the_nearest_item():
     work = np.array([0, 9, 18, 28, 38])  # two and two, though the first two are less than half
-    assert [share(work, 1, part, 2) for part in range(3)] == [0, 2, 4]
+    assert [find_part_begin(work, 1, part, 2) for part in range(3)] == [0, 2, 4]
 
 
 def test_no_work_is_shared_too():
     work = np.zeros(4, np.int64)
-    assert [share(work, 2, part, 3) for part in range(4)] == [0, 2, 4, 6]
+    assert [find_part_begin(work, 2, part, 3) for part in range(4)] == [0, 2, 4, 6]

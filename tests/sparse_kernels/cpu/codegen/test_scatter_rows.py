@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.scatter_rows import scatter_rows
 from sparse_kernels.cpu.codegen.tile_operands import Epilogue, TokenRows, WaitingSums
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels
@@ -12,13 +12,13 @@ from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW
 from sparse_kernels.plan_protocol import ACTIVATIONS
 
-LANES = sorted({4, 8, 16, host().lanes})
+LANES = sorted({4, 8, 16, find_cpu_target().lanes})
 
 
 @cache
 def placing(lanes):
     """scatter_rows of one token and of four, by how many, compiled for vectors of so many lanes."""
-    fused = int(host().fused)
+    fused = int(find_cpu_target().fused)
 
     def of(together):
         @njit

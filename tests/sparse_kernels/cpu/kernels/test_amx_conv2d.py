@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear
 from sparse_kernels.cpu.plans import conv2d
 from sparse_kernels.cpu.runtime import scratch_buffers
@@ -22,9 +22,9 @@ from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, Vect
 from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
 
-by_the_unit = pytest.mark.skipif(not host().matrix, reason="this processor has no matrix unit")
+by_the_unit = pytest.mark.skipif(not find_cpu_target().matrix, reason="this processor has no matrix unit")
 UNITS = [pytest.param(True, id="emulated"), pytest.param(False, id="amx", marks=by_the_unit)]
-HERE = not host().matrix  # emulated where there is no unit
+HERE = not find_cpu_target().matrix  # emulated where there is no unit
 
 PATTERNS = [ShflBW(32), VectorWise(16), BlockWise(16, 4), Dense()]
 SHAPES = [
@@ -259,7 +259,7 @@ def test_finite_sums_that_overflow_are_as_by_vectors(rng):
 
 def test_groups_without_columns_give_the_bias(rng):
     shape = Conv2dShape(2, 3, 9, 11, 96, 3, 3)
-    weight, x = oracle.exact_operands(rng, shape.m, shape.k, 2 * 3 * 9 * 11)
+    weight, x = oracle.build_exact_operands(rng, shape.m, shape.k, 2 * 3 * 9 * 11)
     weight[32:64] = 0
     packed, bias = pack(weight, weight != 0, VectorWise(32)), np.arange(96, dtype=np.float32)
     images = x[0].reshape(2, 3, 9, 11).copy()

@@ -9,8 +9,8 @@ from numba import njit
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen import amx_tiles
-from sparse_kernels.cpu.codegen.bf16_split import TOO_LARGE, has_thirds, thirds
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.bf16_split import TOO_LARGE, has_thirds, split_thirds
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import amx_linear, transpose_tiles
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import pack, unpack
@@ -18,7 +18,7 @@ from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, Vect
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
 from sparse_kernels.planner import prepare
 
-by_the_unit = pytest.mark.skipif(not host().matrix, reason="this processor has no matrix unit")
+by_the_unit = pytest.mark.skipif(not find_cpu_target().matrix, reason="this processor has no matrix unit")
 UNITS = [pytest.param(True, id="emulated"), pytest.param(False, id="amx", marks=by_the_unit)]
 # What the emulated unit runs, since each takes seconds to compile; the unit itself runs all.
 EMULATED = {("token_major", 2), ("feature_major", 1)}
@@ -74,7 +74,7 @@ def test_thirds_add_up_exactly(rng):
     values = rng.standard_normal(10_000).astype(np.float32) * np.float32(2.0) ** rng.integers(-90, 120, 10_000)
     values = np.concatenate([values, [0.0, -0.0, 1.0, np.nextafter(np.float32(1), 2), 3.3e38]]).astype(np.float32)
     assert has_thirds(values)
-    high, middle, low = widened(thirds(values)).astype(float)
+    high, middle, low = widened(split_thirds(values)).astype(float)
     np.testing.assert_array_equal(high + middle + low, values.astype(float))
     assert (np.abs(middle) <= np.abs(values.astype(float)) * 2.0**-8).all()
     assert (np.abs(low) <= np.abs(values.astype(float)) * 2.0**-16).all()
@@ -99,7 +99,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout, emulated):
     ):
         pytest.skip("the emulated unit runs less: each kernel takes seconds to compile")
     for m, k, n in ((64, 48, 150), (48, 131, 70), (61, 17, 33)):
-        weight, x = oracle.exact_operands(rng, m, k, n)
+        weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
         if not amx_linear.accepts_weight(packed):
             continue
@@ -154,11 +154,11 @@ def test_a_product_is_as_exact_as_one_of_float32(rng, emulated):
 @pytest.mark.parametrize("third", range(3))
 def test_a_third_of_the_weights_that_is_lost_is_caught(third, columns, narrow):
     value = np.float32(1 + 2.0**-9 + 2.0**-17)  # its low third is as large as they come, and has one sign everywhere
-    assert (widened(thirds(np.array([value]))).ravel() == [1, 2.0**-9 + 2.0**-16, -(2.0**-17)]).all()
+    assert (widened(split_thirds(np.array([value]))).ravel() == [1, 2.0**-9 + 2.0**-16, -(2.0**-17)]).all()
     weight, x = np.zeros((32, 64), np.float32), np.full((64, 40), value)
     weight[:, :columns] = value
     packed = pack(weight, weight != 0, VectorWise(32))
-    plan = plan_of(packed, "token_major", emulated=not host().matrix)
+    plan = plan_of(packed, "token_major", emulated=not find_cpu_target().matrix)
     oracle.check(run(plan, x), packed, x)
     tiles = plan.panels.values.reshape(3, 2, 16, 16, 2)  # of pairs of thirds, or of columns; bits, so 0 is 0
     if narrow and third == 2:  # a pair of high and low
@@ -172,7 +172,7 @@ def test_a_third_of_the_weights_that_is_lost_is_caught(third, columns, narrow):
 def test_rows_in_wrong_places_are_caught(rng):
     packed = packed_of(ShflBW(32), rng.standard_normal((64, 48)).astype(np.float32))
     x = rng.standard_normal((48, 40)).astype(np.float32)
-    plan = plan_of(packed, "token_major", emulated=not host().matrix)
+    plan = plan_of(packed, "token_major", emulated=not find_cpu_target().matrix)
     plan = replace(plan, panels=replace(plan.panels, positions=np.roll(plan.panels.positions, 1)))
     with pytest.raises(oracle.WrongResult):
         oracle.check(run(plan, x), packed, x)
@@ -181,10 +181,12 @@ def test_rows_in_wrong_places_are_caught(rng):
 def test_blocks_of_tokens_give_the_same_bits_as_one(rng, monkeypatch):
     packed = packed_of(VectorWise(32), rng.standard_normal((96, 100)).astype(np.float32))
     x = rng.standard_normal((100, 300)).astype(np.float32)
-    whole = run(plan_of(packed, "token_major", emulated=not host().matrix), x)
+    whole = run(plan_of(packed, "token_major", emulated=not find_cpu_target().matrix), x)
     for constant in ("CACHED_BYTES", "SECOND_LEVEL_BYTES"):  # one tile at a time, then two
         monkeypatch.setattr(amx_linear, constant, 1)
-        np.testing.assert_array_equal(run(plan_of(packed, "token_major", emulated=not host().matrix), x), whole)
+        np.testing.assert_array_equal(
+            run(plan_of(packed, "token_major", emulated=not find_cpu_target().matrix), x), whole
+        )
 
 
 @pytest.mark.parametrize("n, threads, tiles", [(33, 1, 2), (65, 2, 2), (80, 2, 2), (64, 2, 1), (1, 1, 1)])
@@ -195,7 +197,7 @@ def test_a_thread_has_room_for_all_of_its_tokens(n, threads, tiles):
 
 def test_only_the_result_is_written(rng):
     packed = packed_of(ShflBW(32), rng.standard_normal((50, 40)).astype(np.float32))
-    plan = plan_of(packed, "token_major", emulated=not host().matrix)
+    plan = plan_of(packed, "token_major", emulated=not find_cpu_target().matrix)
     x = rng.standard_normal((39, 40)).astype(np.float32)
     room = np.full((39 + 2) * 50, 7, np.float32)
     out = room[50:-50].reshape(39, 50)
@@ -252,7 +254,7 @@ def test_products_that_overflow_pass_as_by_vectors(weight, value, other):
 
 
 def test_tokens_that_fill_up_a_tile_are_zero_for_the_next_layer(rng):
-    emulated = not host().matrix
+    emulated = not find_cpu_target().matrix
     packed = packed_of(ShflBW(32), rng.standard_normal((64, 64)).astype(np.float32))
     x = rng.standard_normal((70, 64)).astype(np.float32)
     between = np.full((2, 64, 64), np.nan, np.float32)
@@ -307,14 +309,14 @@ def test_weights_that_are_small_or_would_fill_tiles_with_zeros_are_not_taken(pat
 def test_tiles_are_left_configured_as_they_were():
     @njit
     def nested(saved):
-        amx_tiles.begin(0, saved.ctypes.data)
-        amx_tiles.begin(0, saved.ctypes.data + 64)
-        amx_tiles.end(0, saved.ctypes.data + 64)
-        amx_tiles.begin(0, saved.ctypes.data + 128)
-        amx_tiles.end(0, saved.ctypes.data + 128)
-        amx_tiles.end(0, saved.ctypes.data)
-        amx_tiles.begin(0, saved.ctypes.data + 192)
-        amx_tiles.end(0, saved.ctypes.data + 192)
+        amx_tiles.configure_tiles(0, saved.ctypes.data)
+        amx_tiles.configure_tiles(0, saved.ctypes.data + 64)
+        amx_tiles.restore_tiles(0, saved.ctypes.data + 64)
+        amx_tiles.configure_tiles(0, saved.ctypes.data + 128)
+        amx_tiles.restore_tiles(0, saved.ctypes.data + 128)
+        amx_tiles.restore_tiles(0, saved.ctypes.data)
+        amx_tiles.configure_tiles(0, saved.ctypes.data + 192)
+        amx_tiles.restore_tiles(0, saved.ctypes.data + 192)
 
     saved = np.zeros((4, 64), np.uint8)
     nested(saved)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparse_kernels import nn as sparse
+from sparse_kernels.nn import attention_operator
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.kernels.attention import attention
 from sparse_kernels.cpu.runtime import scratch_buffers
@@ -110,7 +110,7 @@ def test_a_converted_model_runs_this_attention(monkeypatch, settings):
     model, x = Heads(**settings), torch.randn(2, 9, 64)
     fast = converted(model, x)
     called = []
-    monkeypatch.setattr(sparse, "_attend", lambda *a, known=sparse._attend: called.append(1) or known(*a))
+    monkeypatch.setattr(attention_operator, "_attend", lambda *a, known=attention_operator._attend: called.append(1) or known(*a))
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert called
@@ -122,7 +122,7 @@ def test_a_converted_model_runs_this_attention(monkeypatch, settings):
 def test_attention_with_a_mask_stays_torchs(monkeypatch, settings):
     model, x = Heads(**settings), torch.randn(2, 9, 64)
     fast = converted(model, x)
-    monkeypatch.setattr(sparse, "_attend", lambda *a: pytest.fail("the mask was left out"))
+    monkeypatch.setattr(attention_operator, "_attend", lambda *a: pytest.fail("the mask was left out"))
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
 
@@ -131,16 +131,16 @@ def test_what_the_kernel_does_not_take_torch_runs():
     q = torch.randn(2, 3, 5, 8)
     for other in (q.double(), q.bfloat16(), q[0]):
         torch.testing.assert_close(
-            sparse.attention(other, other, other), scaled_dot_product_attention(other, other, other)
+            attention_operator.attention(other, other, other), scaled_dot_product_attention(other, other, other)
         )
     q.requires_grad_()
-    assert sparse.attention(q, q, q).requires_grad
-    assert sparse.attention(q[:, :, :0], q, q).shape == (2, 3, 0, 8)
+    assert attention_operator.attention(q, q, q).requires_grad
+    assert attention_operator.attention(q[:, :, :0], q, q).shape == (2, 3, 0, 8)
 
 
 def test_attention_under_torch_compile():
     q = torch.randn(1, 2, 7, 8)
-    compiled = torch.compile(sparse.attention, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention_operator.attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(q, q, q), scaled_dot_product_attention(q, q, q))
 
@@ -160,4 +160,4 @@ def test_what_cannot_be_written_to_or_is_no_attention_is_refused(rng):
 @torch.no_grad()
 def test_heads_of_one_element_whatever_their_stride():
     q = torch.randn(2, 3, 1, 5).transpose(-1, -2)
-    torch.testing.assert_close(sparse.attention(q, q, q), scaled_dot_product_attention(q, q, q))
+    torch.testing.assert_close(attention_operator.attention(q, q, q), scaled_dot_product_attention(q, q, q))

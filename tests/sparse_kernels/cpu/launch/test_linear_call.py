@@ -124,7 +124,7 @@ def test_only_what_is_plain_passes_the_quick_look(plans: tuple[Plan, Plan], give
     # Else the tests above might show what Python says, and nothing of the compiled function before it.
     plan = plans[0]
     assert isinstance(plan, CpuLinearPlan)
-    *_, quick = plan._found(N, threads.count())
+    *_, quick = plan._found(N, threads.count_threads())
 
     def passes(given: Given) -> bool:
         try:

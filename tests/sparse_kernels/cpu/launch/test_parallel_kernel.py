@@ -18,7 +18,7 @@ import pytest
 from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
-from sparse_kernels.cpu.launch.parallel_kernel import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import build_parallel_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def all_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 3, 37])
 def test_each_part_runs_once(parts: int) -> None:
-    @in_parts
+    @build_parallel_kernel
     def count(part, seen, parts):
         seen[part] += 1
 
@@ -50,13 +50,13 @@ def test_a_stage_begins_when_the_one_before_is_done(parts: int, shares: int) -> 
         y[share] = x.sum()
 
     x, y = np.zeros(4000, np.int64), np.full(4, -1, np.int64)
-    in_parts(write, read)(x, y, parts, shares)
+    build_parallel_kernel(write, read)(x, y, parts, shares)
     assert y.tolist() == [1000 * parts] * shares + [-1] * (4 - shares)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.int64])
 def test_a_kernel_says_whether_any_part_said_something(dtype: type) -> None:
-    @in_parts
+    @build_parallel_kernel
     def found(part, x, parts):
         return x[part]
 
@@ -68,7 +68,7 @@ def test_a_kernel_says_whether_any_part_said_something(dtype: type) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_part_that_fails_fails_the_kernel(parts: int) -> None:
-    @in_parts
+    @build_parallel_kernel
     def fail(part, x, parts):
         if part == parts - 1:
             raise ValueError("not seen by the caller, who gets an error of its own")
@@ -82,7 +82,7 @@ def test_a_part_that_fails_fails_the_kernel(parts: int) -> None:
 
 def test_constants_and_types_have_kernels_of_their_own() -> None:
     def adding(constant):
-        @in_parts
+        @build_parallel_kernel
         def add(part, x, pair, parts):
             x[part] += constant + pair[1]
 
@@ -96,7 +96,7 @@ def test_constants_and_types_have_kernels_of_their_own() -> None:
 
 
 def test_callers_of_several_threads_have_arguments_of_their_own() -> None:
-    @in_parts
+    @build_parallel_kernel
     def fill(part, x, value, parts):
         for i in range(part, x.size, parts):
             x[i] = value
@@ -118,7 +118,7 @@ def test_callers_of_several_threads_have_arguments_of_their_own() -> None:
 
 @pytest.mark.parametrize("told", [-1, 2**62, -(2**63)])
 def test_no_result_hides_a_failure_or_looks_like_one(told: int) -> None:
-    @in_parts
+    @build_parallel_kernel
     def tell(part, told, fails, parts):
         if part == fails:
             raise ValueError
@@ -137,7 +137,7 @@ def test_a_stage_of_several_kernels_belongs_to_each() -> None:
         def fill(part, x, parts, shares):
             x[part] = constant
 
-        return in_parts(fill, add)
+        return build_parallel_kernel(fill, add)
 
     kernels = [kernel(constant) for constant in (10, 20, 30)]
     for number in (2, 0, 1):
@@ -153,7 +153,7 @@ def write(part, x, pair, value, parts):  # type: ignore[no-untyped-def]
 
 
 def test_a_bound_kernel_is_called_with_what_varies_in_the_order_asked_for() -> None:
-    @in_parts
+    @build_parallel_kernel
     def tell(part, x, a, b, scale, parts):
         x[part] = a + 10 * b + scale * part
 
@@ -169,7 +169,7 @@ def test_a_bound_kernel_is_called_with_what_varies_in_the_order_asked_for() -> N
 def test_a_bound_kernel_keeps_its_arrays_no_longer_than_it_lives() -> None:
     x, table = np.zeros(2, np.int64), np.array([5, 7])
     last = weakref.ref(table)
-    run = in_parts(write).bound("value", x=x, pair=(100, (table, np.zeros(0, np.float32))), parts=2)
+    run = build_parallel_kernel(write).bound("value", x=x, pair=(100, (table, np.zeros(0, np.float32))), parts=2)
     del table
     for value in range(1000):  # as often as a count that went wrong by one would need to be seen
         assert run(value)
@@ -192,7 +192,7 @@ def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
     table = np.array([3, 5])
     results = [np.zeros(2, np.int64) for _ in range(4)]
 
-    @in_parts
+    @build_parallel_kernel
     def add(part, x_at, table, parts):
         for _ in range(1000):
             add_to(x_at + part * 8, table[part])
@@ -212,7 +212,7 @@ def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
 
 
 def test_a_bound_kernel_forgets_what_a_call_said() -> None:
-    @in_parts
+    @build_parallel_kernel
     def tell(part, told, parts):
         if told < 0:
             raise ValueError
@@ -227,7 +227,7 @@ def test_a_bound_kernel_forgets_what_a_call_said() -> None:
 
 
 def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
-    kernel = in_parts(write)
+    kernel = build_parallel_kernel(write)
     x = np.zeros(2, np.int64)
     for varying, constant in (
         ("value", {"x": x, "parts": 2}),
@@ -252,14 +252,14 @@ def printed(program: str, folder: Path) -> str:
 ONE_POOL = """
 import os
 import numba, numpy as np, torch
-from sparse_kernels.cpu.launch.parallel_kernel import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import build_parallel_kernel
 
 torch.set_num_threads(2)
 numba.set_num_threads(2)
 torch.ones(500, 500) @ torch.ones(500, 500)
 torch.ones(10**6).exp()
 
-@in_parts
+@build_parallel_kernel
 def fill(part, x, parts):
     x[part] = 1
 
@@ -284,23 +284,23 @@ FORKED = """
 import os
 import numba, numpy as np
 from sparse_kernels.cpu.runtime import threads
-from sparse_kernels.cpu.launch.parallel_kernel import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import build_parallel_kernel
 
-@in_parts
+@build_parallel_kernel
 def fill(part, x, parts):
     x[part] = 1
 
 numba.set_num_threads(2)
 x = np.zeros(2)
-fill(x, threads.count())
+fill(x, threads.count_threads())
 if os.fork() == 0:
     try:
-        fill(x, threads.count())
+        fill(x, threads.count_threads())
     except RuntimeError as error:
         print(error)
     numba.set_num_threads(1)
     x[:] = 0
-    fill(x, threads.count())
+    fill(x, threads.count_threads())
     print(x.tolist(), flush=True)
     os._exit(0)
 os.wait()
@@ -319,14 +319,18 @@ def test_a_forked_process_is_refused_threads_that_it_lacks(tmp_path: Path) -> No
 
 
 def test_a_bound_kernel_cannot_be_copied() -> None:
-    run = in_parts(write).bound("value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1)
+    run = build_parallel_kernel(write).bound(
+        "value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1
+    )
     for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="an address means nothing to a copy"):
             copy_of(run)
 
 
 def test_only_integers_vary() -> None:
-    run = in_parts(write).bound("value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1)
+    run = build_parallel_kernel(write).bound(
+        "value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1
+    )
     with pytest.raises(TypeError):
         run("1")
 
@@ -348,6 +352,6 @@ def test_what_is_no_stage_is_refused() -> None:
         with pytest.raises(
             TypeError, match=r"must have a number, then the parameters of the first stage \(x, parts\)"
         ):
-            in_parts(*stages)
+            build_parallel_kernel(*stages)
     with pytest.raises(TypeError, match="enclosing encloses more than numbers"):
-        in_parts(enclosing)
+        build_parallel_kernel(enclosing)

@@ -70,7 +70,7 @@ def run(plan: linear.TokenPlan | linear.RowPlan, x: np.ndarray) -> np.ndarray:
 def test_every_choice_is_right_for_any_number_of_tokens(
     rng: np.random.Generator, pattern: Pattern, layout: str, n: int
 ) -> None:
-    weight, x = oracle.exact_operands(rng, 100, 131, max(TOKENS))
+    weight, x = oracle.build_exact_operands(rng, 100, 131, max(TOKENS))
     packed = packed_of(pattern, weight)
     expected = unpack(packed).astype(float) @ x
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
@@ -93,11 +93,13 @@ def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(patt
         assert len(set(names)) == len(names) <= 5
 
 
-@pytest.mark.skipif(cpu_target.host().name != "avx512", reason="the tiles of other vector units are others")
+@pytest.mark.skipif(
+    cpu_target.find_cpu_target().name != "avx512", reason="the tiles of other vector units are others"
+)
 def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(shared: bool, matrix: bool = False, halves: bool = True) -> None:
         for module in (linear, autotune):
-            found = replace(cpu_target.host(), shared=shared, matrix=matrix, halves=halves and not shared)
+            found = replace(cpu_target.find_cpu_target(), shared=shared, matrix=matrix, halves=halves and not shared)
             monkeypatch.setattr(module, "host", lambda found=found: found)
 
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
@@ -259,7 +261,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 # Rows of a group fill half a vector: of few tokens there is a choice.
-LOW = VectorWise(max(4, cpu_target.host().lanes // 2))
+LOW = VectorWise(max(4, cpu_target.find_cpu_target().lanes // 2))
 
 
 def vector_layer(m: int = 32, sparsity: float = 0.5) -> Packed:
@@ -314,7 +316,7 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
 
 
 def test_the_device_is_the_vector_unit_and_the_processor() -> None:
-    assert autotune.describe_device().split()[0] == cpu_target.host().name
+    assert autotune.describe_device().split()[0] == cpu_target.find_cpu_target().name
     assert len(autotune.describe_device().split()) > 1
 
 
@@ -385,7 +387,7 @@ def test_processes_that_write_at_once_read_whole_files_only(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_a_tuned_plan_computes_what_the_default_does(rng: np.random.Generator, layout: str) -> None:
-    weight, x = oracle.exact_operands(rng, 70, 90, 70)
+    weight, x = oracle.build_exact_operands(rng, 70, 90, 70)
     packed = packed_of(LOW, weight)
     for n in (0, 4):
         plan = prepare(packed, "numba", layout, n, tune=True)

@@ -9,9 +9,9 @@ from bfloat16_rounding import nearest
 from convolution_cases import by_torch, framed, operands, view
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.plans import conv2d
-from sparse_kernels.formats import rounded
+from sparse_kernels.formats import round_packed
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
@@ -45,7 +45,7 @@ def test_it_is_torchs_of_the_nearest_bfloat16(
 ) -> None:
     packed, x = operands(rng, shape, pattern)
     x *= np.float32(257)  # more bits than bfloat16 keeps, and few enough for exact sums
-    packed, expected = rounded(packed), by_torch(rounded(packed), shape, nearest(x))
+    packed, expected = round_packed(packed), by_torch(round_packed(packed), shape, nearest(x))
     assert not np.array_equal(nearest(x), x)
     plan = conv2d.build_pair_plan(packed, shape, "nchw")
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
@@ -63,7 +63,7 @@ def test_from_frames_to_frames(
 ) -> None:
     packed, images = operands(rng, shape, VectorWise(8))
     images *= np.float32(257)
-    packed, bias = rounded(packed), 2**16 * np.arange(shape.c_out, dtype=np.float32)
+    packed, bias = round_packed(packed), 2**16 * np.arange(shape.c_out, dtype=np.float32)
     expected = by_torch(packed, shape, nearest(images), bias)
     plan = conv2d.build_pair_plan(packed, shape, "nchw")
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
@@ -78,18 +78,18 @@ def test_from_frames_to_frames(
 
 def test_where_a_lane_swaps_its_halves_that_is_caught(rng: np.random.Generator, by: str) -> None:
     packed, x = operands(rng, SHAPES[0], VectorWise(8))
-    plan = conv2d.build_pair_plan(rounded(packed), SHAPES[0], "nchw")
-    oracle.check_conv2d(plan(x), rounded(packed), SHAPES[0], nearest(x))
+    plan = conv2d.build_pair_plan(round_packed(packed), SHAPES[0], "nchw")
+    oracle.check_conv2d(plan(x), round_packed(packed), SHAPES[0], nearest(x))
     values = plan.panels.values.view(np.uint16)
     values[:] = values.reshape(-1, 2)[:, ::-1].ravel()
     with pytest.raises(oracle.WrongResult):
-        oracle.check_conv2d(plan(x), rounded(packed), SHAPES[0], nearest(x))
+        oracle.check_conv2d(plan(x), round_packed(packed), SHAPES[0], nearest(x))
 
 
 def test_pairs_are_taken_where_they_pay_and_what_gains_nothing_is_refused(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conv2d, "host", lambda: replace(host(), matrix=False, pairs=True))
+    monkeypatch.setattr(conv2d, "find_cpu_target", lambda: replace(find_cpu_target(), matrix=False, pairs=True))
 
     def kernel(shape: Conv2dShape, precision: str = "bfloat16", pattern: Pattern = VECTORS) -> str:
         packed, _ = operands(rng, shape, pattern)

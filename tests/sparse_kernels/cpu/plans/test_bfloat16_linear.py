@@ -17,7 +17,7 @@ from sparse_kernels.cpu.kernels import row_panels, token_blocks, transpose_tiles
 from sparse_kernels.cpu.layouts import panels
 from sparse_kernels.cpu.plans import autotune, linear
 from sparse_kernels.cpu.plans.linear import Choice, RowPlan
-from sparse_kernels.formats import Packed, bfloat16, pack, rounded, unpack
+from sparse_kernels.formats import Packed, bfloat16, pack, round_packed, unpack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
@@ -45,7 +45,10 @@ def packed_of(pattern: Pattern, weight: np.ndarray, sparsity: float = 0.7) -> Pa
 
 
 def plan_of(packed: Packed, layout: str, n: int) -> RowPlan:
-    tile = (*row_panels.choose_tile(panels.count_group_rows(packed), cpu_target.host()), cpu_target.host().lanes)
+    tile = (
+        *row_panels.choose_tile(panels.count_group_rows(packed), cpu_target.find_cpu_target()),
+        cpu_target.find_cpu_target().lanes,
+    )
     plan = linear.build_plan(linear.describe_layer(packed, layout, n, "bfloat16"), Choice("pairs", tile, "blocks"))
     assert isinstance(plan, RowPlan) and ".pairs" in plan.kernel
     return plan
@@ -70,7 +73,7 @@ def test_it_is_the_exact_product_of_the_nearest_bfloat16(
     rng: np.random.Generator, by: str, size: tuple[int, int], pattern: Pattern, layout: str
 ) -> None:
     m, k = size
-    x, weight = oracle.exact_operands(rng, 50, k, m)  # x has bits that bfloat16 does not keep
+    x, weight = oracle.build_exact_operands(rng, 50, k, m)  # x has bits that bfloat16 does not keep
     packed = packed_of(pattern, weight.T)
     assert not np.array_equal(nearest(x), x)
     expected = unpack(packed).astype(float) @ nearest(x).T
@@ -90,10 +93,10 @@ def test_bias_activation_and_weights_are_those_of_the_oracle(
     for n in (1, 37, 150):
         x = rng.standard_normal((130, n)).astype(np.float32)
         y = run(packed, x, bias=bias, activation=activation)
-        oracle.check(y, rounded(packed), nearest(x), bias=bias, activation=activation)
-        oracle.check(y, rounded(packed), x, bias=bias, activation=activation, roundoff=oracle.BFLOAT16_ROUNDOFF)
+        oracle.check(y, round_packed(packed), nearest(x), bias=bias, activation=activation)
+        oracle.check(y, round_packed(packed), x, bias=bias, activation=activation, roundoff=oracle.BFLOAT16_ROUNDOFF)
         with pytest.raises(oracle.WrongResult):
-            oracle.check(y, rounded(packed), x, bias=bias, activation=activation)
+            oracle.check(y, round_packed(packed), x, bias=bias, activation=activation)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38])
@@ -110,7 +113,7 @@ def test_what_is_not_finite_reaches_the_rows_that_keep_its_column_and_no_others(
         x[column, 3] = value
         y, kept = run(packed, x), unpack(packed)[:, column] != 0
         with np.errstate(invalid="ignore"):
-            expected = (unpack(rounded(packed)) * nearest(x[:, 3])).sum(axis=1, where=unpack(packed) != 0)
+            expected = (unpack(round_packed(packed)) * nearest(x[:, 3])).sum(axis=1, where=unpack(packed) != 0)
         assert not np.isfinite(y[kept, 3]).any() and np.isfinite(y[~kept, 3]).all()
         np.testing.assert_array_equal(y[kept, 3], expected[kept])
         assert np.isfinite(np.delete(y, 3, axis=1)).all()
@@ -142,7 +145,7 @@ def test_known_wrong_pairs_are_caught(rng: np.random.Generator, by: str, mistake
     plan = plan_of(packed, "token_major", 20)
     assert isinstance(plan.panels, panels.Panels)
     values, table = plan.panels.values, plan.panels.table
-    oracle.check(plan(x).T, rounded(packed), nearest(x).T)
+    oracle.check(plan(x).T, round_packed(packed), nearest(x).T)
     if mistake == "swapped halves":
         values.view(np.uint16)[:] = values.view(np.uint16).reshape(-1, 2)[:, ::-1].ravel()
     elif mistake == "next column":
@@ -155,14 +158,14 @@ def test_known_wrong_pairs_are_caught(rng: np.random.Generator, by: str, mistake
         wrong = replace(exact, values=(bits << 16).astype(np.uint32).view(np.float32)).paired()
         values[:] = wrong.values
     with pytest.raises(oracle.WrongResult):
-        oracle.check(plan(x).T, rounded(packed), nearest(x).T)
+        oracle.check(plan(x).T, round_packed(packed), nearest(x).T)
 
 
 def test_pairs_lie_where_the_docstring_says(rng: np.random.Generator) -> None:
     packed = packed_of(VectorWise(4), rng.standard_normal((12, 21)).astype(np.float32), 0.6)
     whole = panels.build_panels(panels.build_groups(packed), 2)
     paired = whole.paired()
-    bits = bfloat16.bits(whole.values)
+    bits = bfloat16.round_to_bits(whole.values)
     for panel, (first, start, count) in enumerate(whole.table):
         at, same_start, same_count = paired.table[panel]
         assert (same_start, same_count) == (start, count)
@@ -178,8 +181,8 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
     numba.set_num_threads(1)
 
     def kernel(n: int, precision: str, layout: str = "token_major", **of_host: bool) -> str:
-        own = replace(cpu_target.host(), matrix=False, **of_host)
-        monkeypatch.setattr(linear, "host", lambda: own)
+        own = replace(cpu_target.find_cpu_target(), matrix=False, **of_host)
+        monkeypatch.setattr(linear, "find_cpu_target", lambda: own)
         return prepare(packed, "numba", layout, n, precision=precision).kernel.split(".")[2]
 
     assert kernel(128, "bfloat16", pairs=True).startswith("pairs")
@@ -188,7 +191,8 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
     for other in (kernel(128, "bfloat16", pairs=False), kernel(128, "bfloat16-weights", pairs=True)):
         assert other == kernel(128, "bfloat16-weights", pairs=False)
     assert not kernel(128, "float32", pairs=True).startswith("pairs")
-    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False, pairs=True))
+    target = replace(cpu_target.find_cpu_target(), matrix=False, pairs=True)
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: target)
     kinds = [
         choice.kernel
         for choice in autotune.list_candidates(linear.describe_layer(packed, "token_major", 128, "bfloat16"))
@@ -201,11 +205,12 @@ def test_a_dense_layer_of_one_row_has_no_pairs_and_is_no_error(rng: np.random.Ge
     plan = prepare(packed, "numba", "token_major", 64, precision="bfloat16")
     assert ".pairs" not in plan.kernel
     x = rng.standard_normal((64, 33)).astype(np.float32)
-    oracle.check(plan(x).T, rounded(packed), x.T)
+    oracle.check(plan(x).T, round_packed(packed), x.T)
 
 
 def test_a_torch_layer_has_a_plan_for_few_tokens_and_one_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False, pairs=True))
+    target = replace(cpu_target.find_cpu_target(), matrix=False, pairs=True)
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: target)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

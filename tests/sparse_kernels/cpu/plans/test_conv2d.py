@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.kernels import row_panels as rows
 from sparse_kernels.cpu.kernels import unstructured_rows
@@ -87,7 +87,7 @@ def test_what_is_added_comes_image_by_image(rng, monkeypatch, step):
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_no_vector_reads_or_writes_outside_of_its_array(lanes):
     """Kernels go by address, so nothing else would tell."""
-    target = replace(host(), lanes=lanes, halves=lanes == 16)
+    target = replace(find_cpu_target(), lanes=lanes, halves=lanes == 16)
     for shape in SHAPES:
         for x_margin, y_margin in itertools.product((None, 0, 1, 4), repeat=2):
             packed = pack(np.ones((shape.m, shape.k), np.float32), np.ones((shape.m, shape.k), bool), VectorWise(8))
@@ -223,12 +223,12 @@ def test_columns_in_several_stages(rng, monkeypatch, shape, pattern):
 
 def test_fetching_ahead_is_of_the_channels_that_are_read_and_changes_nothing(rng, monkeypatch):
     shape = Conv2dShape(3, 6, 20, 20, 8, 3, 3, padding=(1, 1))
-    weight, x = oracle.exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
+    weight, x = oracle.build_exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
     x = x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()
     mask = np.zeros((shape.m, shape.k), bool)
     mask[:, [4, 1, 1 + 2 * 6, 4 + 8 * 6]] = True  # taps of channels 1 and 4: columns are by tap, then channel
     packed = pack(weight, mask, VectorWise(8))
-    monkeypatch.setattr(rows, "CACHED", 6 * host().lanes * 8)  # several blocks for each thread
+    monkeypatch.setattr(rows, "CACHED", 6 * find_cpu_target().lanes * 8)  # several blocks for each thread
     plan = conv2d.build_vector_plan(packed, shape, "nchw")
     usual = plan(x)
     monkeypatch.setattr(rows, "LARGE", 0)
@@ -310,7 +310,7 @@ def test_a_tap_at_the_wrong_place_is_caught(rng):
     ids=str,
 )
 def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
-    at, where = conv2d.choose_positions(shape, host()), images.build_layout(shape, host().lanes)
+    at, where = conv2d.choose_positions(shape, find_cpu_target()), images.build_layout(shape, find_cpu_target().lanes)
     shares = at.x_starts.size * np.arange(parts + 1) // parts
     begins, ends = images.find_rows_read(shape, where, at.x_starts, at.lanes, shares)
     per_image = at.x_starts.size // shape.batch

@@ -38,7 +38,7 @@ from sparse_kernels.cpu.layouts import panels
 from sparse_kernels.cpu.layouts import vector_grid as vectors
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime import scratch_buffers
-from sparse_kernels.formats import pack, rounded, unpack
+from sparse_kernels.formats import pack, round_packed, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
 from sparse_kernels.planner import prepare
@@ -68,7 +68,7 @@ OTHER_MACHINES = [
     ),
     pytest.param(
         {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+popcnt"},
-        marks=pytest.mark.skipif(cpu_target.host().name not in ("avx2", "avx512"), reason="needs AVX2"),
+        marks=pytest.mark.skipif(cpu_target.find_cpu_target().name not in ("avx2", "avx512"), reason="needs AVX2"),
     ),
 ]
 # What takes long there is to compile: of linear layers an odd pattern in all layouts, and one of each other kind of
@@ -120,7 +120,7 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, prec
 @pytest.mark.parametrize("size", [(1, 1), (33, 17), (100, 131)], ids=str)
 def test_nothing_is_dropped_repeated_or_rounded(rng, size, pattern, layout):
     m, k = size
-    weight, x = oracle.exact_operands(rng, m, k, 50)
+    weight, x = oracle.build_exact_operands(rng, m, k, 50)
     packed = packed_of(pattern, weight)
     expected = unpack(packed).astype(float) @ x
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
@@ -156,7 +156,7 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, activation, pattern, l
 )
 def test_any_shape(m, k, n, hint, pattern, layout, sparsity):
     rng = np.random.default_rng([m, k, n])
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight, sparsity)
     np.testing.assert_array_equal(run(packed, x, layout, n=hint), unpack(packed).astype(float) @ x)
 
@@ -164,14 +164,14 @@ def test_any_shape(m, k, n, hint, pattern, layout, sparsity):
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(1, 4), VectorWise(32), ShflBW(32)], ids=str)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_columns_in_several_stages_and_chunks(rng, layout, pattern):
-    weight, x = oracle.exact_operands(rng, 40, 2500, 150)
+    weight, x = oracle.build_exact_operands(rng, 40, 2500, 150)
     packed = packed_of(pattern, weight)
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_more_rows_than_keep_their_sums_in_the_cache(rng, layout):
-    weight, x = oracle.exact_operands(rng, 1700, 60, 100)
+    weight, x = oracle.build_exact_operands(rng, 1700, 60, 100)
     packed = packed_of(Unstructured(), weight)
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
@@ -197,7 +197,7 @@ def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern,
 @pytest.mark.parametrize("pattern", [Unstructured(), VectorWise(32), ShflBW(32), BlockWise(3, 5)], ids=str)
 def test_nothing_outside_out_is_written(rng, pattern, layout):
     m, k, n = 37, 50, 19
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     guarded = np.full(3 * m * n, np.float32(-7))
     out = guarded[m * n : 2 * m * n].reshape((m, n) if layout == "feature_major" else (n, m))
@@ -243,7 +243,7 @@ def test_tiles_that_do_not_hold_the_tokens_wanted_are_refused():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_x_is_copied_and_wrong_calls_are_refused(rng, layout):
-    weight, x = oracle.exact_operands(rng, 32, 20, 24)
+    weight, x = oracle.build_exact_operands(rng, 32, 20, 24)
     packed = packed_of(VectorWise(32), weight)
     plan = prepare(packed, "numba", layout, 24)
     given_x = x if layout == "feature_major" else np.ascontiguousarray(x.T)
@@ -260,7 +260,7 @@ def test_strided_x_is_copied_and_wrong_calls_are_refused(rng, layout):
 
 
 def test_a_copy_has_weights_of_its_own(rng):
-    weight, x = oracle.exact_operands(rng, 64, 30, 24)
+    weight, x = oracle.build_exact_operands(rng, 64, 30, 24)
     for pattern in (VectorWise(32), ShflBW(8)):
         plan = prepare(packed_of(pattern, weight), "numba", "token_major", 24)
         copy = plan.copy()
@@ -273,9 +273,9 @@ def test_a_copy_has_weights_of_its_own(rng):
 
 
 def test_the_kernel_says_what_runs(monkeypatch):
-    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), matrix=False))
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: replace(cpu_target.find_cpu_target(), matrix=False))
     weight = np.ones((64, 64), np.float32)
-    name = cpu_target.host().name
+    name = cpu_target.find_cpu_target().name
     vector = packed_of(VectorWise(32), weight)
     assert prepare(vector, "numba", "token_major", 64).kernel.startswith("numba.vector.tokens")
     assert prepare(vector, "numba", "feature_major", 64).kernel.startswith("numba.vector.rows")
@@ -313,7 +313,7 @@ def test_few_tokens_take_vectors_as_short_as_hold_them(rng):
 def test_a_plan_for_one_token_is_right_for_any_and_any_for_one(monkeypatch, rng, pattern, layout):
     monkeypatch.setattr(few, "WORTH_SHARING", 0)  # threads share the second step
     m, k, n = 45, 2000, 40
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed, bias = packed_of(pattern, weight), rng.integers(-4, 4, m).astype(np.float32)
     expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
     for threads, prepared_for in itertools.product((1, min(2, numba.config.NUMBA_NUM_THREADS)), (1, 16, 64)):
@@ -375,9 +375,12 @@ def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
     monkeypatch.setattr(tokens, "ONE_BLOCK", 0)
     m, k = 200, 57
     for n, ways in itertools.product((12, 150), itertools.product((False, True), repeat=2)):
-        weight, x = oracle.exact_operands(rng, m, k, n)
+        weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(ShflBW(32), weight)
-        tile, expected = linear.choose_token_tile(packed, cpu_target.host()), unpack(packed).astype(float) @ x
+        tile, expected = (
+            linear.choose_token_tile(packed, cpu_target.find_cpu_target()),
+            unpack(packed).astype(float) @ x,
+        )
         if tile is None:  # a vector is wider than a group here
             return
         monkeypatch.setattr(
@@ -446,7 +449,7 @@ def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
     choice = linear.Choice("rows", linear.choose_row_tile(linear.describe_layer(packed, "feature_major", 1)), way)
     plan = linear.build_plan(linear.describe_layer(packed, "feature_major", 1), choice)
-    lanes, vectors = (cpu_target.host().lanes, plan.tile[1]) if way else (cpu_target.NARROWEST, 1)
+    lanes, vectors = (cpu_target.find_cpu_target().lanes, plan.tile[1]) if way else (cpu_target.NARROWEST, 1)
     room = np.full(10**5, np.nan, np.float32)
     monkeypatch.setattr(scratch_buffers, "_free", deque([scratch_buffers.ScratchBuffer(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
@@ -456,10 +459,10 @@ def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way
 
 
 def test_threads_may_share_a_plan(rng):
-    weight, _ = oracle.exact_operands(rng, 64, 40, 1)
+    weight, _ = oracle.build_exact_operands(rng, 64, 40, 1)
     packed = packed_of(ShflBW(8), weight)
     plan = prepare(packed, "numba", "token_major", 64)
-    inputs = [oracle.exact_operands(rng, 1, 40, n)[1] for n in (64, 33, 5, 48)]
+    inputs = [oracle.build_exact_operands(rng, 1, 40, n)[1] for n in (64, 33, 5, 48)]
     wrong = []
 
     def work(x):
@@ -481,7 +484,7 @@ def test_threads_may_share_a_plan(rng):
 @pytest.mark.parametrize("mistake", ["last column", "last row", "offsets", "half"])
 def test_known_wrong_panels_are_caught(rng, mistake, n):
     m, k = 32, 64
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(VectorWise(8), weight)
     plan = linear.prepare_linear(packed, "feature_major", n)
     table, columns = plan.panels.table, plan.panels.columns
@@ -506,7 +509,7 @@ ROUNDED = [Dense(), VectorWise(32), VectorWise(16), ShflBW(32), ShflBW(64), Bloc
 @pytest.mark.parametrize("size", [(1, 1), (33, 17), (100, 131)], ids=str)
 def test_weights_of_bfloat16_are_the_nearest_ones_and_nothing_else_is_rounded(rng, size, pattern, layout):
     m, k = size
-    weight, x = oracle.exact_operands(rng, m, k, 50)
+    weight, x = oracle.build_exact_operands(rng, m, k, 50)
     packed = packed_of(pattern, weight)
     nearest = torch.from_numpy(unpack(packed)).bfloat16().double().numpy()
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
@@ -524,7 +527,7 @@ def test_rounded_weights_come_with_bias_activation_and_special_numbers(rng, patt
         x = rng.standard_normal((130, n)).astype(np.float32)
         for activation in (None, "relu", "gelu"):
             y = run(packed, x, "token_major", bias=bias, activation=activation, precision="bfloat16-weights")
-            oracle.check(y, rounded(packed), x, bias=bias, activation=activation)
+            oracle.check(y, round_packed(packed), x, bias=bias, activation=activation)
         with pytest.raises(oracle.WrongResult):
             oracle.check(run(packed, x, "token_major", precision="bfloat16-weights"), packed, x)
         x[7, 0] = np.inf
@@ -535,14 +538,14 @@ def test_rounded_weights_come_with_bias_activation_and_special_numbers(rng, patt
 
 @pytest.mark.parametrize("mistake", ["truncated", "swapped", "last column"])
 def test_known_wrong_halves_are_caught(rng, mistake):
-    weight, x = oracle.exact_operands(rng, 64, 48, 5)
+    weight, x = oracle.build_exact_operands(rng, 64, 48, 5)
     packed = packed_of(VectorWise(32), weight)
     plan, rows_of_x = (
         prepare(packed, "numba", "token_major", 5, precision="bfloat16-weights"),
         np.ascontiguousarray(x.T),
     )
     values = plan.panels.values
-    oracle.check(plan(rows_of_x).T, rounded(packed), x)
+    oracle.check(plan(rows_of_x).T, round_packed(packed), x)
     if mistake == "truncated":
         whole = linear.prepare_linear(packed, "token_major", 5).panels.values
         values[:] = whole.view(np.uint32) >> 16
@@ -551,7 +554,7 @@ def test_known_wrong_halves_are_caught(rng, mistake):
     elif mistake == "last column":
         plan.panels.table[-1, 2] -= 1
     with pytest.raises(oracle.WrongResult):
-        oracle.check(plan(rows_of_x).T, rounded(packed), x)
+        oracle.check(plan(rows_of_x).T, round_packed(packed), x)
 
 
 def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
@@ -560,7 +563,10 @@ def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
         prepare(packed, "numba", "token_major", 4, precision=each) for each in ("float32", "bfloat16-weights")
     )
     assert whole.panels.values.nbytes == 2 * half.panels.values.nbytes == 4 * packed.nnz
-    assert half.kernel == whole.kernel.removesuffix(cpu_target.host().name) + f"bf16.{cpu_target.host().name}"
+    assert (
+        half.kernel
+        == whole.kernel.removesuffix(cpu_target.find_cpu_target().name) + f"bf16.{cpu_target.find_cpu_target().name}"
+    )
     assert half.copy().kernel == half.kernel
     assert not np.shares_memory(half.copy().panels.values, half.panels.values)
 
@@ -642,7 +648,7 @@ def test_rows_with_few_columns_far_apart_have_places_that_16_bits_can_tell(rng):
 @pytest.mark.parametrize("n", [5, 24])
 def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
     m, k = 40, 64
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     plan = linear.prepare_linear(packed, "feature_major", n)
     stream = plan.panels.stream
@@ -702,7 +708,7 @@ def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multipl
 )
 def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, pattern, kept):
     m, k, n = 3 * token_blocks.RUN - 48, 40, 100
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     # Rows with equal columns lie apart, so that Shfl-BW has to permute them.
     packed = packed_of(pattern, weight * (np.arange(k) % 3 == np.arange(m)[:, None] % 3))
     assert panels.build_panels(panels.build_groups(packed), 4).in_order == kept
@@ -719,7 +725,7 @@ def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, l
     monkeypatch.setattr(token_blocks, "CACHED", 1)  # as many blocks as there are tiles
     numba.set_num_threads(1)
     m, k, n = 70, 90, 333
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(ShflBW(4), weight)
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
@@ -732,7 +738,7 @@ def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_seco
 
 
 def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_has_several(monkeypatch, rng):
-    monkeypatch.setattr(linear, "host", lambda: ZEN_5)
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: ZEN_5)
     monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
     packed = packed_of(ShflBW(32), rng.standard_normal((768, 768), np.float32))
     kernels = [
@@ -746,17 +752,17 @@ def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_ha
 @pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
 def test_stages_add_up(monkeypatch, rng, pattern, precision):
     monkeypatch.setattr(tokens, "FIRST_LEVEL", 128)
-    monkeypatch.setattr(linear, "host", lambda: replace(cpu_target.host(), shared=True))
+    monkeypatch.setattr(linear, "find_cpu_target", lambda: replace(cpu_target.find_cpu_target(), shared=True))
     m, k = 83, 101
     for n in (1, 3, 8, 77):
-        weight, x = oracle.exact_operands(rng, m, k, n)
+        weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight, sparsity=0.9)
         plan = prepare(packed, "numba", "token_major", n, precision=precision)
         if plan.kernel.split(".")[2].startswith("tokens"):  # where a vector is as wide as it can be there
             assert plan.panels.stages == -(-plan.tile[0] * k // 64) > 6
         bias = rng.integers(-4, 4, m).astype(np.float32)
         expected = np.maximum(
-            unpack(rounded(packed) if precision != "float32" else packed).astype(float) @ x + bias[:, None], 0
+            unpack(round_packed(packed) if precision != "float32" else packed).astype(float) @ x + bias[:, None], 0
         )
         out = np.full((n, m), np.nan, np.float32)  # is not looked at before the first stage
         np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu", out).T, expected)
@@ -766,9 +772,9 @@ def test_stages_add_up(monkeypatch, rng, pattern, precision):
 def test_stages_add_up_where_threads_have_several_tiles_of_tokens(monkeypatch, rng, pattern):
     monkeypatch.setattr(tokens, "count_stages", lambda *a: 5)
     m, k, n = 160, 101, 77
-    weight, x = oracle.exact_operands(rng, m, k, n)
+    weight, x = oracle.build_exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
-    tile, expected = linear.choose_token_tile(packed, cpu_target.host()), unpack(packed).astype(float) @ x
+    tile, expected = linear.choose_token_tile(packed, cpu_target.find_cpu_target()), unpack(packed).astype(float) @ x
     if tile is None:  # a vector is wider than a group here
         return
     plan = linear.build_plan(linear.describe_layer(packed, "token_major", n), linear.Choice("tokens", tile))
@@ -781,14 +787,14 @@ def test_stages_add_up_where_threads_have_several_tiles_of_tokens(monkeypatch, r
 @pytest.mark.parametrize(("m", "n"), [(96, 1), (96, 5), (2080, 8), (544, 31), (544, 47)])
 def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
     """One thread, each its rows, each its tokens; tokens one by one, or in fours."""
-    weight, x = oracle.exact_operands(rng, m, 33, n)
+    weight, x = oracle.build_exact_operands(rng, m, 33, n)
     packed = packed_of(ShflBW(32), weight)
     assert not np.array_equal(packed.row_ids, np.arange(m))
     bias = rng.integers(-4, 4, m).astype(np.float32)
     expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
-        tile = linear.choose_token_tile(packed, cpu_target.host())
+        tile = linear.choose_token_tile(packed, cpu_target.find_cpu_target())
         if tile is not None:  # a vector is as wide as it can be here
             for tokens_at_once in (tile[0], 6):
                 plan = linear.build_plan(
@@ -808,21 +814,21 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
     )
     m, k = 83, 301
     for n in (5, 7, 8, 9):
-        weight, x = oracle.exact_operands(rng, m, k, n)
+        weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight, sparsity=0.9)
-        tile = linear.choose_token_tile(packed, cpu_target.host())
+        tile = linear.choose_token_tile(packed, cpu_target.find_cpu_target())
         if tile is None:  # a vector is wider than a group here
             return
         plan = linear.build_plan(
             linear.describe_layer(packed, "token_major", n, precision), linear.Choice("tokens", tile)
         )
         bias = rng.integers(-4, 4, m).astype(np.float32)
-        product = unpack(rounded(packed) if precision != "float32" else packed).astype(float) @ x
+        product = unpack(round_packed(packed) if precision != "float32" else packed).astype(float) @ x
         expected = np.maximum(product + bias[:, None], 0)
         for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
             numba.set_num_threads(threads)
             np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
-    assert laid.count(True) >= (3 if tile[0] == 8 and not cpu_target.host().shared else 0)
+    assert laid.count(True) >= (3 if tile[0] == 8 and not cpu_target.find_cpu_target().shared else 0)
 
 
 def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
@@ -907,7 +913,7 @@ def test_a_plan_that_was_called_can_be_copied(rng, spec):
 def test_tiles_are_even_and_cover_all_vectors():
     for total in range(1, 40):
         for most in (1, 3, 4):
-            firsts = vectors.tiles(total, most)
+            firsts = vectors.split_tiles(total, most)
             sizes = np.diff(firsts)
             assert (firsts[0], firsts[-1]) == (0, total)
             assert sizes.max() <= most

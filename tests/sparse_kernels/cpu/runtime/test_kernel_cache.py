@@ -14,10 +14,10 @@ from sparse_kernels.cpu.runtime.kernel_cache import _KernelFiles
 PROGRAM = """
 import sys, warnings
 import numpy as np
-from sparse_kernels.cpu.launch.parallel_kernel import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import build_parallel_kernel
 
 def adding(constant):
-    @in_parts
+    @build_parallel_kernel
     def add(part, x, parts):
         x[part] += constant
     return add

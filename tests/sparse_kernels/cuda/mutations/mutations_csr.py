@@ -18,7 +18,7 @@ def case_of(
     """A layer of size (m, k, n)."""
     m, k, n = size
     packed, weight = pruned(rng, Unstructured(), whole_numbers(rng, (m, k), 100), sparsity)
-    launches = csr.program(packed, dtype, "sm_80", n).launches(n, None)
+    launches = csr.build_program(packed, dtype, "sm_80", n).launches(n, None)
     return exact_case(launches, weight, whole_numbers(rng, (k, n), 4), whole_numbers(rng, m, 1000), dtype)
 
 

@@ -11,7 +11,7 @@ from vector_cases import bits, numbers
 
 from sparse_kernels.cuda import nm
 from sparse_kernels.cuda.program import Launch
-from sparse_kernels.cuda.vector_tiles import element_bits
+from sparse_kernels.cuda.vector_tiles import convert_to_bits
 from sparse_kernels.formats import NMWeight, pack, unpack
 from sparse_kernels.patterns import NM, Pattern
 
@@ -31,7 +31,7 @@ def exact_case(launches: Sequence[Launch], weight: np.ndarray, x: np.ndarray, bi
     """A layer of whole numbers whose sums float32 holds in any order: the result is the exact one, rounded once."""
     element = np.float16 if dtype == "float16" else np.uint16
     exact = weight.astype(float) @ x + bias[:, None]
-    expected = numbers(element_bits(exact.astype(np.float32), dtype), dtype)
+    expected = numbers(convert_to_bits(exact.astype(np.float32), dtype), dtype)
     out = np.empty(exact.shape, element)
     return Case(launches, bits(x, dtype).view(element), bias, out, expected, np.zeros(exact.shape))
 
@@ -40,7 +40,7 @@ def program_on(cores: str, packed: NMWeight, dtype: str) -> nm.TensorCores | nm.
     """The program on "tensor" or "ordinary" cores, whichever would be chosen."""
     if cores == "tensor":
         return nm.TensorCores.of_weight(unpack(packed), dtype, 108)
-    return nm.OrdinaryCores.of_weight(unpack(packed), nm.tile_depth(packed.pattern), dtype, 40)
+    return nm.OrdinaryCores.of_weight(unpack(packed), nm.choose_tile_depth(packed.pattern), dtype, 40)
 
 
 def case_of(

@@ -26,7 +26,7 @@ def packed_of(
 
 def program_of(packed: Packed, dtype: str = "float16") -> HopperProgram:
     """The program of a weight."""
-    prepare = nm_sm90.program if isinstance(packed, NMWeight) else vector_sm90.program
+    prepare = nm_sm90.build_program if isinstance(packed, NMWeight) else vector_sm90.build_program
     return prepare(packed, dtype, "sm_90a", 8)
 
 

@@ -18,7 +18,7 @@ from sparse_kernels import pack
 from sparse_kernels.cuda import vector
 from sparse_kernels.oracle import GELU_EVALUATION, GELU_SLOPE, SMALLEST_NORMAL, UNIT_ROUNDOFF
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.reference import finish, patches
+from sparse_kernels.reference import build_patches, finish
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -74,13 +74,13 @@ def case_of(layer: Layer, rng: np.random.Generator, mask: np.ndarray | None = No
     bias = rng.standard_normal(shape.m).astype(np.float32) if layer.bias else None
     program: vector.LinearProgram | vector.Conv2dProgram
     if isinstance(shape, Conv2dShape):
-        program = vector.conv2d_program(packed, shape, dtype, layer.architecture)
+        program = vector.build_conv2d_program(packed, shape, dtype, layer.architecture)
         x = drawn(rng, (shape.c_in, shape.h, shape.w, shape.batch), dtype)
-        gathered = patches(x.transpose(3, 0, 1, 2), shape)  # (k, batch * positions)
+        gathered = build_patches(x.transpose(3, 0, 1, 2), shape)  # (k, batch * positions)
         gathered = gathered.reshape(shape.k, shape.batch, -1).swapaxes(1, 2).reshape(shape.k, -1)
         columns = shape.batch
     else:
-        program = vector.program(packed, dtype, layer.architecture, shape.n)
+        program = vector.build_program(packed, dtype, layer.architecture, shape.n)
         x = gathered = drawn(rng, (shape.k, shape.n), dtype)
         columns = shape.n
     if layer.width is not None:
