@@ -43,7 +43,7 @@ from sparse_kernels.prunable_layers import (
     weight_matrix,
 )
 from sparse_kernels.same_results import CONVERTED, FOLDED, same_results
-from sparse_kernels.torch_tiles import OnTiles
+from sparse_kernels.tensors.torch_tiles import OnTiles
 
 
 @dataclass(frozen=True)

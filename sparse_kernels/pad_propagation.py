@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from sparse_kernels.fx_graphs import activation, call, changed, element_wise, erase, only_user, wrap
 from sparse_kernels.nn import SparseConv2d
-from sparse_kernels.padded_conv import OnFrames, frame, unframe
+from sparse_kernels.tensors.padded_conv import OnFrames, frame, unframe
 
 _ADD = (operator.add, torch.add, "add")
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_kernels.cpu.runtime import threads
-from sparse_kernels.plain_tensors import address_of, is_plain
+from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparse_kernels.nn.sparse_layer import LAYERS, ONE_WEIGHT, SparseLayer
-from sparse_kernels.plain_tensors import has_tangent
+from sparse_kernels.tensors.plain_tensors import has_tangent
 
 Versions = list[int | None]
 

@@ -17,11 +17,11 @@ from sparse_kernels.formats import Packed
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
 from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, SparseLayer, machine_of, pack_layer
-from sparse_kernels.padded_conv import finished, framable, unframe
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.plain_tensors import address_of, is_plain
 from sparse_kernels.prunable_layers import ConvolutionGeometry, find_geometry
 from sparse_kernels.shapes import Conv2dShape
+from sparse_kernels.tensors.padded_conv import finished, framable, unframe
+from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 _CPU = torch.device("cpu")
 

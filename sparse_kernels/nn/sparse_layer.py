@@ -20,8 +20,8 @@ from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.patterns import Pattern, parse
-from sparse_kernels.plain_tensors import is_plain
 from sparse_kernels.prunable_layers import weight_matrix
+from sparse_kernels.tensors.plain_tensors import is_plain
 
 if TYPE_CHECKING:
     from sparse_kernels.cuda.machine import CudaMachine

@@ -17,8 +17,8 @@ from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_linear, call_operator
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, SparseLayer, machine_of, pack_layer
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.plain_tensors import address_of, is_plain
-from sparse_kernels.torch_tiles import TokenTiles, tiles_shape, worthwhile
+from sparse_kernels.tensors.plain_tensors import address_of, is_plain
+from sparse_kernels.tensors.torch_tiles import TokenTiles, tiles_shape, worthwhile
 
 # At most one vector of tokens counts as a small batch. A plan for more is made for at least as many as fill a tile.
 SMALL_BATCH, LARGE_BATCH = 16, 64

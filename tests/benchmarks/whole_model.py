@@ -36,7 +36,7 @@ from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import FramedImages
-from sparse_kernels.torch_tiles import TokenTiles
+from sparse_kernels.tensors.torch_tiles import TokenTiles
 
 PRUNED = "pruned"
 COVERAGE = 0.9

@@ -16,7 +16,7 @@ from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 from sparse_kernels.same_results import CONVERTED, FOLDED, same_results
-from sparse_kernels.torch_tiles import TokenTiles
+from sparse_kernels.tensors.torch_tiles import TokenTiles
 
 
 class Residual(nn.Module):

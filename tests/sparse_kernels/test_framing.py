@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.layouts import padded_images as frames
 from sparse_kernels.nn import SparseConv2d
-from sparse_kernels.padded_conv import frame, unframe
 from sparse_kernels.patterns import Pattern, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
+from sparse_kernels.tensors.padded_conv import frame, unframe
 
 
 def conv(c_in: int, c_out: int, kernel: int = 3, stride: int = 1, padding: int | None = None) -> nn.Conv2d:

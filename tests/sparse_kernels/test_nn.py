@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_kernels import prepare
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention
-from sparse_kernels.padded_conv import unframe
 from sparse_kernels.patterns import Dense, VectorWise, parse
 from sparse_kernels.prunable_layers import refuse_layer, set_weight_matrix, weight_matrix
-from sparse_kernels.torch_tiles import TokenTiles
+from sparse_kernels.tensors.padded_conv import unframe
+from sparse_kernels.tensors.torch_tiles import TokenTiles
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparse_kernels.nn import attention_operator
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.kernels.attention import attention
 from sparse_kernels.cpu.runtime import scratch_buffers
+from sparse_kernels.nn import attention_operator
 from sparse_kernels.patterns import VectorWise
 
 SIZES = [
@@ -110,7 +110,9 @@ def test_a_converted_model_runs_this_attention(monkeypatch, settings):
     model, x = Heads(**settings), torch.randn(2, 9, 64)
     fast = converted(model, x)
     called = []
-    monkeypatch.setattr(attention_operator, "_attend", lambda *a, known=attention_operator._attend: called.append(1) or known(*a))
+    monkeypatch.setattr(
+        attention_operator, "_attend", lambda *a, known=attention_operator._attend: called.append(1) or known(*a)
+    )
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert called

@@ -17,7 +17,7 @@ from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.fx_graphs import is_proxy, record_call
-from sparse_kernels.plain_tensors import address_of, is_plain
+from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 Images = Tensor | FramedImages
 

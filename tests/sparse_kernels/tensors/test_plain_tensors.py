@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparse_kernels.plain_tensors import address_of, has_tangent, is_plain
+from sparse_kernels.tensors.plain_tensors import address_of, has_tangent, is_plain
 
 
 class Subclass(Tensor):

@@ -6,8 +6,8 @@ as `torch.jit.trace`, `torch.export` or `make_fx`, would see the input and the r
 take the result for a constant. Everything that fails `is_plain` goes through torch's dispatcher, by the operators of
 `nn.layer_operators`, which tracers see.
 
-This module alone relies on private functions of torch; `tests/sparse_kernels/test_plain_tensors.py` says what broke
-when a new torch comes:
+This module alone relies on private functions of torch. `tests/sparse_kernels/tensors/test_plain_tensors.py` says
+what broke when a new torch comes:
 
 - `torch._C._dispatch_isTensorSubclassLike`: subclasses, wrapped tensors, and modes of the dispatcher at work
 - `torch._C._get_tracing_state`: `torch.jit.trace` at work

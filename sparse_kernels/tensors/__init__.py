@@ -1,0 +1,1 @@
+"""Tensors between sparse layers: torch's own, and those that stay as kernels read them."""
