@@ -129,9 +129,15 @@ class _Example:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model. Raises ValueError if something in it cannot be copied."""
+    """Return a copy of the model. Raises ValueError if something in it cannot be copied.
+
+    torch copies no tensor that was computed with gradients, such as the weight of a layer under `weight_norm`. Its
+    numbers are copied.
+    """
+    held = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in held if isinstance(value, torch.Tensor) and not value.is_leaf)
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
     except Exception as error:
         raise ValueError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
 

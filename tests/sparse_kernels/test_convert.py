@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.codegen import cpu_target as target
@@ -510,6 +511,22 @@ def test_weights_that_are_computed_are_those_of_the_moment(rng: np.random.Genera
             weight = model[0].weight * torch.from_numpy(mask)
             expected = model[2](F.relu(F.linear(x, weight, model[0].bias)))
             torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_compute_become_plain_in_the_copy_alone(rng: np.random.Generator) -> None:
+    for change in (nn.utils.weight_norm, nn.utils.spectral_norm, lambda it: prune.l1_unstructured(it, "weight", 0.3)):
+        model = nn.Sequential(change(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
+        model(torch.randn(2, 8))  # computes weights with gradients
+        model.eval()
+        mask, x = rng.random((8, 8)) < 0.5, torch.randn(5, 8)
+        with torch.no_grad():
+            converted = convert(model, {"0": LayerPattern(Unstructured(), mask)}, (x,))
+            model(x)
+            weight = model[0].weight * torch.from_numpy(mask)
+            expected = model[2](F.relu(F.linear(x, weight, model[0].bias)))
+            torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+        assert model[0]._forward_pre_hooks  # the model given computes its weight as before
 
 
 @torch.no_grad()
