@@ -51,7 +51,8 @@ from search.deployment import Deployment
 from search.loss.parallel import Workers
 from search.pipeline import search_job, search_request
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
-from search.pipeline.search_setup import build_layers, list_prunable_layers
+from search.pipeline.search_setup import build_layers
+from search.prunable_layers import list_prunable_layers
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database
 from search.pruning.one_shot.global_adaprune import run_global_adaprune

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from search.artifacts.layer_database import hash_model
-from search.pipeline.search_setup import list_prunable_layers
+from search.prunable_layers import list_prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning_inputs

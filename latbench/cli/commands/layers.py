@@ -43,6 +43,7 @@ def layers(
     environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
 
     from latbench.cli.progress_bar import live
+    from search.check_task import check_task
     from search.pipeline.measure_in_network import (
         SPDY_LEVELS,
         RunSchedule,
@@ -54,6 +55,7 @@ def layers(
     from search.task import load_task
 
     loaded = load_task(task)
+    check_task(loaded, ["example"])
     if spdy is not None:
         check_spdy_names(list_prunable_layers(loaded, loaded.model()))  # not after minutes of measuring
     wanted: Sequence[float] = SPARSITIES

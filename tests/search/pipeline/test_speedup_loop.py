@@ -17,7 +17,6 @@ from latbench.errors import PromiseMissed, UsageError
 from search.knapsack.arrays import Choice, Infeasible, sum_in_order
 from search.pipeline.search_job import build_search_round
 from search.pipeline.search_request import SearchPlan
-from search.pipeline.search_setup import list_prunable_layers
 from search.pipeline.speedup_loop import (
     MeasuredSpeedup,
     PromisedProfile,
@@ -31,6 +30,7 @@ from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
+from search.prunable_layers import list_prunable_layers
 from search.strategies.evaluation_budget import SearchResult
 from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
