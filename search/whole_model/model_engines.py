@@ -29,7 +29,7 @@ from latbench.base.engine_registry import MODEL_ENGINES, NUMBA, NUMBA_BFLOAT16, 
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
-from search.example_inputs import ExampleInputs, TensorCall, convert_to_tensor_call
+from search.example_inputs import ExampleInputs, convert_to_tensor_call
 from search.pruning.storage.model_folder import load_pruned, set_precision
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
@@ -87,14 +87,14 @@ def build_dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    path = export_once(called, Path(shared))
+    path = export_once(called.model, called.tensors, Path(shared))
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     feed = dict(zip(names, convert_to_arrays(called.tensors), strict=True))
     return SpinningCall(lambda: session.run(None, feed), SPINNING_SECONDS)
 
 
-def export_once(called: TensorCall, folder: Path) -> Path:
+def export_once(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path) -> Path:
     """Return the path of the model's ONNX file in `folder`; export it if no process has done so.
 
     Exporting takes seconds, and several engines need the same file. The first process exports. Others wait for it,
@@ -106,8 +106,7 @@ def export_once(called: TensorCall, folder: Path) -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as unfinished, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the exporter's advice to its own developers
                 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-                file = Path(unfinished) / path.name
-                torch.onnx.export(called.model, called.tensors, str(file), dynamo=True, verbose=False)
+                torch.onnx.export(model, inputs, str(Path(unfinished) / path.name), dynamo=True, verbose=False)
                 # The model last, after the weights that the exporter may have put beside it: it says "complete".
                 for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == path.name):
                     file.rename(folder / file.name)
@@ -129,7 +128,7 @@ def _build_openvino(reference: str, threads: int, shared: str, precision: str, t
 
     task = load_task(reference)
     called = convert_to_tensor_call(task.model(), task.example())
-    path = export_once(called, Path(shared))
+    path = export_once(called.model, called.tensors, Path(shared))
     compiled = compile_on_cpu(read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), convert_to_arrays(called.tensors)
 
