@@ -17,7 +17,8 @@ lists, tuples and dicts, beside None, numbers and flags. The first dimension of 
 batch.
 
 `load_task` finds it and returns a `Task`, which checks what the user's code returns and reports what it raises.
-`search.check_task` tries the whole task before anything is timed.
+`search.check_task` tries the whole task before anything is timed. The model must be on the CPU, copyable, and have a
+state of tensors alone. torch.compile is removed from it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def _find_place(error: BaseException) -> str:
-    """Return the innermost line of the user's own files as ` (file:line)`, or else that of any library."""
+    """Return the innermost line of the user's own files as ` (file:line)`, or else that of a library."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has the place
     frames = [
         (Path(frame.f_code.co_filename), line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -56,7 +58,7 @@ def _find_place(error: BaseException) -> str:
     ]
     outside = [(path, line) for path, line in frames if not _is_own(path)]
     users = [(path, line) for path, line in outside if not _is_library(path)]
-    for path, line in reversed(users or outside or frames):
+    for path, line in reversed(users or outside):
         return f" ({path.name}:{line})"
     return ""
 
