@@ -37,7 +37,8 @@ def check_weights(model: nn.Module, task: str) -> None:
     for name, tensor in model.named_parameters():
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.float32:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise BadData(f"task {task}: parameter {name} is {kind}; latbench prunes float32: return model.float()")
+            advice = "return a model of real numbers" if tensor.is_complex() else "return model.float()"
+            raise BadData(f"task {task}: parameter {name} is {kind}; latbench prunes float32: {advice}")
         if not _is_finite(tensor, f"task {task}: parameter {name}"):
             raise BadData(f"task {task}: parameter {name} holds NaN or infinite values; {_LOAD}")
     for name, value in model.state_dict().items():
