@@ -21,13 +21,14 @@ from latbench.runners.worker_process import TaskFailed, Worker
 from search.artifacts.layer_database import hash_model
 from search.example_inputs import ExampleInputs
 from search.loss.evaluation_conditions import EvaluationConditions, find_conditions
-from search.prunable_layers import list_prunable_layers
 from search.pruning.forward_hooks import get_product, register_forward_hooks
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.user_code import call_user_code, describe_error
 from search.whole_model.model_engines import convert_for_example
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.patterns import Dense
+from sparse_kernels.prunable_layers import is_layer
 
 STEPS = ("example", "copy", "loss", "layer_gradients", "training", "score")
 """What `check_task` can try, in its order.
@@ -153,7 +154,7 @@ def _find_uncopyable(model: nn.Module) -> str:
 
 def _check_layer_gradients(task: Task, model: nn.Module) -> None:
     """Raise UsageError if no output of a layer has a gradient while `loss()` runs."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    layers = {name: module for name, module in model.named_modules() if is_layer(module)}
     if not any(parameter.requires_grad for layer in layers.values() for parameter in layer.parameters()):
         return  # nothing is tuned
     found: list[bool] = []

@@ -35,10 +35,6 @@ class ExampleInputs:
         keywords = {name: _map(value, function) for name, value in self.keywords.items()}
         return ExampleInputs(tuple(_map(value, function) for value in self.arguments), keywords)
 
-    def given_as(self, name: str) -> dict[str, Any]:
-        """Return {name: keywords} for a function that takes a model's keywords under this name; {} without any."""
-        return {name: self.keywords} if self.keywords else {}
-
     def find_batch(self) -> tuple[str, int] | None:
         """Return the place and the size of the batch; None without a tensor that has a dimension."""
         return next(((place, len(tensor)) for place, tensor in self._walk() if tensor.ndim), None)

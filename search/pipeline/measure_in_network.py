@@ -35,8 +35,8 @@ from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.example_inputs import convert_to_tensor_call
 from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.progress import Progress
-from search.prunable_layers import list_prunable_layers
 from search.task import Task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import lock_cpu
 from search.whole_model.model_engines import convert_to_arrays
 from sparse_kernels.shapes import Shape

@@ -32,9 +32,9 @@ from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
 from search.problem.second_budget import build_model_budget
 from search.progress import Progress
-from search.prunable_layers import list_prunable_layers
 from search.pruning.one_shot.fill_database import fill_database
 from search.strategies import chance_constraint as chance
+from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
 from search.whole_model.end_to_end import lock_cpu
 from search.whole_model.sessions import Session

@@ -165,7 +165,7 @@ def build_dense_numba_bf16(reference: str, threads: int) -> Run:
 def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load_task(reference)
     model, example = task.model(), task.example()
-    traced, _ = trace_model(model, example.arguments, **example.given_as("keywords"))
+    traced, _ = trace_model(model, example.arguments, keywords=example.keywords)
     choices = {layer.name: LayerPattern(Dense()) for layer in traced.layers}
     return _run_model(convert_for_example(model, choices, backend, example), example, threads)
 
@@ -299,7 +299,7 @@ def convert_for_example(
     model: nn.Module, choices: Mapping[str, LayerPattern], backend: str, example: ExampleInputs
 ) -> nn.Module:
     """Return the model converted to `choices`, in the precision of `backend`, and proved on the example inputs."""
-    return convert(model, set_precision(choices, backend), example.arguments, **example.given_as("example_keywords"))
+    return convert(model, set_precision(choices, backend), example.arguments, example_keywords=example.keywords)
 
 
 def _build_on_deepsparse(

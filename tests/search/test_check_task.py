@@ -1,6 +1,5 @@
 """A task is checked before anything is timed: each fault of it becomes one sentence, with its place."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from search import check_task as checks
 from search.check_task import STEPS, check_score, check_task
 from search.loss.evaluation_conditions import EvaluationConditions
 from search.task import load_task
-from sparse_kernels.convert import convert
 
 GOOD = """
 import torch
@@ -306,7 +304,6 @@ def test_trace_says_a_users_exception_with_its_place(tmp_path: Path) -> None:
         trace(written(tmp_path, (MODEL, "    return Net().half()")))
 
 
-@pytest.mark.skipif("example_keywords" not in inspect.signature(convert).parameters, reason="convert takes none")
 def test_a_task_of_keywords_passes_every_step(tmp_path: Path) -> None:
     keywords = (EXAMPLE, "def example(): return {'mask': None, 'x': {'x': torch.ones(5, 12)}}")
     forward = ("    def forward(self, x):", "    def forward(self, x, mask=None):\n        x = x['x']")

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save
 
 from latbench.workloads.workload import read_workload
-from search.prunable_layers import list_prunable_layers
 from search.task import load_task
 from search.tasks import digits
+from search.traced_layers import list_prunable_layers
 
 EXAMPLES = Path(__file__).parents[1] / "tasks"
 

@@ -27,9 +27,9 @@ from search.pipeline import verify as verification
 from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
 from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
 from search.pipeline.verify import PRUNED, verify
-from search.prunable_layers import list_prunable_layers
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
 from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.model_engines import DENSE_ENGINES

@@ -80,7 +80,7 @@ def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tup
     example = traced.example
     workload, left_out = call_user_code(
         f"{target}: running the model",
-        lambda: trace_model(traced.model, example.arguments, traced.name, **example.given_as("keywords")),
+        lambda: trace_model(traced.model, example.arguments, traced.name, keywords=example.keywords),
     )
     names = [layer.name for layer in workload.layers]
     if traced.limits is not None:

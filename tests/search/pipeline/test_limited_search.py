@@ -27,10 +27,10 @@ from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.limits import Limits
 from search.problem.problem import Problem
-from search.prunable_layers import list_prunable_layers
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings

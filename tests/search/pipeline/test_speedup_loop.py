@@ -30,10 +30,10 @@ from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.problem.second_budget import SecondBudget
-from search.prunable_layers import list_prunable_layers
 from search.strategies.evaluation_budget import SearchResult
 from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def list_prunable_layers(task: Task, model: nn.Module) -> dict[str, Shape]:
     """Return the shapes by name of the layers that can be pruned and are not excluded. Raises UsageError if none."""
     example = task.example()
-    traced, skipped = trace_model(model, example.arguments, **example.given_as("keywords"))
+    traced, skipped = trace_model(model, example.arguments, keywords=example.keywords)
     shapes = {layer.name: layer.shape for layer in traced.layers}
     included = task.limits.select_included(list(shapes), [name for name, _ in skipped])
     shapes = {name: shapes[name] for name in included}
