@@ -132,11 +132,23 @@ def _check_copy(task: Task, model: nn.Module, example: ExampleInputs) -> None:
         ) from error
     with torch.inference_mode():
         task.run(twin, example)
-    if hash_model(task.model()) != hash_model(model):
+    again = task.model()
+    if _list_addresses(again) & _list_addresses(model):
+        raise UsageError(
+            f"task {task.name}: model() returned the same weights in memory at its second call, so pruning would "
+            "change the dense model too; build a model in each call, or return copy.deepcopy(model)"
+        )
+    if hash_model(again) != hash_model(model):
         raise UsageError(
             f"task {task.name}: model() returned other weights at its second call; load them from a file, or seed "
             "torch's generator in model()"
         )
+
+
+def _list_addresses(model: nn.Module) -> set[int]:
+    """Return the addresses of the weights of all layers that can be pruned."""
+    weights = [weight for layer in model.modules() if is_layer(layer) for weight in layer.parameters()]
+    return {weight.data_ptr() for weight in weights if weight.numel()}
 
 
 def _find_uncopyable(model: nn.Module) -> str:

@@ -1,17 +1,27 @@
 """A task is checked before anything is timed: each fault of it becomes one sentence, with its place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from latbench.cli.commands.layers import layers
+from latbench.cli.commands.prune import prune
+from latbench.cli.commands.search import search
 from latbench.cli.commands.trace import trace
+from latbench.cli.commands.verify import verify
 from latbench.errors import BadData, LatbenchError, UsageError
 from search import check_task as checks
+from search.artifacts.layer_database import Database, hash_model
+from search.artifacts.profile import LayerChoice, Profile
 from search.check_task import STEPS, check_score, check_task
 from search.loss.evaluation_conditions import EvaluationConditions
-from search.task import load_task
+from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
+from search.pruning.storage.model_folder import save_pruned
+from search.task import Task, load_task
 
 GOOD = """
 import torch
@@ -195,6 +205,20 @@ def test_other_weights_at_the_second_call_are_said(tmp_path: Path) -> None:
     assert "model() returned other weights at its second call; load them from a file, or seed" in sentence
 
 
+def test_one_model_for_all_calls_is_said(tmp_path: Path) -> None:
+    cached = ("def model():\n", "import functools\n@functools.cache\ndef model():\n")
+    sentence = failed(tmp_path, cached, ["copy"])
+    assert "model() returned the same weights in memory at its second call" in sentence
+
+
+def test_a_batch_that_cannot_be_hashed_is_said(tmp_path: Path) -> None:
+    lock = (DATA, "def calibration():\n    import threading\n    return [(batches()[0], threading.Lock())]")
+    with pytest.raises(
+        UsageError, match=r"hashing a batch of calibration\(\) raised TypeError: cannot pickle.* plain"
+    ):
+        hash_pruning_inputs(load_task(written(tmp_path, lock)))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -295,6 +319,67 @@ def test_a_long_score_is_ended_once_it_called_the_model(tmp_path: Path, monkeypa
     monkeypatch.setattr(checks, "SCORE_SECONDS", -1.0)
     endless = "def score(model):\n  while 1:\n    try: model(batches()[0][0])\n    except Exception: pass"
     check_score(written(tmp_path, (SCORE, endless)), ["first", "head"])
+
+
+def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]]) -> Profile:
+    layers = {layer: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for layer, choice in choices.items()}
+    return Profile(
+        task=name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
+        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
+        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
+        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
+        risk=0.9, additivity_before=0.1, additivity_after=0.1,
+        seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pruning(tmp_path: Path) -> Callable[..., None]:
+    """`latbench prune` of a task with a change, to a profile of its first layer."""
+
+    def prune_with(change: Change, **options: Any) -> None:
+        path = written(tmp_path, change)
+        task, wanted = load_task(path), {"first": ("unstructured", 0.5)}
+        model = task.model()
+        profile_of("mine", model, wanted).save(tmp_path / "profile.json")
+        database = Database(tmp_path / "database", hash_model(model))
+        fill_database(task, model, {"first": [wanted["first"]]}, database)
+        prune(path, tmp_path / "profile.json", database.folder, tmp_path / "pruned", **options)
+
+    return prune_with
+
+
+def test_prune_checks_what_its_stages_need(pruning: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="prune with --no-global"):
+        pruning(NO_GRAD)
+    assert not (tmp_path / "pruned").exists()
+    pruning(NO_GRAD, joint=False)
+    assert (tmp_path / "pruned").exists()
+
+
+class Checked(Exception):
+    pass
+
+
+def test_search_verify_and_layers_check_a_task_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = written(tmp_path), []
+
+    def check(task: Task, steps: Sequence[str], **_: object) -> None:
+        asked.append((task.name, *steps))
+        raise Checked
+
+    monkeypatch.setattr(checks, "check_task", check)
+    monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.find_environment", lambda: None)
+    model = load_task(path).model()
+    save_pruned(tmp_path / "pruned", model, {}, profile_of("mine", model, {"first": ("dense", 0.0)}), {})
+    for command in (
+        lambda: search(path, 2.0, str(tmp_path / "t"), tmp_path / "d", tmp_path / "p.json", tmp_path / "m.json"),
+        lambda: verify(path, tmp_path / "pruned", tmp_path / "verify"),
+        lambda: layers(path, tmp_path / "layers"),
+    ):
+        with pytest.raises(Checked):
+            command()
+    assert asked == [("mine", "copy"), ("mine", "copy", "score"), ("mine", "example")]
 
 
 def test_trace_says_a_users_exception_with_its_place(tmp_path: Path) -> None:

@@ -65,8 +65,9 @@ def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedMode
 
     from latbench.cli.options.option_texts import parse_sizes
     from search.example_inputs import ExampleInputs
+    from search.model_weights import remove_compilation
 
-    model = _call_factory(target)
+    model = remove_compilation(_call_factory(target))
     size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)
     inputs = torch.zeros([batch or size[0], *size[1:]])
     return _TracedModel(target.rpartition(":")[2], model, ExampleInputs((inputs,)))
