@@ -122,7 +122,7 @@ def time_layers_in_network(
     shapes, called = list_prunable_layers(task, model), convert_to_tensor_call(model, example)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
-        export_onnx(called.model, called.tensors, path, transposes_once=False)  # it prunes weights that it finds stored
+        export_onnx(called.model, called.tensors, path, transposes_once=False)  # DeepSparse prunes stored weights
         found = find_layer_values(called.model, called.tensors, path)
         values = {value: name.removeprefix(called.prefix) for value, name in found.items()}
         network = _Network(path, convert_to_arrays(called.tensors), threads, environment, example.batch)

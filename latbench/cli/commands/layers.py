@@ -51,8 +51,8 @@ def layers(
         select_task_rows,
         time_layers_in_network,
     )
-    from search.pipeline.search_setup import list_prunable_layers
     from search.task import load_task
+    from search.traced_layers import list_prunable_layers
 
     loaded = load_task(task)
     check_task(loaded, ["example"])
