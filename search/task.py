@@ -3,7 +3,7 @@
 A user writes an object or a module with these members (a batch is whatever `loss` accepts):
 
     model() -> torch.nn.Module             a fresh float32 model in eval mode, with its trained weights
-    example() -> tuple[torch.Tensor, ...]  the inputs that are timed; they fix the batch
+    example() -> tuple | dict              the inputs that are timed: positional arguments, or keywords
     calibration() -> list[batch]           data for layer errors, reconstruction and the search's loss
     loss(model, batch) -> torch.Tensor     a scalar
     score(model) -> float                  on held-out data, higher is better
@@ -12,7 +12,13 @@ A user writes an object or a module with these members (a batch is whatever `los
     excluded: tuple[str, ...]              optional: the limits' `excluded` alone
     name, score_name: str                  optional: names for reports
 
+`example()` returns a tuple of the model's positional arguments, or a dict of its keywords. Its tensors may lie in
+lists, tuples and dicts, beside None, numbers and flags. The first dimension of the first tensor that has one is the
+batch.
+
 `load_task` finds it and returns a `Task`, which checks what the user's code returns and reports what it raises.
+`search.check_task` tries the whole task before anything is timed. The model must be on the CPU, copyable, and have a
+state of tensors alone. torch.compile is removed from it.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import importlib.util
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,14 +37,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from latbench.base.files import hash_file
 from latbench.errors import BadData, UsageError
 from search.problem.limits import Limits, parse_limits
+from search.user_code import call_user_code, describe_error
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from search.example_inputs import ExampleInputs
+
 REQUIRED = ("model", "example", "calibration", "loss", "score")
 
 Result = TypeVar("Result")
+
+_END: Any = object()
+"""Marks the end of the training batches."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +79,60 @@ class Task:
     source: str = ""
 
     def model(self) -> torch.nn.Module:
-        """Return a fresh model in eval mode. Raises BadData if a weight is not finite or not float32."""
+        """Return a fresh model in eval mode, without torch.compile.
+
+        Raises BadData if a weight is missing, not finite or not float32, or if the model has state that is no tensor.
+        """
         import torch
+
+        from search.model_weights import check_weights, remove_compilation
 
         model = self._call("model", self.implementation.model)
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"task {self.name}: model() returned {_kind(model)}, not a torch.nn.Module")
-        for name, tensor in model.named_parameters():
-            if tensor.dtype != torch.float32:
-                raise BadData(f"task {self.name}: parameter {name} is {tensor.dtype}; latbench prunes float32")
-            if not bool(torch.isfinite(tensor).all()):
-                raise BadData(f"task {self.name}: parameter {name} holds NaN or infinite values")
-        return model.eval()
+        model = remove_compilation(model)
+        call_user_code(f"task {self.name}: eval() of its model", model.eval)
+        call_user_code(f"task {self.name}: state_dict() of its model", model.state_dict)
+        check_weights(model, self.name)
+        return model
 
-    def example(self) -> tuple[torch.Tensor, ...]:
-        """Return the inputs that are timed."""
-        import torch
+    def example(self) -> ExampleInputs:
+        """Return the inputs that are timed. Raises UsageError if they have no batch, or are not on the CPU."""
+        from search.example_inputs import ExampleInputs
 
         inputs = self._call("example", self.implementation.example)
-        if not isinstance(inputs, tuple) or not inputs or not all(torch.is_tensor(x) for x in inputs):
-            raise UsageError(f"task {self.name}: example() must return a tuple of tensors, not {_kind(inputs)}")
-        return inputs
+        if isinstance(inputs, ExampleInputs):  # of a task that wraps another
+            example = inputs
+        elif isinstance(inputs, tuple):
+            example = ExampleInputs(inputs)
+        elif isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs):
+            example = ExampleInputs(keywords={name: inputs[name] for name in inputs})
+        else:
+            raise UsageError(
+                f"task {self.name}: example() must return a tuple of the model's arguments or a dict of its "
+                f"keywords, not {_kind(inputs)}; for one argument x, return (x,)"
+            )
+        if devices := {str(x.device) for x in example.tensors()} - {"cpu"}:
+            raise UsageError(f"task {self.name}: example() returned a tensor on {devices.pop()}; return x.cpu()")
+        if not (found := example.find_batch()) or not found[1]:
+            raise UsageError(
+                f"task {self.name}: example() returned no batch; one of its tensors needs a first dimension above 0"
+            )
+        return example
+
+    def run(self, model: torch.nn.Module, example: ExampleInputs) -> Any:
+        """Return what the model returns for these inputs. Raises UsageError with what it raises."""
+        what = f"task {self.name}: the model, called with the inputs of example(),"
+        return call_user_code(what, lambda: example.call(model))
 
     def calibration(self) -> list[Any]:
         """Return the calibration batches, at least one."""
-        batches = list(self._call("calibration", self.implementation.calibration))
+        import torch
+
+        found = self._call("calibration", self.implementation.calibration)
+        if torch.is_tensor(found) or isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
+            raise UsageError(f"task {self.name}: calibration() must return a list of batches, not {_kind(found)}")
+        batches = self._call("calibration", lambda: list(found))
         if not batches:
             raise UsageError(f"task {self.name}: calibration() returned no batch")
         return batches
@@ -110,7 +151,11 @@ class Task:
         import torch
 
         with torch.no_grad():
-            score = float(self._call("score", lambda: self.implementation.score(model)))
+            found = self._call("score", lambda: self.implementation.score(model))
+        try:
+            score = float(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"task {self.name}: score() must return a number, not {_kind(found)}") from error
         if not math.isfinite(score):
             raise BadData(f"task {self.name}: score() returned {score}")
         return score
@@ -124,14 +169,15 @@ class Task:
         """Return training batches drawn with `rng`. Raises UsageError if the task has none."""
         if not self.can_train:
             raise UsageError(f"task {self.name} has no train_batches(rng): fine-tuning needs training data")
-        return iter(self._call("train_batches", lambda: self.implementation.train_batches(rng)))
+        return self._draw(rng)
+
+    def _draw(self, rng: np.random.Generator) -> Iterator[Any]:
+        batches = self._call("train_batches", lambda: iter(self.implementation.train_batches(rng)))
+        while (batch := self._call("train_batches", lambda: next(batches, _END))) is not _END:
+            yield batch
 
     def _call(self, member: str, function: Callable[[], Result]) -> Result:
-        try:
-            return function()
-        except Exception as error:
-            where = _last_line(error)
-            raise UsageError(f"task {self.name}: {member}() raised {type(error).__name__}: {error}{where}") from error
+        return call_user_code(f"task {self.name}: {member}()", function)
 
 
 def load_task(reference: str) -> Task:
@@ -222,17 +268,8 @@ def _report_import(source: str, function: Callable[[], ModuleType]) -> ModuleTyp
         return function()
     except UsageError:
         raise
-    except Exception as error:
-        message = f"the import of task {source} raised {type(error).__name__}: {error}{_last_line(error)}"
-        raise UsageError(message) from error
-
-
-def _last_line(error: BaseException) -> str:
-    """Return where the error was raised, as ` (file:line)`."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the import of task {source} raised {describe_error(error)}") from error
 
 
 def _kind(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
+from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.loss.evaluator import MEMORY_BYTES, LossEvaluator, ProfileOptions
 from search.task import load_task
 
@@ -31,6 +32,8 @@ class EvaluatorSource:
         Bytes for weights that were read from the database.
     device
         torch's name of the device.
+    conditions
+        How the model is evaluated.
     """
 
     reference: str
@@ -39,6 +42,7 @@ class EvaluatorSource:
     layers: tuple[str, ...]
     memory_bytes: int = MEMORY_BYTES
     device: str = "cpu"
+    conditions: EvaluationConditions = WANTED
 
 
 class EvaluatorPool(Protocol):
@@ -78,4 +82,4 @@ def _load_evaluator(source: EvaluatorSource) -> LossEvaluator:
             "must return the same weights in every process"
         )
     database = Database(Path(source.folder), source.model_hash)
-    return LossEvaluator(task, model, source.layers, database, source.memory_bytes, source.device)
+    return LossEvaluator(task, model, source.layers, database, source.memory_bytes, source.device, source.conditions)

@@ -2,7 +2,8 @@
 
 Pruning moves the means and variances of activations, and pruned models get their batch norms tuned to that. So norms
 use the statistics of each calibration batch here, which gives about what tuning gives and costs nothing. Batches are
-thus evaluated apart: the loss on a batch is the same whichever others are evaluated with it.
+thus evaluated apart: the loss on a batch is the same whichever others are evaluated with it. Models that do not allow
+this are evaluated under other conditions (`search.loss.evaluation_conditions`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from search.artifacts.layer_database import Database
+from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.problem.layers import DENSE
 from search.task import Task
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
@@ -51,11 +52,14 @@ class LossEvaluator:
         Bytes of the database's weights to keep in memory; the least recently used are dropped.
     device
         torch's name of the device. The model and the batches are moved there.
+    conditions
+        How the model is evaluated.
     """
 
     def __init__(
         self, task: Task, model: torch.nn.Module, layers: Sequence[str], database: Database,
         memory_bytes: int = MEMORY_BYTES, device: str = "cpu",
+        conditions: EvaluationConditions = WANTED,
     ) -> None:  # fmt: skip
         self._task, self._model, self._names, self._database = task, model, tuple(layers), database
         self._device = device
@@ -64,12 +68,7 @@ class LossEvaluator:
             self._batches = [move_to_device(batch, device) for batch in self._batches]
             torch.backends.cudnn.allow_tf32 = False
             torch.backends.cudnn.deterministic = True
-        for norm in model.modules():
-            if isinstance(norm, _BatchNorm) and norm.track_running_stats:
-                norm.train()
-                norm.momentum = 0.0  # its own statistics stay as they are
-        # Convolutions of many images are 1.5 times as fast in torch; its stubs do not know the argument.
-        model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        conditions.prepare(model, device)
         self._modules = [model.get_submodule(name) for name in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
         self._current: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
@@ -83,7 +82,7 @@ class LossEvaluator:
 
     def losses(self, profile: ProfileOptions, batches: range) -> list[float]:
         """Return the loss of the model with this profile on each of these batches."""
-        with _limit_threads(THREADS), torch.inference_mode():
+        with _limit_threads(THREADS), torch.no_grad():  # a loss may need gradients of its own
             self._swap_layers(profile)
             return [float(self._task.loss(self._model, self._batches[number])) for number in batches]
 

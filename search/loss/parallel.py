@@ -22,6 +22,7 @@ from latbench.errors import LatbenchError
 from search.artifacts.layer_database import Database
 from search.knapsack.arrays import Choice
 from search.loss.cache import LossCache
+from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.loss.evaluation_worker import EvaluatorPool, EvaluatorSource
 from search.loss.evaluator import LossEvaluator, ProfileOptions
 from search.loss.pools import open_pool
@@ -66,19 +67,26 @@ class ParallelEvaluator:
         The losses that are known.
     workers
         Where profiles are evaluated.
+    conditions
+        How the model is evaluated.
     """
 
     def __init__(
         self, task: Task, model: torch.nn.Module, layers: Sequence[LayerOptions], database: Database,
         cache: LossCache, workers: Workers = THIS_PROCESS,
+        conditions: EvaluationConditions = WANTED,
     ) -> None:  # fmt: skip
         self._layers, self._losses, self._workers = layers, cache, workers
         names = tuple(part.name for layer in layers for part in layer.parts)
         self.batches = len(task.calibration())
         """Number of batches of the calibration data."""
         here = workers == THIS_PROCESS
-        self._evaluator = LossEvaluator(task, copy.deepcopy(model), names, database) if here else None
-        self._source = EvaluatorSource(task.reference, str(database.folder.resolve()), database.model_hash, names)
+        self._evaluator = (
+            LossEvaluator(task, copy.deepcopy(model), names, database, conditions=conditions) if here else None
+        )
+        self._source = EvaluatorSource(
+            task.reference, str(database.folder.resolve()), database.model_hash, names, conditions=conditions
+        )
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

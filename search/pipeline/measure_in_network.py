@@ -32,11 +32,13 @@ from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import convert_shape_to_columns
 from search.artifacts.onnx_export import export_onnx, find_layer_values
+from search.example_inputs import convert_to_tensor_call
 from search.inputs.table_rows import read_network_rows, select_network_rows
-from search.pipeline.search_setup import list_prunable_layers
 from search.progress import Progress
 from search.task import Task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import lock_cpu
+from search.whole_model.model_engines import convert_to_arrays
 from sparse_kernels.shapes import Shape
 
 SPDY_LEVELS = tuple(round(1 - 0.6 * (0.01 / 0.6) ** (i / 40), 4) for i in range(41))
@@ -116,13 +118,14 @@ def time_layers_in_network(
     EnvironmentUnusable
         No layer has a time, or DeepSparse cannot run the model.
     """
-    model, inputs = task.model(), task.example()
-    shapes = list_prunable_layers(task, model)
+    model, example = task.model(), task.example()
+    shapes, called = list_prunable_layers(task, model), convert_to_tensor_call(model, example)
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
-        export_onnx(model, inputs, path, transposes_once=False)  # DeepSparse prunes weights that it finds stored
-        values = find_layer_values(model, inputs, path)
-        network = _Network(path, [x.numpy() for x in inputs], threads, environment)
+        export_onnx(called.model, called.tensors, path, transposes_once=False)  # DeepSparse prunes stored weights
+        found = find_layer_values(called.model, called.tensors, path)
+        values = {value: name.removeprefix(called.prefix) for value, name in found.items()}
+        network = _Network(path, convert_to_arrays(called.tensors), threads, environment, example.batch)
         with lock_cpu(progress):
             try:
                 network.run(schedule.turns(), progress)
@@ -141,9 +144,12 @@ def time_layers_in_network(
 class _Network:
     """An exported model on DeepSparse, and the samples taken of it."""
 
-    def __init__(self, path: Path, arrays: Sequence[NDArray[Any]], threads: int, environment: Environment) -> None:
+    def __init__(
+        self, path: Path, arrays: Sequence[NDArray[Any]], threads: int, environment: Environment, batch: int
+    ) -> None:
         check_threads(threads, f"{threads} threads")
         self._path, self._arrays, self._threads, self._environment = path, arrays, threads, environment
+        self._batch = batch
         self.analyses: dict[float, list[list[Operation]]] = {}
         self.end_to_end: list[float] = []
         self.calls = 0
@@ -161,7 +167,7 @@ class _Network:
         """Return the samples as table rows; `values` maps ONNX values to the layers that compute them."""
         if not self.analyses:
             return []
-        threads, batch = self._threads, len(self._arrays[0])
+        threads, batch = self._threads, self._batch
         rows = build_layer_rows(name, shapes, values, self.analyses, threads=threads, batch=batch, calls=self.calls)
         return [*rows, build_model_row(name, self.end_to_end, threads=threads, batch=batch)]
 
@@ -186,10 +192,9 @@ def select_task_rows(task: Task, folder: Path, threads: int) -> pd.DataFrame:
 
     Raises BadData if the folder is no table.
     """
-    inputs = task.example()
     shapes = list_prunable_layers(task, task.model())
     rows = read_network_rows(folder, threads=threads)
-    return select_network_rows(rows, task.name, shapes, threads=threads, batch=len(inputs[0]))
+    return select_network_rows(rows, task.name, shapes, threads=threads, batch=task.example().batch)
 
 
 def count_missing_runs(

@@ -66,10 +66,10 @@ class SearchHistory:
         }  # fmt: skip
 
     def loss_key(self) -> str:
-        """Return what losses depend on beside the profile: a hash, and the pool that computes them."""
+        """Return what losses depend on beside the profile: a hash, the pool that computes them, and conditions."""
         inputs = self._inputs
         own = hash_loss_inputs(inputs.task, inputs.model, inputs.model_hash, inputs.provenance)
-        return f"{own} {self._request.workers.pool}"
+        return f"{own} {self._request.workers.pool} {inputs.conditions.describe()}".rstrip()
 
     def digest(self) -> str:
         """Return a hash of everything that the profile depends on, also of what was timed before the search."""

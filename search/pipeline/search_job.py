@@ -249,7 +249,7 @@ def build_profile(
         layers=layers,
         backend=deployment.backend,
         threads=deployment.threads,
-        batch=int(inputs.task.example()[0].shape[0]),
+        batch=inputs.task.example().batch,
         device=name_cpu(),
         target=promise.target,
         risk=promise.risk,

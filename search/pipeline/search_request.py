@@ -13,6 +13,7 @@ from latbench.tables.storage import Place
 from latbench.tables.table import hash_table
 from search.artifacts.layer_database import hash_model
 from search.deployment import Deployment
+from search.loss.evaluation_conditions import WANTED, EvaluationConditions, find_conditions
 from search.loss.parallel import Workers
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, hash_pruning_inputs
 from search.task import Task
@@ -134,6 +135,8 @@ class SearchInputs:
         Pruning method and calibration data, as `Database.provenance` has them.
     method
         How layers are pruned, one of `search.pruning.one_shot.fill_database.ONE_SHOT_METHODS`.
+    conditions
+        How losses are evaluated.
     """
 
     task: Task
@@ -145,12 +148,17 @@ class SearchInputs:
     table_hash: str
     provenance: str
     method: str = DEFAULT_METHOD
+    conditions: EvaluationConditions = WANTED
 
 
 def read_inputs(
     task: Task, table: Place, cost_model: Path | None, database: Path, method: str = DEFAULT_METHOD
 ) -> SearchInputs:
-    """Load the task's model and hash the inputs. Raises what these raise if they are missing or damaged."""
+    """Load the task's model, find how losses are evaluated, and hash the inputs.
+
+    Raises what these raise if they are missing or damaged.
+    """
     model = task.model()
+    conditions = find_conditions(task, model, task.calibration())
     hashes = hash_model(model), hash_table(table), hash_pruning_inputs(task, method)
-    return SearchInputs(task, model, table, cost_model, database, *hashes, method)
+    return SearchInputs(task, model, table, cost_model, database, *hashes, method, conditions)

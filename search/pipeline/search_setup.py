@@ -11,13 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import cost_models
-from latbench.errors import BadData, UsageError
-from latbench.workloads.workload import trace_model
+from latbench.errors import BadData
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
 from search.inputs import layer_errors
@@ -25,6 +21,7 @@ from search.inputs.layer_builder import build_network_layers, build_predicted_la
 from search.inputs.layer_errors import read_errors
 from search.inputs.table_rows import read_network_rows, read_sweep_rows, select_engine_rows
 from search.loss.cache import LossCache
+from search.loss.evaluation_conditions import compute_dense_loss
 from search.loss.parallel import ParallelEvaluator
 from search.loss.pools import open_pool
 from search.pipeline.search_history import SearchHistory
@@ -37,7 +34,7 @@ from search.problem.second_budget import build_model_budget
 from search.progress import Progress
 from search.pruning.one_shot.fill_database import fill_database
 from search.strategies import chance_constraint as chance
-from search.task import Task
+from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
 from search.whole_model.end_to_end import lock_cpu
 from search.whole_model.sessions import Session
@@ -85,7 +82,7 @@ def set_up_search(
         pass
     progress("reading the table", None, None)
     shapes = list_prunable_layers(task, inputs.model)
-    _check_dense_loss(task, inputs.model)
+    compute_dense_loss(task, inputs.model, task.calibration()[0])
     source = request.candidates.errors
     given = None if source in layer_errors.KINDS else read_errors(Path(source))
     layers = build_layers(inputs, request.deployment, request.candidates, promise.coverage, shapes)
@@ -117,7 +114,7 @@ def set_up_search(
         problem = chance.assume_independent_times(problem, promise.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
     cache = LossCache(names, inputs.database / "trials.jsonl", history.loss_key())
-    evaluator = ParallelEvaluator(task, inputs.model, problem.layers, database, cache, workers)
+    evaluator = ParallelEvaluator(task, inputs.model, problem.layers, database, cache, workers, inputs.conditions)
     return SearchSetup(problem, evaluator, layers, probes, whole)
 
 
@@ -162,17 +159,6 @@ class _Pruning:
         return layer_errors.compute_weight_errors(problem, self.database, self.inputs.model)
 
 
-def _check_dense_loss(task: Task, model: Any) -> None:
-    """Raise UsageError if the loss of the dense model is not finite."""
-    with torch.inference_mode():
-        dense_loss = float(task.loss(model, task.calibration()[0]))
-    if not math.isfinite(dense_loss):
-        raise UsageError(
-            f"the loss of task {task.name} is {dense_loss} for its own dense model, so no profile can be evaluated; "
-            "correct loss() or calibration()"
-        )
-
-
 def _calibrate_by_verification(problem: Problem, verified: Sequence[Session], risk: float) -> Problem:
     """Return the problem corrected by the last verification of a profile that its layers can have."""
     for session in reversed(verified):
@@ -197,7 +183,7 @@ def build_layers(
     if inputs.cost_model is None:
         return build_network_layers(
             read_network_rows(inputs.table, threads=threads), inputs.task.name, shapes,
-            threads=threads, batch=len(inputs.task.example()[0]), coverage=coverage,
+            threads=threads, batch=inputs.task.example().batch, coverage=coverage,
         )  # fmt: skip
     rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
     engine = select_engine_rows(rows, backend=backend, threads=threads)
@@ -205,17 +191,6 @@ def build_layers(
         cost_models.load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
         sparsities=candidates.sparsities, coverage=coverage,
     )  # fmt: skip
-
-
-def list_prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
-    """Return the shapes by name of the layers that can be pruned and are not excluded. Raises UsageError if none."""
-    traced, skipped = trace_model(model, task.example())
-    shapes = {layer.name: layer.shape for layer in traced.layers}
-    included = task.limits.select_included(list(shapes), [name for name, _ in skipped])
-    shapes = {name: shapes[name] for name in included}
-    if not shapes:
-        raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
-    return shapes
 
 
 def _find_probes(

@@ -11,7 +11,6 @@ weights if three quarters are pruned.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +206,9 @@ def _train_further(
     progress: Progress,
 ) -> tuple[Milestone, nn.Module, dict[str, Tensor]]:
     """Train the dense model or a copy of the best one by the recipe; return the stage, the model and its masks."""
-    model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
+    model = task.model()
+    if recipe.start != "dense":  # a model that keeps activations cannot be copied after it ran
+        model.load_state_dict(best.model.state_dict())
     trained = train(
         task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
         progress=lambda done, total: progress(recipe.method, done, total),

@@ -29,6 +29,7 @@ from latbench.base.engine_registry import MODEL_ENGINES, NUMBA, NUMBA_BFLOAT16, 
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
+from search.example_inputs import ExampleInputs, convert_to_tensor_call
 from search.pruning.storage.model_folder import load_pruned, set_precision
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
@@ -40,7 +41,6 @@ from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 Run = Callable[[], Any]
 ModelRun = Run | deepsparse.Model
-Inputs = tuple[torch.Tensor, ...]
 
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.5
 """Allowed differences, relative to the largest output. Other orders of adding, and Winograd's convolutions, stay far
@@ -56,7 +56,7 @@ Builders of engines that share an exported file also take the folder that has it
 def build_dense_torch(reference: str, threads: int) -> Run:
     """Build the model as torch runs it."""
     task = load_task(reference)
-    return _run_in_inference_mode(task.model(), task.example(), threads)
+    return _run_model(task.model(), task.example(), threads)
 
 
 def build_dense_torch_mkldnn(reference: str, threads: int) -> Run:
@@ -72,7 +72,7 @@ def build_dense_torch_mkldnn(reference: str, threads: int) -> Run:
                 break
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, mkldnn.to_mkldnn(module))
-    return _run_in_inference_mode(model, task.example(), threads)
+    return _run_model(model, task.example(), threads)
 
 
 def build_dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
@@ -82,19 +82,19 @@ def build_dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     from latbench.backends.cpu.onnxruntime import SPINNING_SECONDS
 
     task = load_task(reference)
-    inputs = task.example()
+    called = convert_to_tensor_call(task.model(), task.example())
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    path = export_once(task.model(), inputs, Path(shared))
+    path = export_once(called.model, called.tensors, Path(shared))
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
-    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    feed = dict(zip(names, convert_to_arrays(called.tensors), strict=True))
     return SpinningCall(lambda: session.run(None, feed), SPINNING_SECONDS)
 
 
-def export_once(model: nn.Module, inputs: Inputs, folder: Path) -> Path:
+def export_once(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path) -> Path:
     """Return the path of the model's ONNX file in `folder`; export it if no process has done so.
 
     Exporting takes seconds, and several engines need the same file. The first process exports. Others wait for it,
@@ -127,29 +127,29 @@ def _build_openvino(reference: str, threads: int, shared: str, precision: str, t
     from latbench.backends.cpu.openvino import compile_on_cpu, read_model
 
     task = load_task(reference)
-    model, inputs = task.model(), task.example()
-    path = export_once(model, inputs, Path(shared))
+    called = convert_to_tensor_call(task.model(), task.example())
+    path = export_once(called.model, called.tensors, Path(shared))
     compiled = compile_on_cpu(read_model(path), threads, precision)
-    request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
+    request, arrays = compiled.create_infer_request(), convert_to_arrays(called.tensors)
 
     def run() -> list[np.ndarray]:
         results = request.infer(arrays, share_inputs=True, share_outputs=True)
         return [results[i] for i in range(len(results))]
 
     with torch.inference_mode():
-        check_outputs(run(), list_tensors(model(*inputs)), "OpenVINO", tolerance)
+        check_outputs(run(), list_tensors(called.model(*called.tensors)), "OpenVINO", tolerance)
     return run
 
 
 def build_dense_torch_bf16(reference: str, threads: int) -> Run:
     """Build the model in bfloat16, outputs included, as torch runs it; each call rounds its float32 inputs."""
     task = load_task(reference)
-    model, inputs = task.model().bfloat16(), task.example()
+    model, example = task.model().bfloat16(), task.example()
 
-    def narrow(*given: torch.Tensor) -> Any:
-        return model(*(x.bfloat16() if x.is_floating_point() else x for x in given))
+    def narrow() -> Any:
+        return example.map_tensors(lambda x: x.bfloat16() if x.is_floating_point() else x).call(model)
 
-    return _run_in_inference_mode(narrow, inputs, threads)
+    return _run_in_inference_mode(narrow, threads)
 
 
 def build_dense_numba(reference: str, threads: int) -> Run:
@@ -164,10 +164,10 @@ def build_dense_numba_bf16(reference: str, threads: int) -> Run:
 
 def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load_task(reference)
-    model, inputs = task.model(), task.example()
-    traced, _ = trace_model(model, inputs)
-    choices = set_precision({layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
-    return _run_in_inference_mode(convert(model, choices, inputs), inputs, threads)
+    model, example = task.model(), task.example()
+    traced, _ = trace_model(model, example.arguments, keywords=example.keywords)
+    choices = {layer.name: LayerPattern(Dense()) for layer in traced.layers}
+    return _run_model(convert_for_example(model, choices, backend, example), example, threads)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class SpinningCall:
 
 def build_random_pruned(reference: str, threads: int, backend: str, choices: OptionsByLayer) -> ModelRun:
     """Build the model on `backend` with random masks. Patterns and sparsities decide its time, weights do not."""
-    model, swapped, inputs = _mask_at_random(reference, choices)
-    return _build_on(backend, model, swapped, inputs, threads)
+    model, swapped, example = _mask_at_random(reference, choices)
+    return _build_on(backend, model, swapped, example, threads)
 
 
 def build_layers_free(reference: str, threads: int, backend: str, choices: OptionsByLayer) -> Run:
@@ -193,8 +193,8 @@ def build_layers_free(reference: str, threads: int, backend: str, choices: Optio
 
     Each sparse layer computes an output once, and returns it from then on.
     """
-    model, swapped, inputs = _mask_at_random(reference, choices)
-    converted = convert(model, set_precision(swapped, backend), inputs)
+    model, swapped, example = _mask_at_random(reference, choices)
+    converted = convert_for_example(model, swapped, backend, example)
     for layer in converted.modules():
         if isinstance(layer, SparseLayer):
             layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
@@ -202,7 +202,7 @@ def build_layers_free(reference: str, threads: int, backend: str, choices: Optio
             layer._by_address = _compute_once(layer._by_address, lambda *rest: rest[1:])  # type: ignore[method-assign]
         if isinstance(layer, SparseConv2d):
             layer._over_frames = _compute_once(layer._over_frames, lambda *rest: rest[:2])  # type: ignore[method-assign]
-    return _run_in_inference_mode(converted, inputs, threads)
+    return _run_model(converted, example, threads)
 
 
 def _compute_once(compute: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +218,9 @@ def _compute_once(compute: Callable[..., Any], key: Callable[..., Any]) -> Calla
     return cached
 
 
-def _mask_at_random(reference: str, choices: OptionsByLayer) -> tuple[nn.Module, dict[str, LayerPattern], Inputs]:
+def _mask_at_random(
+    reference: str, choices: OptionsByLayer
+) -> tuple[nn.Module, dict[str, LayerPattern], ExampleInputs]:
     """Return the model with random masks, the pattern and mask of each of its layers, and its inputs."""
     task = load_task(reference)
     model = task.model()
@@ -275,39 +277,51 @@ def score_models(reference: str, threads: int, backend: str, folder: str) -> tup
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
     if not is_deepsparse(backend):
-        pruned = convert(model, set_precision(choices, backend), task.example())
-    with torch.inference_mode():
-        return task.score(task.model()), task.score(pruned)
+        pruned = convert_for_example(model, choices, backend, task.example())
+    return task.score(task.model()), task.score(pruned)
 
 
 def _build_on(
     backend: str,
     model: nn.Module,
     choices: Mapping[str, LayerPattern],
-    inputs: Inputs,
+    example: ExampleInputs,
     threads: int,
     exported: Path | None = None,
 ) -> ModelRun:
     """Build the pruned model as `backend` runs it: with its layers converted to `choices`, or as it is."""
     if is_deepsparse(backend):
-        return _build_on_deepsparse(model, inputs, threads, exported)
-    return _run_in_inference_mode(convert(model, set_precision(choices, backend), inputs), inputs, threads)
+        return _build_on_deepsparse(model, example, threads, exported)
+    return _run_model(convert_for_example(model, choices, backend, example), example, threads)
+
+
+def convert_for_example(
+    model: nn.Module, choices: Mapping[str, LayerPattern], backend: str, example: ExampleInputs
+) -> nn.Module:
+    """Return the model converted to `choices`, in the precision of `backend`, and proved on the example inputs."""
+    return convert(model, set_precision(choices, backend), example.arguments, example_keywords=example.keywords)
 
 
 def _build_on_deepsparse(
-    model: nn.Module, inputs: Inputs, threads: int, exported: Path | None = None
+    model: nn.Module, example: ExampleInputs, threads: int, exported: Path | None = None
 ) -> deepsparse.Model:
     """Build the model on DeepSparse, keep its ONNX file as `exported`, and check its outputs against torch."""
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
         path = exported or Path(folder) / "model.onnx"
-        export_onnx(model, inputs, path, transposes_once=False)
-        arrays = [x.numpy() for x in inputs]
+        called = convert_to_tensor_call(model, example)
+        export_onnx(called.model, called.tensors, path, transposes_once=False)
+        arrays = convert_to_arrays(called.tensors)
         compiled = deepsparse.load_model(
             path, arrays, threads=threads, environment=deepsparse_environment.find_environment()
         )
     with torch.inference_mode():
-        check_outputs(compiled.outputs(), list_tensors(model(*inputs)), "DeepSparse")
+        check_outputs(compiled.outputs(), list_tensors(example.call(model)), "DeepSparse")
     return compiled
+
+
+def convert_to_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return the tensors as arrays."""
+    return [tensor.detach().numpy() for tensor in tensors]
 
 
 def list_tensors(output: Any) -> list[np.ndarray]:
@@ -336,11 +350,15 @@ def check_outputs(
             )
 
 
-def _run_in_inference_mode(model: Callable[..., Any], inputs: Inputs, threads: int) -> Run:
+def _run_model(model: nn.Module, example: ExampleInputs, threads: int) -> Run:
+    return _run_in_inference_mode(lambda: example.call(model), threads)
+
+
+def _run_in_inference_mode(function: Run, threads: int) -> Run:
     torch.set_num_threads(threads)
 
     def run() -> Any:
         with torch.inference_mode():
-            return model(*inputs)
+            return function()
 
     return run

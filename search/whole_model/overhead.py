@@ -156,7 +156,7 @@ def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> 
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
     versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
-        "model_hash": model_hash, "device": name_cpu(), "inputs": [list(x.shape) for x in task.example()],
+        "model_hash": model_hash, "device": name_cpu(), "inputs": task.example().describe(),
         "threads": deployment.threads, "backend": deployment.backend,
         "engines": {"kernels": str(kernel_cache.VERSION), **versions},
     }  # fmt: skip

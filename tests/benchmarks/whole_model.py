@@ -29,8 +29,8 @@ from latbench.base.engine_registry import PRUNED_ENGINES, runs_our_kernels
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from search.deployment import Deployment
-from search.pipeline.search_setup import list_prunable_layers
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, RoundSchedule, time_engines
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
@@ -46,7 +46,7 @@ base = load_task({reference!r})
 name = base.name
 model, calibration, loss, score = base.model, base.calibration, base.loss, base.score
 def example():
-    return tuple(x.repeat({batch}, *[1] * (x.ndim - 1)) for x in base.example())
+    return base.example().map_tensors(lambda x: x.repeat({batch}, *[1] * (x.ndim - 1)))
 """
 
 

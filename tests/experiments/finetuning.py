@@ -51,7 +51,7 @@ from search.deployment import Deployment
 from search.loss.parallel import Workers
 from search.pipeline import search_job, search_request
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
-from search.pipeline.search_setup import build_layers, list_prunable_layers
+from search.pipeline.search_setup import build_layers
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database
 from search.pruning.one_shot.global_adaprune import run_global_adaprune
@@ -59,6 +59,7 @@ from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import train
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from sparse_kernels.patterns import Dense, parse
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from search.artifacts.layer_database import hash_model
-from search.pipeline.search_setup import list_prunable_layers
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, hash_pruning_inputs
@@ -30,6 +29,7 @@ from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from sparse_kernels.patterns import Pattern, parse
 from sparse_kernels.prunable_layers import refuse_layer, set_weight_matrix, weight_matrix
 

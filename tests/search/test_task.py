@@ -91,7 +91,9 @@ def test_what_a_task_returns_is_checked() -> None:
         task_of(model=lambda: torch.nn.Linear(2, 2).double()).model()
     with pytest.raises(UsageError, match="returned None"):
         task_of(model=lambda: None).model()
-    with pytest.raises(UsageError, match="a tuple of tensors, not a Tensor"):
+    with pytest.raises(
+        UsageError, match=r"a tuple of the model's arguments or a dict of its keywords, not a Tensor.*return \(x,\)"
+    ):
         task_of(example=lambda: torch.ones(1)).example()
     with pytest.raises(UsageError, match="no batch"):
         task_of(calibration=list).calibration()

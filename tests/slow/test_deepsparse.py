@@ -26,10 +26,10 @@ from search.pipeline import search_job
 from search.pipeline import verify as verification
 from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
 from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
-from search.pipeline.search_setup import list_prunable_layers
 from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
 from search.whole_model.end_to_end import EngineBuilder
 from search.whole_model.model_engines import DENSE_ENGINES
@@ -110,7 +110,7 @@ def test_convolutions_sparse_and_dense_are_what_torch_computes(
 def test_the_analysis_tells_each_layers_time_and_sparsity(
     installed: Environment, little: Task, tmp_path: Path
 ) -> None:
-    model, inputs = little.model(), little.example()
+    model, inputs = little.model(), little.example().arguments
     path = tmp_path / "model.onnx"
     export_onnx(model, inputs, path)
     values = find_layer_values(model, inputs, path)

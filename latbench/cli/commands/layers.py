@@ -43,6 +43,7 @@ def layers(
     environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
 
     from latbench.cli.progress_bar import live
+    from search.check_task import check_task
     from search.pipeline.measure_in_network import (
         SPDY_LEVELS,
         RunSchedule,
@@ -50,10 +51,11 @@ def layers(
         select_task_rows,
         time_layers_in_network,
     )
-    from search.pipeline.search_setup import list_prunable_layers
     from search.task import load_task
+    from search.traced_layers import list_prunable_layers
 
     loaded = load_task(task)
+    check_task(loaded, ["example"])
     if spdy is not None:
         check_spdy_names(list_prunable_layers(loaded, loaded.model()))  # not after minutes of measuring
     wanted: Sequence[float] = SPARSITIES

@@ -85,6 +85,7 @@ def _prune_unless_same(
     from rich.progress import Progress
 
     from latbench.base.files import is_left_behind
+    from search.check_task import check_task
     from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
     from search.pruning.training.checkpoint import Checkpoint
@@ -97,6 +98,7 @@ def _prune_unless_same(
     run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("reading the model and its data", total=None)
+        check_task(task, _list_steps(task, settings["global"], recipe))
         result = pipeline.prune_model(
             task, profile, layers, run, checkpoint=checkpoint,
             progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
@@ -108,6 +110,16 @@ def _prune_unless_same(
         if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True
+
+
+def _list_steps(task: Task, joint: bool, recipe: Recipe | None) -> list[str]:
+    """List what the task is checked for, of `search.check_task.STEPS`."""
+    steps = ["copy", "loss"]
+    if joint:
+        steps.append("layer_gradients")
+    if recipe is not None and task.can_train:
+        steps.append("training")
+    return steps
 
 
 def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
@@ -129,10 +141,12 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
     from search.artifacts.onnx_export import export_onnx
+    from search.example_inputs import convert_to_tensor_call
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())
-    export_onnx(model, task.example(), onnx)
+    called = convert_to_tensor_call(model, task.example())
+    export_onnx(called.model, called.tensors, onnx)
 
 
 def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:

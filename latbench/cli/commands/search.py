@@ -110,8 +110,10 @@ def _search(
     """Find the profile unless the output holds it, and print it."""
     from dataclasses import replace
 
+    from latbench.base.engine_registry import is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.tables.storage import parse_place
+    from search.check_task import check_task
     from search.pipeline import search_job as job
     from search.pipeline.search_history import SearchHistory
     from search.pipeline.search_request import read_inputs
@@ -121,6 +123,7 @@ def _search(
         tell("reading the task", None, None)
         loaded = load_task(files.task)
         loaded = replace(loaded, limits=loaded.limits + limits)
+        check_task(loaded, ["copy"])
         inputs = read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
         history = SearchHistory(inputs, request)
         if refine is not None:
@@ -134,6 +137,10 @@ def _search(
         found = None if remeasure else _finished(files.output, history.digest())
         last_line = f"{files.output} is up to date"
         if found is None:
+            tell("checking the task", None, None)
+            deployment = request.deployment
+            if not is_deepsparse(deployment.backend):
+                check_task(loaded, ["score"], threads=deployment.threads)
             found = job.search(inputs, request, remeasure=remeasure, progress=tell)
             found.save(files.output)
             last_line = f"{files.output} is written"

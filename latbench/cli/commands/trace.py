@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from latbench.workloads.workload import Workload
+    from search.example_inputs import ExampleInputs
     from search.problem.limits import Limits
 
 
@@ -41,19 +42,21 @@ class _TracedModel(NamedTuple):
 
     name: str
     model: torch.nn.Module
-    inputs: tuple[torch.Tensor, ...]
+    example: ExampleInputs
     limits: Limits | None = None
 
 
 def _load_task(target: str, batch: int | None) -> _TracedModel:
     """Load the model and example inputs of a task."""
     from latbench.errors import UsageError
+    from search.check_task import check_task
     from search.task import load_task
 
     if batch is not None:
         raise UsageError("--batch goes with --input-shape, because a task fixes its own batch")
     task = load_task(target)
-    return _TracedModel(task.name, task.model(), task.example(), task.limits)
+    facts = check_task(task, ["example"])
+    return _TracedModel(task.name, task.model(), facts.example, task.limits)
 
 
 def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedModel:
@@ -61,22 +64,25 @@ def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedMode
     import torch
 
     from latbench.cli.options.option_texts import parse_sizes
+    from search.example_inputs import ExampleInputs
+    from search.model_weights import remove_compilation
 
-    model = _call_factory(target)
+    model = remove_compilation(_call_factory(target))
     size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)
     inputs = torch.zeros([batch or size[0], *size[1:]])
-    return _TracedModel(target.rpartition(":")[2], model, (inputs,))
+    return _TracedModel(target.rpartition(":")[2], model, ExampleInputs((inputs,)))
 
 
 def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tuple[str, str]]]:
     """Return the layers as a workload, and those left out with the reason."""
-    from latbench.errors import UsageError
     from latbench.workloads.workload import Workload, trace_model
+    from search.user_code import call_user_code
 
-    try:
-        workload, left_out = trace_model(traced.model, traced.inputs, name=traced.name)
-    except Exception as error:
-        raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
+    example = traced.example
+    workload, left_out = call_user_code(
+        f"{target}: running the model",
+        lambda: trace_model(traced.model, example.arguments, traced.name, keywords=example.keywords),
+    )
     names = [layer.name for layer in workload.layers]
     if traced.limits is not None:
         names = traced.limits.select_included(names, [name for name, _ in left_out])
@@ -124,6 +130,7 @@ def _call_factory(target: str) -> torch.nn.Module:
     import torch
 
     from latbench.errors import UsageError
+    from search.user_code import describe_error
 
     place, _, attribute = target.rpartition(":")
     if not place:
@@ -135,8 +142,8 @@ def _call_factory(target: str) -> torch.nn.Module:
     sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
     try:
         made: Any = getattr(importlib.import_module(path.stem if path.suffix == ".py" else place), attribute)()
-    except Exception as error:
-        raise UsageError(f"{target}: making the model raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{target}: making the model raised {describe_error(error)}") from error
     finally:
         sys.path.pop(0)
     if not isinstance(made, torch.nn.Module):

@@ -20,10 +20,11 @@ def verify(
     remeasure: RemeasureAll = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns. Exit 1 if it is slower than promised."""
-    from latbench.base.engine_registry import PRUNED_ENGINES
+    from latbench.base.engine_registry import PRUNED_ENGINES, is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
     from search.artifacts.profile import read_profile
+    from search.check_task import check_task
     from search.pipeline import verify as verification
     from search.task import load_task
 
@@ -37,6 +38,9 @@ def verify(
         tell("reading the task", None, None)
         loaded = load_task(task)
         known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
+        if known is None:
+            tell("checking the task", None, None)
+            check_task(loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
     _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +28,7 @@ from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task
+from search.user_code import call_user_code
 from sparse_kernels.patterns import Dense, parse
 from sparse_kernels.prunable_layers import weight_matrix
 
@@ -54,7 +56,10 @@ def hash_pruning_inputs(task: Task, method: str = DEFAULT_METHOD) -> str:
     """Return the method and a hash of the calibration data: entries depend on them and on the model."""
     digest = hashlib.sha256(f"{VERSION}".encode())
     for batch in task.calibration():
-        _update_digest(batch, digest.update)
+        what = f"task {task.name}: hashing a batch of calibration()"
+        call_user_code(
+            what, partial(_update_digest, batch, digest.update), "; a batch holds tensors and plain values"
+        )
     return f"{method} {digest.hexdigest()[:16]}"
 
 

@@ -21,7 +21,7 @@ from search.pipeline import search_setup
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_job import build_profile
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
-from search.pipeline.search_setup import list_prunable_layers, set_up_search
+from search.pipeline.search_setup import set_up_search
 from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
@@ -30,6 +30,7 @@ from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
@@ -121,7 +122,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs
         set_weight_matrix(dense.get_submodule(layer), database.get(layer, pattern, sparsity).weight)
     with torch.no_grad(), evaluator:
         [loss] = evaluator.losses([choice], evaluator.batches)
-        assert loss == pytest.approx(float(dense(*inputs.task.example()).square().mean()), rel=1e-5)
+        assert loss == pytest.approx(float(inputs.task.example().call(dense).square().mean()), rel=1e-5)
     outputs = [database.error(layer, *option) for layer, option in wanted.items()]
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 

@@ -17,7 +17,6 @@ from latbench.errors import PromiseMissed, UsageError
 from search.knapsack.arrays import Choice, Infeasible, sum_in_order
 from search.pipeline.search_job import build_search_round
 from search.pipeline.search_request import SearchPlan
-from search.pipeline.search_setup import list_prunable_layers
 from search.pipeline.speedup_loop import (
     MeasuredSpeedup,
     PromisedProfile,
@@ -34,6 +33,7 @@ from search.problem.second_budget import SecondBudget
 from search.strategies.evaluation_budget import SearchResult
 from search.strategies.run_strategy import STRATEGIES, StrategySettings, run_strategy
 from search.task import Task
+from search.traced_layers import list_prunable_layers
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 

@@ -133,7 +133,7 @@ def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Tas
     save_pruned(tmp_path / "pruned", model, masks, profile, {})
     found, choices = load_pruned(tmp_path / "pruned", task.model())
     assert str(choices["fc"].pattern) == "dense" and choices["fc"].mask is None
-    batch = task.example()
+    batch = task.example().arguments
     converted = convert(found, choices, batch)
     with torch.no_grad():
         torch.testing.assert_close(converted(*batch), model(*batch))
@@ -183,7 +183,7 @@ def test_torch_reads_the_dense_file_and_prunes_on(task: Task, tmp_path: Path) ->
     model.load_state_dict(load_file(tmp_path / "pruned" / "model.safetensors"))
     fc = model.get_submodule("fc")
     torch_prune.custom_from_mask(fc, "weight", torch.from_numpy(read_masks(tmp_path / "pruned")["fc"]))
-    torch.testing.assert_close(model(*task.example()), pruned(*task.example()), rtol=0, atol=0)
+    torch.testing.assert_close(task.example().call(model), task.example().call(pruned), rtol=0, atol=0)
     assert torch.equal(fc.get_buffer("weight_mask") != 0, masks["fc"])
     torch_prune.remove(fc, "weight")
     assert hash_model(model) == hash_model(pruned)
@@ -383,7 +383,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     pruned, _ = load_pruned(folder, task.model())
     assert hash_model(load_packed(folder / "packed.safetensors", task.model())[0]) == hash_model(pruned)
     session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
-    (x,) = task.example()
+    (x,) = task.example().arguments
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, pruned(x).numpy(), rtol=1e-4, atol=1e-5)
@@ -418,5 +418,5 @@ def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(
 ) -> None:
     monkeypatch.setattr(onnx_export, "MAX_BYTES", 1000)
     with pytest.raises(LatbenchError, match=r"cannot be exported to ONNX: it has 0.00 GB of weights, and one file"):
-        onnx_export.export_onnx(task.model(), task.example(), tmp_path / "model.onnx")
+        onnx_export.export_onnx(task.model(), task.example().arguments, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
