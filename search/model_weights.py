@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from latbench.errors import BadData
+from sparse_kernels.prunable_layers import survey_layers
 
 _LOAD = "return the model with its trained weights from model()"
 
@@ -34,8 +35,10 @@ def check_weights(model: nn.Module, task: str) -> None:
         for name, tensor in named:
             if (reason := _find_missing(tensor)) is not None:
                 raise BadData(f"task {task}: {kind} {name} {reason}")
+    can_prune = bool(survey_layers(model).taken)
     for name, tensor in model.named_parameters():
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.float32:
+        of_other_type = tensor.is_floating_point() and tensor.dtype != torch.float32
+        if tensor.is_complex() or (of_other_type and not can_prune):  # beside float32 layers, such ones are left out
             kind = str(tensor.dtype).removeprefix("torch.")
             advice = "return a model of real numbers" if tensor.is_complex() else "return model.float()"
             raise BadData(f"task {task}: parameter {name} is {kind}; latbench prunes float32: {advice}")

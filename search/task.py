@@ -79,19 +79,23 @@ class Task:
     source: str = ""
 
     def model(self) -> torch.nn.Module:
-        """Return a fresh model in eval mode, without torch.compile.
+        """Return a fresh model in eval mode, without torch.compile, with plain weights in its layers.
 
-        Raises BadData if a weight is missing, not finite or not float32, or if the model has state that is no tensor.
+        Weights that are computed at each call (weight norm, parametrizations, torch's own pruning) become what they
+        are in eval mode: kernels read them, and pruning writes them. Raises BadData if a weight is missing or not
+        finite, if no weight is float32, or if the model has state that is no tensor.
         """
         import torch
 
         from search.model_weights import check_weights, remove_compilation
+        from sparse_kernels.prunable_layers import bake_weights
 
         model = self._call("model", self.implementation.model)
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"task {self.name}: model() returned {_kind(model)}, not a torch.nn.Module")
         model = remove_compilation(model)
         call_user_code(f"task {self.name}: eval() of its model", model.eval)
+        call_user_code(f"task {self.name}: the weights of its model", lambda: bake_weights(model))
         call_user_code(f"task {self.name}: state_dict() of its model", model.state_dict)
         check_weights(model, self.name)
         return model

@@ -83,15 +83,15 @@ def refuse_layer(module: nn.Module) -> str | None:
     kind = type(module).__name__
     name = f"an {kind}" if kind[0] in "AEFHILMNORSX" and (kind[0] in "AEIO" or kind[:2].isupper()) else f"a {kind}"
     if isinstance(module, nn.MultiheadAttention):
-        return "a MultiheadAttention keeps its projections in one weight that torch reads by itself"
+        return "attention reads its projections from one weight, and calls no layer"
     if not is_layer(module):
-        return f"{name} has no sparse kernel: only Linear, Conv1d, Conv2d and transformers' Conv1D have"
+        return f"{name} has no sparse kernel"
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return f"{name} is not called but read, by the attention that owns it: no sparse kernel can take its place"
+        return "it is not called but read, by the attention that owns it"
     if not is_transposed(module):
         own = next(kind for kind in (nn.Linear, nn.Conv1d, nn.Conv2d) if isinstance(module, kind))
         if any(getattr(type(module), method, None) is not getattr(own, method, None) for method in _COMPUTING):
-            return f"{name} computes something of its own, which no sparse kernel does"
+            return f"{name} computes something of its own"
     if "weight" in module._parameters and _is_lazy(module):
         return "its weight is not initialized yet: call the model once before"
     if "weight" not in module._parameters:
@@ -116,7 +116,7 @@ def _refuse_state(module: nn.Module, dtypes: Collection[torch.dtype]) -> str | N
     weight = module._parameters["weight"]
     assert weight is not None
     if "forward" in vars(module):
-        return "its forward was replaced, and no sparse kernel does what the new one does"
+        return "its forward was replaced"
     if hooked(module):
         return "it has hooks, which a sparse layer would not call: remove them first"
     if type(weight) is not nn.Parameter:

@@ -93,19 +93,19 @@ def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tup
 
 def _print_layers(workload: Workload, left_out: Sequence[tuple[str, str]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from latbench.workloads.points import format_shape
 
-    console = Console()
-    table = Table(box=None, pad_edge=False, show_header=bool(workload.layers))
-    for heading in ("layer", "shape", "MFLOP"):
+    table = Table(box=None, pad_edge=False)
+    for heading in ("layer", "", "shape, or why it is left out", "MFLOP"):
         table.add_column(heading, justify="right" if heading == "MFLOP" else "left", overflow="fold")
     for layer in workload.layers:
-        table.add_row(layer.name, format_shape(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
-    console.print(table)
+        table.add_row(escape(layer.name), "taken", format_shape(layer.shape), f"{layer.shape.flop / 1e6:.1f}")
     for name, reason in left_out:
-        console.print(f"left out: {name or 'the model'}: {reason}", highlight=False, soft_wrap=True, markup=False)
+        table.add_row(escape(name or "the model"), "left out", escape(reason), "")
+    Console().print(table)
 
 
 def _save(workload: Workload, path: Path) -> None:

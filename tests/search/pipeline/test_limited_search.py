@@ -235,7 +235,7 @@ def test_what_a_profile_depends_on_includes_the_limits_and_the_errors(inputs: Se
 
 def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(TASK.replace("tied_in_each", "tide"))
-    with pytest.raises(BadData, match=r"task .*wrong\.py: limits: unknown limit 'tide'"):
+    with pytest.raises(BadData, match=r"task .*wrong\.py: limits: unknown key 'tide'"):
         load_task(str(tmp_path / "wrong.py"))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     example = types.SimpleNamespace(example=lambda: (torch.zeros(2, 4),))
