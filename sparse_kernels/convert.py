@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.fx_graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
@@ -102,6 +103,7 @@ def convert(
         copied or converted. The message names the layer if one is at fault.
     """
     example = _Example(example_inputs, dict(example_keywords or {}))
+    _refuse_missing(model)
     model = _copy(model).eval()
     bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
@@ -126,6 +128,15 @@ class _Example:
 
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
+
+
+def _refuse_missing(model: nn.Module) -> None:
+    """Raise ValueError, which names the tensor, if the numbers of a parameter or buffer are not there yet."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is not initialized yet: call the model once before it is converted")
+        if tensor.is_meta:
+            raise ValueError(f"{name} has no numbers (device meta): load them before the model is converted")
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -245,7 +256,7 @@ class _Conversion:
         return part
 
     def _loses_state(self, part: nn.Module) -> bool:
-        """Return whether tracing would open a module with hooks, or one that changes as it is called.
+        """Return whether tracing would lose hooks, changes that a call makes, or the methods of Lightning's class.
 
         Opened are the part, and modules below it that are not torch's own.
         """
@@ -253,7 +264,7 @@ class _Conversion:
         below = (
             module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name))
         )
-        return any(hooked(module) or module in self.run.changed for module in below)
+        return any(hooked(module) or module in self.run.changed or _is_lightning(module) for module in below)
 
     def _enter_leaves(self, traced: fx.GraphModule, part: nn.Module, path: str) -> None:
         """Convert the modules with chosen layers that the graph of a part calls whole, such as torch's own."""
@@ -264,6 +275,13 @@ class _Conversion:
                 continue
             if module not in self.chosen and any(layer in self.chosen for layer in module.modules()):
                 traced.set_submodule(target, self.of(module, f"{path}.{target}" if path else target))
+
+
+def _is_lightning(module: nn.Module) -> bool:
+    """Return whether a module is a LightningModule: its trainer calls methods that a graph does not have."""
+    return any(
+        kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for kind in type(module).__mro__
+    )
 
 
 def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from latbench.errors import UsageError
 from search.pruning.saliency.fisher import MFAC
@@ -21,6 +22,8 @@ from search.pruning.training.methods.gmp import GMP
 from search.pruning.training.methods.mask_decay import MaskDecay
 from search.pruning.training.methods.rigl import RigL
 from search.pruning.training.pruner import Pruner
+from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.patterns import Dense
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs, of what they are about to change
 
@@ -180,3 +183,34 @@ def test_lightning_trains_and_goes_on_bit_equal(method: str, lightning: ModuleTy
 def test_lightning_is_warned_of_checkpoints_from_before_the_last_masks(lightning: ModuleType, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="best checkpoint by loss may be from before the last masks"):
         train_lightning(lightning, GMP(), tmp_path, monitor="loss")
+
+
+def test_a_converted_lightning_module_keeps_its_class_and_methods() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+        def predict_step(self, batch: Tensor, index: int) -> Tensor:
+            return self(batch)
+
+    model, x = Net().eval(), torch.randn(6, 8)
+    choices = {name: LayerPattern(Dense()) for name in ("body.0", "body.2")}
+    with torch.no_grad():
+        converted = convert(model, choices, (x,))
+        expected = model(x)
+        assert converted.body.get_submodule("0").activation == "relu"  # the body is a graph, with folded layers
+        traced = converted.to_torchscript(method="trace", example_inputs=x)
+        torch.testing.assert_close(traced(x), expected, rtol=1e-4, atol=1e-5)
+    assert isinstance(converted, Net)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    [found] = trainer.predict(converted, DataLoader(x, batch_size=6))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,8 @@
 """A converted model is the masked model: whatever is folded, wherever a layer sits."""
 
 import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.codegen import cpu_target as target
@@ -527,6 +529,60 @@ def test_weights_that_hooks_compute_become_plain_in_the_copy_alone(rng: np.rando
             expected = model[2](F.relu(F.linear(x, weight, model[0].bias)))
             torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
         assert model[0]._forward_pre_hooks  # the model given computes its weight as before
+
+
+class Mixed(nn.Module):
+    """A layer beside parameters of other types, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.times = nn.Parameter(torch.tensor(3), requires_grad=False)
+        self.shift = nn.Parameter(torch.randn(8).half(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.times + self.shift.float()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (nn.DataParallel, "module.layer"), (AveragedModel, "module.layer"),
+        (lambda model: torch.compile(model, backend="eager"), "_orig_mod.layer"), (lambda model: model, "layer"),
+    ],
+    ids=["DataParallel", "AveragedModel", "compile", "nothing"],
+)  # fmt: skip
+@torch.no_grad()
+def test_wrapped_models_are_converted(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
+    model, x = wrap(Mixed()).eval(), torch.randn(5, 8)
+    converted = convert(model, {name: LayerPattern(Dense())}, (x,))
+    assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 1
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_models_without_their_numbers_or_that_cannot_be_copied_are_refused() -> None:
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.lock = nn.Linear(8, 8), threading.Lock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    for model, name, why in (
+        (nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4)), "0", "1.weight is not initialized yet"),
+        (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta")), "0", "1.weight has no numbers"),
+        (Locked(), "layer", "the model cannot be copied: TypeError: cannot pickle"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            convert(model, {name: LayerPattern(Dense())}, (torch.randn(2, 8),))
 
 
 @torch.no_grad()
