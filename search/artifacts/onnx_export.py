@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from latbench.base.files import write_atomically
 from latbench.errors import LatbenchError
 from search.artifacts.onnx_weights import list_weight_shapes, remove_copies, store_transposes_once
+from sparse_kernels.prunable_layers import is_layer
 
 OPSET = 14
 MAX_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest
@@ -79,7 +80,7 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, tra
 
 
 def find_layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> dict[str, str]:
-    """Return {value: layer}: the Linear or Conv2d of `model` that computes each value of its export in `path`.
+    """Return {value: layer}: the layer of `model` that computes each value of its export in `path`.
 
     The file lists operations in the order of the calls. The name of an operation lists the modules that it ran in,
     from the outside in: /blocks/blocks.0/fc1/Gemm. A layer that these names do not identify is left out.
@@ -111,8 +112,10 @@ def _layer_calls(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str
 
     def enter(name: str, module: nn.Module, _: Any) -> None:
         running.append(name.rpartition(".")[2])
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            calls.append((name, running[:], list(module.weight.shape)))
+        if is_layer(module):
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            calls.append((name, running[:], list(weight.shape)))
 
     def leave(*_: Any) -> None:
         running.pop()

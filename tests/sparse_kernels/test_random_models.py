@@ -7,7 +7,7 @@ from random_models import Drawn, Outcome, check_conversion, models
 COMMON = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(COMMON, max_examples=40, derandomize=True)
+@settings(COMMON, max_examples=25, derandomize=True)
 @given(models())
 def test_random_models(drawn: Drawn) -> None:
     check_conversion(drawn, Outcome())

@@ -132,8 +132,13 @@ def converted(model: nn.Module, size: tuple[int, ...], spec: str = "vector:8") -
     return convert(model, choices, (x,)), x, torch.randn(size)
 
 
+QUICK = ("tokens in tiles", "images in frames")
+
+
 @pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
+)
 @torch.no_grad()
 def test_what_a_tracer_makes_of_a_model_is_the_model(name: str, tracer: str) -> None:
     make, size = MODELS[name]
@@ -197,6 +202,14 @@ def test_exporters_to_onnx_are_refused_and_told_the_way(dynamo: bool) -> None:
     model, x, _ = converted(MODELS["tokens in tiles"][0](), (130, 32))
     with pytest.raises(Exception, match="latbench prune --onnx"):
         torch.onnx.export(model, (x,), io.BytesIO(), dynamo=dynamo, verbose=False)
+
+
+@torch.no_grad()
+def test_openvino_names_the_operator_that_it_lacks() -> None:
+    openvino = pytest.importorskip("openvino")
+    model, x, _ = converted(MODELS["linear"][0](), (4, 33))
+    with pytest.raises(Exception, match="No conversion rule found for operations: sparse_kernels::linear"):
+        openvino.convert_model(model, example_input=(x,))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """One layer at a time: H, saliency masks, and least squares, against NumPy done the long way."""
 
+import copy
 import itertools
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
 from search.task import Task, load_task
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.prunable_layers import weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
 TASK = Path(__file__).parents[2] / "pruning_task.py"
 PATTERNS: list[tuple[Pattern, float]] = [
@@ -82,6 +83,44 @@ def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.r
     matrix = weight_matrix(conv).double()
     outputs = conv(torch.from_numpy(x)).double() - conv.bias.double()[:, None, None]
     assert float(((matrix @ hessian) * matrix).sum()) == pytest.approx(float(outputs.square().sum()), rel=1e-4)
+
+
+class Conv1D(nn.Module):
+    """A linear layer with its weight (k, m), as transformers writes GPT-2's."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv1d(3, 5, 4, stride=2, padding=1, dilation=2), (4, 3, 15)), (nn.Conv1d(3, 5, 1), (3, 15)),
+        (Conv1D(), (4, 7, 6)),
+    ],
+)  # fmt: skip
+def test_a_hessian_gives_the_energy_of_the_outputs_in_the_order_of_the_matrix(
+    layer: nn.Module, size: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    layer.requires_grad_(False).bias.zero_()
+    x = torch.randn(size)
+    ((_, hessian),) = compute_input_hessians(Calls(), nn.Sequential(layer), ["0"], [x])  # type: ignore[arg-type]
+    matrix = weight_matrix(layer).double()
+    for rows in (matrix, matrix[:1], matrix * torch.rand_like(matrix).round()):
+        own = copy.deepcopy(layer)
+        set_weight_matrix(own, torch.cat([rows, matrix[len(rows) :]]).float())
+        outputs = own(x).double().movedim(1 if own.weight.ndim == 3 and x.ndim == 3 else -1, 0)
+        if x.ndim == 2:
+            outputs = own(x).double()
+        energy = float(outputs[: len(rows)].square().sum())
+        assert float(((rows @ hessian) * rows).sum()) == pytest.approx(energy, rel=1e-4)
 
 
 def test_an_image_without_a_batch_is_one(task: Task) -> None:

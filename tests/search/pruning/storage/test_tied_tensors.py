@@ -164,3 +164,35 @@ def test_names_that_are_no_tensors_are_no_tied_ones(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
     state, tied = read_state(file)
     assert tied == {"head.weight": "embedding.weight"} and set(state) == set(model.state_dict())
+
+
+class Transposed(nn.Module):
+    """A linear layer with its weight (k, m), as transformers writes GPT-2's."""
+
+    __module__ = "transformers.pytorch_utils"
+    __qualname__ = "Conv1D"
+
+    def __init__(self, k: int, m: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(k, m)), nn.Parameter(torch.randn(m))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Transposed.__name__ = "Conv1D"
+
+
+def test_weights_that_lie_in_other_orders_come_back_as_they_were(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Transposed(16, 16), Transposed(16, 8), nn.Conv1d(8, 8, 3), nn.Conv2d(4, 4, 3))
+
+    model = make().eval()
+    save(tmp_path / "pruned", model, ("0", "1", "2", "3"))
+    found, choices = load_pruned(tmp_path / "pruned", make())
+    packed, same = load_packed(save_packed(tmp_path / "pruned"), make())
+    assert hash_model(found) == hash_model(packed) == hash_model(model)
+    for name, choice in choices.items():
+        assert choice.mask is not None and same[name].mask is not None
+        kept = weight_matrix(model.get_submodule(name)) != 0
+        assert torch.equal(torch.from_numpy(choice.mask), kept) and (same[name].mask == choice.mask).all()
