@@ -44,7 +44,7 @@ def searches(experiment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
             raise PromiseMissed("out of reach")
         return example(request)
 
-    monkeypatch.setattr(experiment.job, "search", search)
+    monkeypatch.setattr(experiment.search_job, "search", search)
     return asked
 
 

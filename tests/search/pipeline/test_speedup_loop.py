@@ -571,7 +571,9 @@ def task(*excluded: str) -> Task:
 
 def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
     # The last one cannot be pruned anyway: it is no mistake to exclude it.
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Unflatten(1, (1, 3)), nn.ConvTranspose1d(1, 1, 1)
+    )
     for excluded, left in (((), ["0", "2"]), (("0",), ["2"]), (("4",), ["0", "2"]), (("[0-1]", "4"), ["2"])):
         assert list(list_prunable_layers(task(*excluded), model.eval())) == left
     with pytest.raises(UsageError, match="excluded: no layer is called 'fc'; the model has 0, 2, 4"):

@@ -741,5 +741,5 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         StructureDecay(stages=("nm:1:16",)).list_structures(LayerTarget(NM(2, 4), 0.5))
     with pytest.raises(UsageError, match="warmup is part of the 10 steps"):
         Recipe(steps=10, warmup=1000)
-    with pytest.raises(UsageError, match="momentum is a number below 1"):
+    with pytest.raises(UsageError, match="momentum must be a number of at least 0 and below 1"):
         Recipe(momentum=1.5)

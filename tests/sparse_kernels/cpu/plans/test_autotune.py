@@ -100,7 +100,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     def on(shared: bool, matrix: bool = False, halves: bool = True) -> None:
         for module in (linear, autotune):
             found = replace(cpu_target.find_cpu_target(), shared=shared, matrix=matrix, halves=halves and not shared)
-            monkeypatch.setattr(module, "host", lambda found=found: found)
+            monkeypatch.setattr(module, "find_cpu_target", lambda found=found: found)
 
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
         numba.set_num_threads(threads)
