@@ -370,7 +370,7 @@ def test_a_transpose_moves_every_element(rng, shape, dtype):
 MUTANTS = {
     "dense drops the last stage": (Dense(), "range(0, k, depth)", "range(0, k - depth, depth)"),
     "dense forgets the bias": (Dense(), "total + bias[row]", "total"),
-    "dense computes before all is there": (Dense(), "cuda.syncthreads()  # nobody computes", "pass  #"),
+    "dense computes before all is there": (Dense(), "cuda.syncthreads()  # all data must be there", "pass  #"),
     "vector drops the last vector": (VectorWise(8), "end = indptr[group + 1]", "end = indptr[group + 1] - 1"),
     "vector ignores its columns": (VectorWise(8), "indices[start + t]", "start + t"),
     "vector ignores row_ids": (ShflBW(4), "row_ids[group * v + inside] if", "group * v + inside if"),
