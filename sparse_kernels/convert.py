@@ -104,6 +104,26 @@ def convert(
     """
     example = _Example(example_inputs, dict(example_keywords or {}))
     _refuse_missing(model)
+    try:
+        return _convert_copy(model, choices, example, backend, tune, traces=True)
+    except _NotProven:  # a part that is not traced may look into one that is, where only its forward is left
+        return _convert_copy(model, choices, example, backend, tune, traces=False)
+
+
+class _NotProven(ValueError):
+    """A converted model does not give the result of the masked one."""
+
+
+def _convert_copy(
+    model: nn.Module,
+    choices: Mapping[str, LayerPattern],
+    example: _Example,
+    backend: str,
+    tune: bool,
+    *,
+    traces: bool,
+) -> nn.Module:
+    """Do what `convert` does, with traced parts or by replacing layers alone."""
     model = _copy(model).eval()
     bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
@@ -111,12 +131,12 @@ def convert(
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
     run = _record_run(model, example)
-    conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune)
+    conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune, traces)
     converted = conversion.of(model, "")
     for module in chosen:
         if module not in conversion.done:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    given = [*example_inputs, *example.keywords.values()]
+    given = [*example.inputs, *example.keywords.values()]
     if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
         _prove(converted, example, run.calls[""].result)
     return converted
@@ -222,7 +242,8 @@ def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
 class _Conversion:
     """What is needed while a model is converted, part by part.
 
-    names: how many each module has in the whole model. done: what each chosen layer has become.
+    names: how many each module has in the whole model. traces: whether parts may become graphs. done: what each
+    chosen layer has become.
     """
 
     chosen: Mapping[nn.Module, LayerPattern]
@@ -230,6 +251,7 @@ class _Conversion:
     run: _ExampleRun
     backend: str
     tune: bool
+    traces: bool
     done: dict[nn.Module, nn.Module] = field(default_factory=dict)
 
     def of(self, part: nn.Module, path: str) -> nn.Module:
@@ -242,7 +264,7 @@ class _Conversion:
         inside = {name: module for name, module in everything if module in self.chosen}
         # What is folded into a layer must not be folded into one that others outside of this part call too.
         alone = all(self.names[module] == count for module, count in Counter(inside.values()).items())
-        if path in self.run.calls and alone and not self._loses_state(part):
+        if self.traces and path in self.run.calls and alone and not self._loses_state(part):
             traced = _trace(part, self.run.calls[path])
             if traced is not None:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
@@ -285,7 +307,7 @@ def _is_lightning(module: nn.Module) -> bool:
 
 
 def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
-    """Raise ValueError unless the converted model gives what is expected on the example inputs.
+    """Raise _NotProven unless the converted model gives what is expected on the example inputs.
 
     Layers that may round activations do not do so here: how far that leads is no matter of the conversion.
     """
@@ -297,15 +319,32 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
             for layer in rounding:
                 unrounded.enter_context(layer.in_float32())
             result = _run(converted, example.inputs, example.keywords)
-    except (AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the model reads more of a layer than its result, or gives it what a sparse one refuses: {error}"
+    except _FROM_MODELS as error:
+        raise _NotProven(
+            f"{_find_place(converted, error)} reads more of a layer than its result, or gives it what a sparse one "
+            f"refuses: {error}"
         ) from None
     if not same_results(result, expected, CONVERTED):
-        raise ValueError(
+        raise _NotProven(
             "the converted model gives another result on the example inputs than the masked one: some part of the "
             "model does not treat its layers as layers; choose fewer of them"
         )
+
+
+_FROM_MODELS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a model may raise when a layer is not what it expects."""
+
+
+def _find_place(model: nn.Module, error: BaseException) -> str:
+    """Return which module of the model raised an error, as messages name it: the innermost that is not ours."""
+    names = {module: name for name, module in model.named_modules()}
+    place, trace = "the model", error.__traceback__
+    while trace is not None:
+        running = trace.tb_frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and names.get(running) and not isinstance(running, SparseLayer):
+            place = f"module {names[running]!r}"
+        trace = trace.tb_next
+    return place
 
 
 def _run(
