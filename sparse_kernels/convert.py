@@ -13,9 +13,11 @@ gives the same result as the original on the example inputs. Layers in other par
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -315,7 +317,7 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
         layer for layer in converted.modules() if isinstance(layer, SparseLayer) and layer.precision == "bfloat16"
     ]
     try:
-        with ExitStack() as unrounded:
+        with ExitStack() as unrounded, redirect_stderr(io.StringIO()):  # torch.fx prints what fails
             for layer in rounding:
                 unrounded.enter_context(layer.in_float32())
             result = _run(converted, example.inputs, example.keywords)
@@ -400,6 +402,7 @@ class _ExampleRun:
 def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
     """Run the model on the example inputs, and return what that shows."""
     calls: dict[str, _Call] = {}
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     before = {module: _find_state(module) for module in model.modules()}
     changed: set[nn.Module] = set()
     handles = []
@@ -407,11 +410,17 @@ def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
         if not any(True for _ in module.children()) and name:
             continue
 
-        def remember(_: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-            # Modules may change their inputs in place (ReLU(inplace=True)), so what they saw is copied.
-            calls.setdefault(name, _Call(copy.deepcopy(args), copy.deepcopy(kwargs), copy.deepcopy(result)))
+        # Modules may change their inputs in place (ReLU(inplace=True), caches), so what they see is copied before.
+        def copy_inputs(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if name not in given:
+                given[name] = copy.deepcopy((args, kwargs))
 
-        handles.append(module.register_forward_hook(remember, with_kwargs=True))
+        def remember(_: nn.Module, args: Any, result: Any, name: str = name) -> None:
+            if name not in calls:
+                calls[name] = _Call(*given[name], copy.deepcopy(result))
+
+        handles.append(module.register_forward_pre_hook(copy_inputs, with_kwargs=True))
+        handles.append(module.register_forward_hook(remember))
     try:
         _run(model, example.inputs, example.keywords, lambda: changed.update(_find_changed(before)))
     finally:
@@ -437,6 +446,16 @@ def _find_version(value: Any) -> object:
     return repr(value) if isinstance(value, bool | int | float | str | list | dict) else None
 
 
+def _takes_turns(part: nn.Module, call: _Call) -> bool:
+    """Return whether a part may get None in another call for what it got now: a graph follows one of two ways."""
+    try:
+        signature = inspect.signature(part.forward)
+        given = signature.bind(*call.args, **call.kwargs).arguments
+    except (TypeError, ValueError):
+        return False
+    return any(signature.parameters[name].default is None and value is not None for name, value in given.items())
+
+
 class _LayerTracer(fx.Tracer):
     """Traces a model to a graph in which every layer that can be pruned is one call, whatever its class."""
 
@@ -453,12 +472,16 @@ def _trace_graph(model: nn.Module) -> fx.GraphModule:
 
 def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
     """Return the part as a graph with its norms folded, as far as that is the same function; None if none is."""
+    if _takes_turns(part, call):
+        return None
     for fold in (True, False):
         try:
             traced = _trace_graph(copy.deepcopy(part))
             if fold:
                 _fold_norms(traced)
-            if same_results(_run(traced, call.args, call.kwargs), call.result, FOLDED):
+            with redirect_stderr(io.StringIO()):  # torch.fx prints what fails
+                result = _run(traced, call.args, call.kwargs)
+            if same_results(result, call.result, FOLDED):
                 return traced
         except Exception:  # noqa: BLE001 - tracing runs foreign code on stand-in values: any failure means "cannot"
             continue
