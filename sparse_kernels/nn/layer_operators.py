@@ -53,7 +53,8 @@ def find_layer(arrays: list[Tensor], bias: Tensor | None, description: str) -> S
 
 def _multiply(x: Tensor, arrays: list[Tensor], bias: Tensor | None, description: str) -> Tensor:
     _refuse_onnx()
-    return find_layer(arrays, bias, description).compute(x)
+    result: Tensor = find_layer(arrays, bias, description).compute(x)
+    return result
 
 
 def _shape(x: Tensor, arrays: list[Tensor], bias: Tensor | None, description: str) -> Tensor:

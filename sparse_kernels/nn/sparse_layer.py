@@ -192,7 +192,7 @@ class SparseLayer(nn.Module):
         rounded = "" if self.precision == "float32" else f", precision={self.precision}"
         return f"{m}x{k}, {self.pattern}, activation={self.activation}, backend={self.backend}{rounded}"
 
-    @property
+    @functools.cached_property
     def _code(self) -> int:
         """The activation as kernels know it."""
         return ACTIVATIONS.index(self.activation)
@@ -283,7 +283,7 @@ class SparseLayer(nn.Module):
             self._latest = ready
         return ready
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Any:
         """Return the result for a tensor of numbers that was accepted, by address."""
         raise NotImplementedError
 

@@ -114,19 +114,19 @@ class SparseLinear(SparseLayer):
                 recorded: Tensor = record_call(self, x, {"keep": keep} if keep else {})
                 return recorded
             return call_operator(apply_linear, self, self._accepted(x))
-        x = self._accepted(x)
-        if keep and self.backend == "numba" and self.lays_out and worthwhile(n := x.shape[:-1].numel()):
-            _check_features(x.shape, self.shape[1])
-            return TokenTiles(self._by_address(x, None, n, tiles_shape(n, self.shape[0]), True), x.shape[:-1])
-        return self.compute(x)
+        result: Tensor | TokenTiles = self.compute(self._accepted(x), keep)
+        return result
 
-    def compute(self, x: Tensor) -> Tensor:
-        """Return the result for a tensor of numbers that was accepted, by address."""
-        shape, m = x.shape, self.shape[0]
-        _check_features(shape, self.shape[1])
+    def compute(self, x: Tensor, keep: bool = False) -> Any:
+        """Return the result for a tensor of numbers that was accepted, by address; keep: as in `forward`."""
+        shape, (m, k) = x.shape, self.shape
+        if not shape or shape[-1] != k:  # microseconds count here: a call without work takes seven
+            _check_features(shape, k)
         lead = shape[:-1]
         n = lead.numel()
         if self.backend == "numba":
+            if keep and self.lays_out and worthwhile(n):
+                return TokenTiles(self._by_address(x, None, n, tiles_shape(n, m), True), lead)
             return self._by_address(x, None, n, (*lead, m), False)
         rows = x if x.ndim == 2 else x.reshape(-1, shape[-1])
         if self._on_gpu:
@@ -169,9 +169,11 @@ class SparseLinear(SparseLayer):
         self, x: Tensor, tiles: TokenTiles | None, n: int, y_shape: Sequence[int], into_tiles: bool
     ) -> Tensor:
         """Return the kernel's result for n tokens by address, without further checks and without arrays of NumPy."""
-        self._follow_buffers()
+        buffers, (values, bias) = self._buffers, self._planned
+        if buffers["values"] is not values or buffers["bias"] is not bias:
+            self._follow_buffers()
         threads.set_thread_count(torch.get_num_threads())  # before a plan is made, which may be for as many
-        x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
+        x, y = (x.resolve_neg() if x.is_neg() else x).contiguous(), x.new_empty(y_shape)
         ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
         if ready is None or ready is not self._latest:
             m, k = self.shape
@@ -181,7 +183,7 @@ class SparseLinear(SparseLayer):
         if into_tiles and tiles is not None:
             n = y_shape[0] * y_shape[-1]
         if n:
-            ready.plan.run(address_of(x), address_of(y), n, ready.bias_address, self._code)
+            ready.plan.run(address_of(x), y.data_ptr(), n, ready.bias_address, self._code)
         return y
 
     @functools.cached_property

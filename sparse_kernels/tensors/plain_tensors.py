@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
+_is_compiled = torch.compiler.is_dynamo_compiling
 _is_wrapped = torch._C._dispatch_isTensorSubclassLike
 _find_jit_trace = torch._C._get_tracing_state
 _count_function_modes = torch._C._len_torch_function_stack
@@ -37,7 +38,7 @@ def is_plain(x: Any) -> bool:
     """
     return (
         type(x) in _PLAIN_TYPES
-        and not torch.compiler.is_dynamo_compiling()
+        and not _is_compiled()
         and not _is_wrapped(x)
         and _find_jit_trace() is None
         and forward_ad._current_level < 0
