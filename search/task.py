@@ -119,9 +119,7 @@ class Task:
         if devices := {str(x.device) for x in example.tensors()} - {"cpu"}:
             raise UsageError(f"task {self.name}: example() returned a tensor on {devices.pop()}; return x.cpu()")
         if not (found := example.find_batch()) or not found[1]:
-            raise UsageError(
-                f"task {self.name}: example() returned no batch; one of its tensors needs a first dimension above 0"
-            )
+            raise UsageError(f"task {self.name}: example() returned no batch: give it a tensor with the batch first")
         return example
 
     def run(self, model: torch.nn.Module, example: ExampleInputs) -> Any:

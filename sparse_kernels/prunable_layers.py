@@ -8,7 +8,7 @@ that multiplies its inputs; `as_matrix` and `as_weight` know how the weight hold
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +68,7 @@ def survey_layers(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.flo
             continue  # its owner is listed
         if not _has_matrix(module) and not is_layer(module):
             continue
-        matrices = [it for it in module._parameters.values() if it is not None and not is_lazy(it) and it.ndim > 1]
-        reason = None
-        if others := [other for matrix in matrices for other in owners[id(matrix)] if other != name]:
-            reason = f"its weight is shared with {', '.join(others)}, where it would be pruned too"
-        reason = reason or refuse_layer(module) or _refuse_state(module, dtypes)
+        reason = _refuse_shared(module, name, owners) or refuse_layer(module) or _refuse_state(module, dtypes)
         if reason is None:
             taken[name] = module
         else:
@@ -80,10 +76,17 @@ def survey_layers(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.flo
     return LayerSurvey(taken, left_out)
 
 
+def _refuse_shared(module: nn.Module, name: str, owners: Mapping[int, list[str]]) -> str | None:
+    """Return which other modules own one of its matrices, or None; owners: paths by the identity of a parameter."""
+    matrices = [it for it in module._parameters.values() if it is not None and not is_lazy(it) and it.ndim > 1]
+    if others := [other for matrix in matrices for other in owners[id(matrix)] if other != name]:
+        return f"its weight is shared with {', '.join(others)}, where it would be pruned too"
+    return None
+
+
 def refuse_layer(module: nn.Module) -> str | None:
     """Return why this module, whatever is around it, cannot become a sparse layer; None if it can."""
-    kind = type(module).__name__
-    name = f"an {kind}" if kind[0] in "AEFHILMNORSX" and (kind[0] in "AEIO" or kind[:2].isupper()) else f"a {kind}"
+    name = _name_class(module)
     if isinstance(module, nn.MultiheadAttention):
         return "attention reads its projections from one weight, and calls no layer"
     if not is_layer(module):
@@ -97,8 +100,15 @@ def refuse_layer(module: nn.Module) -> str | None:
     if "weight" in module._parameters and _is_lazy(module):
         return "its weight is not initialized yet: call the model once before"
     if "weight" not in module._parameters:
-        return "its weight is computed at each call: make it a plain one (bake_weights) before pruning"
+        return "its weight is computed at each call; prunable_layers.bake_weights(model) makes it a plain one"
     return None
+
+
+def _name_class(module: nn.Module) -> str:
+    """Return the name of a module's class with its article: a Conv3d, an Embedding, an LSTM (spelled: el-es-...)."""
+    kind = type(module).__name__
+    spelled = kind[:2].isupper()
+    return f"{'an' if kind[0] in ('AEFHILMNORSX' if spelled else 'AEIO') else 'a'} {kind}"
 
 
 def _computes_otherwise(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import pytest
 
 HELPERS = (
     "latbench/fakes", "sparse_kernels/cases", "sparse_kernels/cuda", "sparse_kernels/cuda/emulator",
-    "sparse_kernels/cuda/mutations", "models",
+    "sparse_kernels/cuda/mutations", "models", "search/fakes",
 )  # fmt: skip
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in HELPERS]
 

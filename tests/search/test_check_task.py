@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from made_profile import make_profile
 
 from latbench.cli.commands.layers import layers
 from latbench.cli.commands.prune import prune
@@ -16,7 +16,6 @@ from latbench.cli.commands.verify import verify
 from latbench.errors import BadData, LatbenchError, UsageError
 from search import check_task as checks
 from search.artifacts.layer_database import Database, hash_model
-from search.artifacts.profile import LayerChoice, Profile
 from search.check_task import STEPS, check_score, check_task
 from search.loss.evaluation_conditions import EvaluationConditions
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
@@ -104,7 +103,7 @@ EXAMPLE = "def example(): return (torch.linspace(-1, 1, 60).view(5, 12),)"
         ),
         (
             (EXAMPLE, "def example(): return (torch.ones(()),)"),
-            r"example\(\) returned no batch; one of its tensors needs",
+            r"example\(\) returned no batch: give it a tensor",
         ),
         ((EXAMPLE, "def example(): return (None, 3)"), r"example\(\) returned no batch"),
         ((EXAMPLE, "def example(): return (torch.ones(0, 12),)"), r"example\(\) returned no batch"),
@@ -323,18 +322,6 @@ def test_a_long_score_is_ended_once_it_called_the_model(tmp_path: Path, monkeypa
     check_score(written(tmp_path, (SCORE, endless)), ["first", "head"])
 
 
-def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]]) -> Profile:
-    layers = {layer: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for layer, choice in choices.items()}
-    return Profile(
-        task=name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
-        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
-        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
-        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1,
-        seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
-    )  # fmt: skip
-
-
 @pytest.fixture
 def pruning(tmp_path: Path) -> Callable[..., None]:
     """`latbench prune` of a task with a change, to a profile of its first layer."""
@@ -343,7 +330,7 @@ def pruning(tmp_path: Path) -> Callable[..., None]:
         path = written(tmp_path, change)
         task, wanted = load_task(path), {"first": ("unstructured", 0.5)}
         model = task.model()
-        profile_of("mine", model, wanted).save(tmp_path / "profile.json")
+        make_profile("mine", model, wanted).save(tmp_path / "profile.json")
         database = Database(tmp_path / "database", hash_model(model))
         fill_database(task, model, {"first": [wanted["first"]]}, database)
         prune(path, tmp_path / "profile.json", database.folder, tmp_path / "pruned", **options)
@@ -373,7 +360,7 @@ def test_search_verify_and_layers_check_a_task_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr(checks, "check_task", check)
     monkeypatch.setattr("latbench.backends.cpu.deepsparse_environment.find_environment", lambda: None)
     model = load_task(path).model()
-    save_pruned(tmp_path / "pruned", model, {}, profile_of("mine", model, {"first": ("dense", 0.0)}), {})
+    save_pruned(tmp_path / "pruned", model, {}, make_profile("mine", model, {"first": ("dense", 0.0)}), {})
     for command in (
         lambda: search(path, 2.0, str(tmp_path / "t"), tmp_path / "d", tmp_path / "p.json", tmp_path / "m.json"),
         lambda: verify(path, tmp_path / "pruned", tmp_path / "verify"),

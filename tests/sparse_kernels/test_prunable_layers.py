@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from transposed_linear import Conv1D
 
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv1d, SparseLayer, SparseLinear
@@ -18,19 +19,6 @@ from sparse_kernels.prunable_layers import (
     survey_layers,
     weight_matrix,
 )
-
-
-class Conv1D(nn.Module):
-    """A linear layer with its weight (k, m), as transformers writes GPT-2's."""
-
-    __module__ = "transformers.pytorch_utils"
-
-    def __init__(self, m: int, k: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(k, m)), nn.Parameter(torch.randn(m))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
 class Named(nn.Linear):

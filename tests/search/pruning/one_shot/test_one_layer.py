@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transposed_linear import Conv1D
 
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
@@ -85,24 +86,11 @@ def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.r
     assert float(((matrix @ hessian) * matrix).sum()) == pytest.approx(float(outputs.square().sum()), rel=1e-4)
 
 
-class Conv1D(nn.Module):
-    """A linear layer with its weight (k, m), as transformers writes GPT-2's."""
-
-    __module__ = "transformers.pytorch_utils"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
 @pytest.mark.parametrize(
     ("layer", "size"),
     [
         (nn.Conv1d(3, 5, 4, stride=2, padding=1, dilation=2), (4, 3, 15)), (nn.Conv1d(3, 5, 1), (3, 15)),
-        (Conv1D(), (4, 7, 6)),
+        (Conv1D(6, 6), (4, 7, 6)),
     ],
 )  # fmt: skip
 def test_a_hessian_gives_the_energy_of_the_outputs_in_the_order_of_the_matrix(

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from made_profile import make_profile
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts import onnx_export
 from search.artifacts.layer_database import Database, hash_model
-from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.verify import hash_manifest
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
@@ -39,18 +39,6 @@ def task() -> Task:
     return load_task(str(TASK))
 
 
-def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]]) -> Profile:
-    layers = {layer: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for layer, choice in choices.items()}
-    return Profile(
-        task=name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
-        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
-        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
-        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1,
-        seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
-    )  # fmt: skip
-
-
 def masked(model: nn.Module, targets: LayerTargets) -> dict[str, Tensor]:
     """Prune the model in place by magnitude, with a kept weight that is zero; returns its masks."""
     masks = {}
@@ -64,7 +52,7 @@ def masked(model: nn.Module, targets: LayerTargets) -> dict[str, Tensor]:
 
 
 def saved(folder: Path, model: nn.Module, choices: dict[str, tuple[str, float]]) -> dict[str, Tensor]:
-    profile = profile_of("tiny", model, {**choices, "head": ("dense", 0.0)})
+    profile = make_profile("tiny", model, {**choices, "head": ("dense", 0.0)})
     masks = masked(model, choices)
     save_pruned(folder, model, masks, profile, {})
     return masks
@@ -73,7 +61,7 @@ def saved(folder: Path, model: nn.Module, choices: dict[str, tuple[str, float]])
 @pytest.mark.parametrize("along", ["inputs", "outputs", "both"])
 def test_the_manifest_says_what_n_of_m_masks_keep_along_which_axis(along: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
-    profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
+    profile = make_profile("tiny", model, {"fc": ("nm:2:4", 0.5)})
     masks = masked(model, {"fc": LayerTarget(NM(2, 4), 0.5, along)})
     layer = save_pruned(tmp_path / "pruned", model, masks, profile, {})["layers"]["fc"]
     assert (layer["keep"], layer["of"], layer["along"]) == (2, 4, along)
@@ -85,14 +73,14 @@ def test_a_mask_that_is_not_of_the_profiles_pattern_is_refused_by_name(task: Tas
     model = task.model()
     masks = masked(model, {**CHOICES, "fc": ("unstructured", 0.5)})
     with pytest.raises(UsageError, match="layer fc: its mask is not what the profile asks for: nm:2:4 keeps at most"):
-        save_pruned(tmp_path / "pruned", model, masks, profile_of("tiny", model, CHOICES), {})
+        save_pruned(tmp_path / "pruned", model, masks, make_profile("tiny", model, CHOICES), {})
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_a_mask_drops_and_that_are_there_are_refused_by_name(task: Task, tmp_path: Path) -> None:
     """A packed file would be another function: what a training that goes on looks like."""
     model = task.model()
-    profile = profile_of("tiny", model, {"fc": ("unstructured", 0.5)})
+    profile = make_profile("tiny", model, {"fc": ("unstructured", 0.5)})
     masks = masked(model, {"fc": ("unstructured", 0.5)})
     with torch.no_grad():
         model.get_parameter("fc.weight")[~masks["fc"]] = 1e-9
@@ -106,7 +94,7 @@ def test_a_layer_without_the_mask_of_its_pattern_is_refused_by_name(task: Task, 
     with pytest.raises(
         UsageError, match="layer fc: the profile prunes it to unstructured, and there is no mask of it"
     ):
-        save_pruned(tmp_path / "p", model, {}, profile_of("tiny", model, {"fc": ("unstructured", 0.5)}), {})
+        save_pruned(tmp_path / "p", model, {}, make_profile("tiny", model, {"fc": ("unstructured", 0.5)}), {})
 
 
 def test_a_mask_of_another_sparsity_is_refused_by_name(tmp_path: Path) -> None:
@@ -114,21 +102,21 @@ def test_a_mask_of_another_sparsity_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     masks = masked(model, {"0": ("unstructured", 0.3)})
     with pytest.raises(UsageError, match=r"layer 0: its mask drops 30.0% of the weights, and the profile says 90.0%"):
-        save_pruned(tmp_path / "p", model, masks, profile_of("own", model, {"0": ("unstructured", 0.9)}), {})
+        save_pruned(tmp_path / "p", model, masks, make_profile("own", model, {"0": ("unstructured", 0.9)}), {})
 
 
 def test_a_compiled_model_is_saved_as_what_it_was_made_from(task: Task, tmp_path: Path) -> None:
     model = task.model()
     masks = masked(model, CHOICES)
     compiled = torch.compile(model, backend="eager")
-    save_pruned(tmp_path / "pruned", compiled, masks, profile_of("tiny", model, CHOICES), {})  # type: ignore[arg-type]
+    save_pruned(tmp_path / "pruned", compiled, masks, make_profile("tiny", model, CHOICES), {})  # type: ignore[arg-type]
     found, _ = load_pruned(tmp_path / "pruned", task.model())
     assert hash_model(found) == hash_model(model)
 
 
 def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Task, tmp_path: Path) -> None:
     model = task.model()
-    profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
+    profile = make_profile("tiny", model, {"fc": ("nm:2:4", 0.5)})
     masks = masked(model, {"fc": LayerTarget(NM(2, 4), 0.5, "outputs")})
     save_pruned(tmp_path / "pruned", model, masks, profile, {})
     found, choices = load_pruned(tmp_path / "pruned", task.model())
@@ -158,7 +146,7 @@ def test_a_model_and_masks_on_a_gpu_are_saved_as_on_a_cpu(task: Task, tmp_path: 
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.weight = nn.Parameter(module.weight.detach().as_subclass(OnGPU))
     on_gpu = {name: mask.as_subclass(OnGPU) for name, mask in masks.items()}
-    profile = profile_of("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
+    profile = make_profile("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
     manifest = save_pruned(tmp_path / "gpu", model, on_gpu, profile, {})
     assert manifest["layers"] == read_manifest(tmp_path / "cpu")["layers"]
     assert all(np.array_equal(mask, masks[name].numpy()) for name, mask in read_masks(tmp_path / "gpu").items())
@@ -169,7 +157,7 @@ def test_a_model_and_masks_on_a_gpu_are_saved_as_on_a_cpu(task: Task, tmp_path: 
 def test_on_a_gpu_a_model_is_saved_as_on_a_cpu(task: Task, tmp_path: Path) -> None:
     model = task.model()
     masks = saved(tmp_path / "cpu", model, CHOICES)
-    profile = profile_of("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
+    profile = make_profile("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
     on_gpu = {name: mask.cuda() for name, mask in masks.items()}
     manifest = save_pruned(tmp_path / "gpu", model.cuda(), on_gpu, profile, {})
     assert manifest["layers"] == read_manifest(tmp_path / "cpu")["layers"]
@@ -208,7 +196,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     model = transformers.BertModel(config).eval()
     choices = {"encoder.layer.0.intermediate.dense": ("nm:2:4", 0.5)}
     masks = masked(model, choices)
-    save_pruned(tmp_path / "pruned", model, masks, profile_of("bert", model, choices), {})
+    save_pruned(tmp_path / "pruned", model, masks, make_profile("bert", model, choices), {})
     config.save_pretrained(tmp_path / "pruned")
     found = transformers.BertModel.from_pretrained(tmp_path / "pruned", local_files_only=True)
     assert hash_model(found) == hash_model(model)
@@ -220,7 +208,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
 
 def test_a_model_of_which_nothing_is_pruned_is_read_again(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
-    save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
+    save_pruned(tmp_path / "pruned", model, {}, make_profile("one", model, {"": ("dense", 0.0)}), {})
     found, choices = load_pruned(tmp_path / "pruned", nn.Linear(4, 3))
     assert hash_model(found) == hash_model(model)
     assert choices == {"": LayerPattern(Dense())}
@@ -326,7 +314,7 @@ def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: P
 )
 def test_packed_weights_of_another_model_are_refused(other: nn.Module, sentence: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
-    save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
+    save_pruned(tmp_path / "pruned", model, {}, make_profile("one", model, {"": ("dense", 0.0)}), {})
     with pytest.raises(BadData, match=sentence):
         load_packed(save_packed(tmp_path / "pruned"), other)
 
@@ -363,7 +351,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, folder, exported = task.model(), tmp_path / "pruned", tmp_path / "onnx" / "model.onnx"
-    profile_of("tiny", model, CHOICES).save(tmp_path / "profile.json")
+    make_profile("tiny", model, CHOICES).save(tmp_path / "profile.json")
     database = Database(tmp_path / "database", hash_model(model))
     fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
 
@@ -397,7 +385,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
 ) -> None:
     """As they lie in the folder, not as the profile expects it."""
     model, path = task.model(), tmp_path / "profile.json"
-    expected = replace(profile_of("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
+    expected = replace(make_profile("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
     expected.save(path)
     database = Database(tmp_path / "database", hash_model(model))
     fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)

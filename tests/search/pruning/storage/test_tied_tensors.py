@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_profile import make_profile
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from transposed_linear import Conv1D
 
 from latbench.errors import BadData
 from search.artifacts.layer_database import hash_model
-from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.storage.model_folder import load_pruned, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
 from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
@@ -51,15 +52,7 @@ def prune(model: nn.Module, layers: tuple[str, ...]) -> dict[str, Tensor]:
 def save(folder: Path, model: nn.Module, layers: tuple[str, ...]) -> None:
     """Prune layers of the model, and save it."""
     masks = prune(model, layers)
-    choices = {layer: LayerChoice("unstructured", 0.5, 1e-3, 9e-4, 2e-3, 0.1) for layer in layers}
-    profile = Profile(
-        task="own", layers=choices, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
-        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
-        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
-        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1,
-        seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
-    )  # fmt: skip
+    profile = make_profile("own", model, dict.fromkeys(layers, ("unstructured", 0.5)))
     save_pruned(folder, model, masks, profile, {})
 
 
@@ -166,26 +159,9 @@ def test_names_that_are_no_tensors_are_no_tied_ones(tmp_path: Path) -> None:
     assert tied == {"head.weight": "embedding.weight"} and set(state) == set(model.state_dict())
 
 
-class Transposed(nn.Module):
-    """A linear layer with its weight (k, m), as transformers writes GPT-2's."""
-
-    __module__ = "transformers.pytorch_utils"
-    __qualname__ = "Conv1D"
-
-    def __init__(self, k: int, m: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(k, m)), nn.Parameter(torch.randn(m))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-Transposed.__name__ = "Conv1D"
-
-
 def test_weights_that_lie_in_other_orders_come_back_as_they_were(tmp_path: Path) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(Transposed(16, 16), Transposed(16, 8), nn.Conv1d(8, 8, 3), nn.Conv2d(4, 4, 3))
+        return nn.Sequential(Conv1D(16, 16), Conv1D(8, 16), nn.Conv1d(8, 8, 3), nn.Conv2d(4, 4, 3))
 
     model = make().eval()
     save(tmp_path / "pruned", model, ("0", "1", "2", "3"))
