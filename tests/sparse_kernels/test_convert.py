@@ -17,7 +17,7 @@ from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import set_weight_matrix, survey_layers, weight_matrix
 from sparse_kernels.same_results import CONVERTED, FOLDED, same_results
 from sparse_kernels.tensors.torch_tiles import TokenTiles
 
@@ -564,6 +564,35 @@ def test_wrapped_models_are_converted(wrap: Callable[[nn.Module], nn.Module], na
     converted = convert(model, {name: LayerPattern(Dense())}, (x,))
     assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 1
     torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_that_processes_train_together_is_converted() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = nn.parallel.DistributedDataParallel(Mixed()).eval(), torch.randn(5, 8)
+        converted = convert(model, {"module.layer": LayerPattern(Dense())}, (x,))
+        assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 1
+        torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@torch.no_grad()
+def test_torchs_transformer_is_converted_but_for_its_attention(batch_first: bool, masked: bool) -> None:
+    model = nn.Transformer(16, 2, 2, 2, 32, batch_first=batch_first).eval()
+    source, target = torch.randn(3, 3, 16), torch.randn(3, 3, 16)
+    taken = survey_layers(model).taken
+    assert len(taken) == 8 and all(name.rpartition(".")[2] in ("linear1", "linear2") for name in taken)
+    keywords = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(3)} if masked else {}
+    choices = {name: LayerPattern(Dense()) for name in taken}
+    converted = convert(model, choices, (source, target), example_keywords=keywords)
+    assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 8
+    found, expected = (each(target, source, **keywords) for each in (converted, model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
