@@ -191,7 +191,7 @@ OF_COMMANDS = [  # terms of the summaries that `latbench --help` prints
 OF_THE_FIELD = [
     "anchor", "backend", "block-wise", "budget", "burst", "calibration", "ceiling", "checkpoint", "coverage",
     "dense baseline", "disturbed row", "group", "guarantee", "hold-out", "layer database", "mask", "N:M",
-    "one-shot pruning", "option", "problem", "recipe", "risk", "roofline", "row", "sample", "second budget",
+    "one-shot pruning", "option", "problem", "recipe", "confidence", "roofline", "row", "sample", "second budget",
     "session", "Shfl-BW", "speedup", "stitched model", "vector-wise", "verify",
 ]  # fmt: skip
 

@@ -65,7 +65,7 @@ class Profile:
         Where the pruned model runs: backend, threads, size of the batch, and name of the CPU.
     target
         The speedup that was asked for.
-    risk
+    confidence
         Probability that a verification confirms the promise.
     dense_engine, dense_seconds
         The fastest dense engine, and its seconds.
@@ -102,7 +102,7 @@ class Profile:
     batch: int
     device: str
     target: float
-    risk: float
+    confidence: float
     dense_engine: str
     dense_seconds: float
     dense_seconds_low: float

@@ -116,7 +116,7 @@ class _RoundTimer:
         self, inputs: SearchInputs, request: SearchRequest, setup: SearchSetup, digest: str,
         verified: Sequence[Session], progress: Progress,
     ) -> None:  # fmt: skip
-        self._inputs, self._deployment, self._risk = inputs, request.deployment, request.promise.risk
+        self._inputs, self._deployment, self._confidence = inputs, request.deployment, request.promise.confidence
         self._layers, self._verified, self._progress = setup.problem.layers, verified, progress
         self._known = {engine: seconds.value for engine, seconds in setup.whole.dense.items()}
         self._history, self._digest = SearchHistory(inputs, request), digest
@@ -134,7 +134,7 @@ class _RoundTimer:
             timings = time_profiles(self._inputs, self._deployment, profiles, self._known, self._progress)
             self.sessions.append(Session(profiles, timings))
             self._history.write_rounds(self._digest, self.sessions)
-        return [pool_sessions([*self._verified, *self.sessions], name, self._risk) for name in profiles]
+        return [pool_sessions([*self._verified, *self.sessions], name, self._confidence) for name in profiles]
 
 
 def build_search_round(
@@ -252,7 +252,7 @@ def build_profile(
         batch=inputs.task.example().batch,
         device=name_cpu(),
         target=promise.target,
-        risk=promise.risk,
+        confidence=promise.confidence,
         dense_engine=measured.dense_engine,
         dense_seconds=measured.dense.value,
         dense_seconds_low=measured.dense.low,

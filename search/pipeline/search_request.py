@@ -28,20 +28,20 @@ class Promise:
     ----------
     target
         Speedup over the fastest dense engine.
-    risk
+    confidence
         Probability that a verification confirms the promise.
     most_bytes
         Limit of the bytes of all weights (`search.problem.second_budget.build_model_budget`); None for no limit.
     """
 
     target: float
-    risk: float = 0.9
+    confidence: float = 0.9
     most_bytes: float | None = None
 
     @property
     def coverage(self) -> float:
         """Coverage of the intervals of predicted and measured seconds."""
-        return convert_to_coverage(self.risk)
+        return convert_to_coverage(self.confidence)
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class SearchRequest:
         promise, deployment, candidates, plan = self.promise, self.deployment, self.candidates, self.plan
         return {
             "target": promise.target, "threads": deployment.threads, "patterns": candidates.patterns,
-            "seed": plan.seed, "evaluations": plan.evaluations, "batches": plan.batches, "risk": promise.risk,
-            "strategy": plan.strategy, "backend": deployment.backend, "sparsities": candidates.sparsities,
-            "errors": candidates.errors, "time_budget": plan.time_budget, "processes": 0,
-            "judges": self.workers.pool, "most_bytes": promise.most_bytes,
+            "seed": plan.seed, "evaluations": plan.evaluations, "batches": plan.batches,
+            "confidence": promise.confidence, "strategy": plan.strategy, "backend": deployment.backend,
+            "sparsities": candidates.sparsities, "errors": candidates.errors, "time_budget": plan.time_budget,
+            "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes,
         }  # fmt: skip
 
 

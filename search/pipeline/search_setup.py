@@ -107,7 +107,7 @@ def set_up_search(
     # A target is refused only if it is out of reach at the favourable ends of the predictions. A verification says
     # nothing certain about other profiles, so the search times the fastest profile before it refuses a target.
     limit(whole.build_problem(layers)).check_could_reach(promise.target)
-    problem = limit(_calibrate_by_verification(whole.build_problem(layers), verified, promise.risk))
+    problem = limit(_calibrate_by_verification(whole.build_problem(layers), verified, promise.confidence))
     prune = _Pruning(inputs, database, workers.processes, progress)
     problem = prune.options(select(problem)) if given is not None else prune.with_errors(problem, select, source)
     if not verified:  # a verification moves all layers together
@@ -159,7 +159,7 @@ class _Pruning:
         return layer_errors.compute_weight_errors(problem, self.database, self.inputs.model)
 
 
-def _calibrate_by_verification(problem: Problem, verified: Sequence[Session], risk: float) -> Problem:
+def _calibrate_by_verification(problem: Problem, verified: Sequence[Session], confidence: float) -> Problem:
     """Return the problem corrected by the last verification of a profile that its layers can have."""
     for session in reversed(verified):
         [(name, options)] = session.profiles.items()
@@ -167,7 +167,7 @@ def _calibrate_by_verification(problem: Problem, verified: Sequence[Session], ri
             choice = overhead.find_choice(problem.layers, options)
         except BadData:  # it still counts for profiles that are measured
             continue
-        return calibrate_to(problem, choice, pool_sessions(verified, name, risk))
+        return calibrate_to(problem, choice, pool_sessions(verified, name, confidence))
     return problem
 
 

@@ -3,8 +3,8 @@
 First, the profile of least summed error that should fit is timed end to end, and the prediction is corrected by that.
 Then the search finds the profile of least calibration loss whose predicted seconds fit, and it is timed beside those
 before it. If it misses the promise, or keeps it with much to spare, the prediction is corrected once more. This
-repeats for a few rounds. Only a profile that was measured to keep the promise, with the margin that the risk asks
-for, is returned.
+repeats for a few rounds. Only a profile that was measured to keep the promise, with the margin that the confidence
+asks for, is returned.
 
 The rounds look for the seconds at which the promise just holds, as one looks for a root. Between a profile that kept
 the promise and one that missed it, they follow the line through both. An end that stays counts as half as far off
@@ -264,7 +264,7 @@ def _explain_miss(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], 
         f"{best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
     )
     if target <= best.value:
-        sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+        sentence += ", and the lower end must reach the target (a lower --confidence narrows the interval)"
     fastest = ignore_intervals(problem).fastest()
     if fastest in measured:
         limits = calibrate_to(problem, fastest, measured[fastest]).describe_remaining_time()
@@ -280,7 +280,7 @@ def _is_feasible(check: Callable[[float], object], target: float) -> bool:
     return True
 
 
-def pool_sessions(sessions: Sequence[Session], name: str, risk: float) -> MeasuredSpeedup:
+def pool_sessions(sessions: Sequence[Session], name: str, confidence: float) -> MeasuredSpeedup:
     """Return the speedup of a profile by all sessions that timed it.
 
     In each session, the baseline is the dense engine that was the fastest there, as in the verification.
@@ -291,7 +291,7 @@ def pool_sessions(sessions: Sequence[Session], name: str, risk: float) -> Measur
         Sessions in the order in which they were timed.
     name
         The profile's name in them.
-    risk
+    confidence
         Probability that a verification does not fall below the lower end of the interval.
     """
     speedups: dict[str, list[list[float]]] = {}
@@ -303,5 +303,5 @@ def pool_sessions(sessions: Sequence[Session], name: str, risk: float) -> Measur
     spread = pool_build_spread([group for groups in speedups.values() for group in groups], builds)
     latest = next(session.timings for session in reversed(sessions) if name in session.profiles)
     dense = latest.fastest(list(DENSE_ENGINES))
-    seconds = latest.seconds(dense, convert_to_coverage(risk))
-    return MeasuredSpeedup(predict_verified_speedup(speedups[name], spread, risk), seconds, dense)
+    seconds = latest.seconds(dense, convert_to_coverage(confidence))
+    return MeasuredSpeedup(predict_verified_speedup(speedups[name], spread, confidence), seconds, dense)

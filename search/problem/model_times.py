@@ -99,7 +99,7 @@ class ModelTimes:
         width = f" ({best.low:.2f}-{best.high:.2f}x)" if best.low < best.high else ""
         sentence = f"target {target:g}x is infeasible: the best is {best.value:.2f}x{width}"
         if target <= best.value:
-            sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+            sentence += ", and the lower end must reach the target (a lower --confidence narrows the interval)"
         if self.ceiling is not None and target > self.ceiling:
             sentence += f", and {self.ceiling:.2f}x if all layers took no time"
         return f"{sentence}{self.describe_remaining_time()}."

@@ -61,10 +61,13 @@ def pool_build_spread(speedups: Sequence[Sequence[float]], builds: int) -> Sprea
     return Spread(math.sqrt(variance), PRIOR_BUILDS + weight)
 
 
-def predict_verified_speedup(sessions: Sequence[Sequence[float]], build_spread: Spread, risk: float) -> Interval:
+def predict_verified_speedup(
+    sessions: Sequence[Sequence[float]], build_spread: Spread, confidence: float
+) -> Interval:
     """Return the mean speedup of a profile, and the interval in which a verification will find it.
 
-    A verification comes out above the lower end with probability `risk`, and below the upper end just as likely.
+    A verification comes out above the lower end with probability `confidence`, and below the upper end just as
+    likely.
 
     Parameters
     ----------
@@ -72,13 +75,13 @@ def predict_verified_speedup(sessions: Sequence[Sequence[float]], build_spread: 
         Speedups of the profile in each session, build by build.
     build_spread
         The spread between builds.
-    risk
+    confidence
         Probability from 0.5 to 1.
     """
     logs = np.log(np.concatenate([np.asarray(session, np.float64) for session in sessions]))
     value = math.exp(float(logs.mean()))
     variance = build_spread.value**2 * (1 / len(logs) + 1 / BUILDS) + SESSION_SPREAD**2 * (1 / len(sessions) + 1)
-    margin = math.exp(float(stats.t.ppf(risk, build_spread.freedom)) * math.sqrt(variance))
+    margin = math.exp(float(stats.t.ppf(confidence, build_spread.freedom)) * math.sqrt(variance))
     return Interval(value, value / margin, value * margin)
 
 
@@ -109,6 +112,6 @@ def estimate_spreads(profiles: Sequence[Sequence[Sequence[float]]]) -> tuple[Spr
     return Spread(math.sqrt(variance), free_within), Spread(math.sqrt(common), free_between)
 
 
-def convert_to_coverage(risk: float) -> float:
-    """Return the coverage of an interval, neither end of which is passed with a probability above 1 - `risk`."""
-    return 2 * risk - 1
+def convert_to_coverage(confidence: float) -> float:
+    """Return the coverage of an interval, each end of which is passed with probability 1 - `confidence`."""
+    return 2 * confidence - 1

@@ -1,6 +1,6 @@
 """Whether promises are kept: random targets searched on this machine, each then pruned and verified as users do it.
 
-    python tests/benchmarks/guarantee.py TASK --table T --model M --database D [--targets 10] [--risk 0.95]
+    python tests/benchmarks/guarantee.py TASK --table T --cost-model M --database D [--targets 10] [--confidence 0.95]
         [--method auto]
 
 Targets are uniform from 1.2x to 0.9 of the fastest profile there is. Each search tries few profiles, because what
@@ -58,12 +58,12 @@ def main() -> None:
     inputs = read_inputs(
         load_task(arguments.task),
         parse_place(arguments.table),
-        arguments.model,
+        arguments.cost_model,
         arguments.database,
         arguments.method,
     )
     request = SearchRequest(
-        Promise(LEAST, arguments.risk),
+        Promise(LEAST, arguments.confidence),
         Deployment(count_cores()),
         CandidateOptions(tuple(arguments.patterns.split(",")) if arguments.patterns else None),
         SearchPlan(evaluations=arguments.evaluations, batches=arguments.batches),
@@ -78,7 +78,7 @@ def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) 
     ceiling = "unbounded" if problem.ceiling is None else f"{problem.ceiling:.2f}x"
     print(
         f"{inputs.task.name}: the fastest profile {fastest:.2f}x, with free layers {ceiling}; "
-        f"risk {request.promise.risk:g}"
+        f"confidence {request.promise.confidence:g}"
     )
     targets = np.random.default_rng(seed).uniform(LEAST, max(LEAST, SHARE * fastest), count)
     measured: list[float | None] = []
@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
     for name in ("table", "model", "database"):
         parser.add_argument(f"--{name}", type=Path if name != "table" else str, required=True)
     parser.add_argument("--targets", type=int, default=10)
-    parser.add_argument("--risk", type=float, default=0.95)
+    parser.add_argument("--confidence", type=float, default=0.95)
     parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--patterns")

@@ -1,6 +1,6 @@
 """What the search strategies find for the same money: calibration loss at equal evaluations.
 
-    python tests/benchmarks/search_quality.py {resnet20,minilm} --table T --model M --database D
+    python tests/benchmarks/search_quality.py {resnet20,minilm} --table T --cost-model M --database D
         [--evaluations 200] [--shares 0.4,0.6,0.8] [--seeds 5] [--processes 2] [--method auto]
 
 T and M come from `latbench trace`, `sweep` and `fit` for tests/tasks/<name>.py; what else is needed is made in D on

@@ -1,7 +1,7 @@
 """What accuracy is left at a measured speedup: ResNet20 on CIFAR-10, one-shot and after equal training.
 
-    python tests/experiments/finetuning.py build --table TABLE --model MODEL --database FOLDER
-    python tests/experiments/finetuning.py time --table TABLE --model MODEL --database FOLDER [--minutes 60]
+    python tests/experiments/finetuning.py build --table TABLE --cost-model MODEL --database FOLDER
+    python tests/experiments/finetuning.py time --table TABLE --cost-model MODEL --database FOLDER [--minutes 60]
     python tests/experiments/finetuning.py train [--hours 6] [--threads 1]
     python tests/experiments/finetuning.py show [--csv accuracy.csv]
 
@@ -9,7 +9,7 @@ TABLE and MODEL are those of `latbench sweep` and `latbench fit` for this task. 
 option of the table into the database; only `time` needs a quiet machine. It searches profiles whose speedups are
 measured end to end, at all of SPEEDUPS: of all patterns together ("searched"), of one pattern and sparsity for all
 layers ("uniform"), and of each pattern by itself. A speedup that is out of reach is a line that says so; it is tried
-again once its .refused is deleted, with another `--risk` perhaps. `train` prunes the searched and the uniform
+again once its .refused is deleted, with another `--confidence` perhaps. `train` prunes the searched and the uniform
 profiles by every one-shot method (layer by layer, then batch norms), and trains every profile from the dense weights:
 STEPS steps of 128 of 20,000 images, with the same rates for all: the searched and uniform ones by GMP, AC/DC and
 M-FAC, those of one pattern by GMP and by mask decay, which fades whole vectors and blocks. It times nothing, and
@@ -101,7 +101,7 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
 def read_inputs(arguments: argparse.Namespace) -> SearchInputs:
     task = load_task(str(RESNET20))
     return search_request.read_inputs(
-        task, parse_place(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
+        task, parse_place(arguments.table), arguments.cost_model, arguments.database, method=DATABASE_METHOD
     )
 
 
@@ -120,7 +120,7 @@ def build(inputs: SearchInputs, threads: int) -> None:
 
 
 def search_all(
-    inputs: SearchInputs, results: Path, threads: int, minutes: float, evaluations: int, risk: float
+    inputs: SearchInputs, results: Path, threads: int, minutes: float, evaluations: int, confidence: float
 ) -> None:
     """Write the profiles that are not there yet, and begin none when the minutes are over."""
     folder = results / "finetuning"
@@ -139,7 +139,7 @@ def search_all(
             return None
         strategy, patterns = {**COMPARED, **ALONE}[kind]
         request = SearchRequest(
-            Promise(speedup, risk),
+            Promise(speedup, confidence),
             Deployment(threads),
             CandidateOptions(patterns and ("dense", *patterns)),
             SearchPlan(strategy, evaluations=evaluations, batches=4),
@@ -335,12 +335,12 @@ def main() -> None:
         command.add_argument("--results", type=Path, default=RESULTS)
         if name in ("build", "time"):
             command.add_argument("--table", required=True)
-            command.add_argument("--model", type=Path, required=True)
+            command.add_argument("--cost-model", type=Path, required=True)
             command.add_argument("--database", type=Path, required=True)
             command.add_argument("--threads", type=int, default=count_cores(), help="of the table")
     commands.choices["time"].add_argument("--minutes", type=float, default=60.0)
     commands.choices["time"].add_argument("--evaluations", type=int, default=60)
-    commands.choices["time"].add_argument("--risk", type=float, default=0.9, help="as of `latbench search`")
+    commands.choices["time"].add_argument("--confidence", type=float, default=0.9, help="as of `latbench search`")
     commands.choices["train"].add_argument("--hours", type=float, default=6.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
     commands.choices["train"].add_argument("--steps", type=int, default=STEPS)
@@ -352,7 +352,7 @@ def main() -> None:
         case "time":
             search_all(
                 read_inputs(arguments), arguments.results, arguments.threads, arguments.minutes,
-                arguments.evaluations, arguments.risk,
+                arguments.evaluations, arguments.confidence,
             )  # fmt: skip
         case "train":
             torch.set_num_threads(arguments.threads)

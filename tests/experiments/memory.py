@@ -64,7 +64,7 @@ def build(task: Task, folder: Path, method: str, pattern: str, sparsity: float) 
     fill_database(task, net, {name: [(pattern, sparsity)] for name in names}, database, tell, method=method)
     profile = Profile(
         task=task.name, layers=dict.fromkeys(names, LayerChoice(pattern, sparsity, 1.0, 1.0, 1.0, 0.1)),
-        backend="numba", threads=2, batch=64, device="", target=1.0, risk=0.9, dense_engine="torch",
+        backend="numba", threads=2, batch=64, device="", target=1.0, confidence=0.9, dense_engine="torch",
         dense_seconds=1.0, dense_seconds_low=1.0, dense_seconds_high=1.0, fixed_seconds=0.0, fixed_seconds_low=0.0,
         fixed_seconds_high=0.0, predicted_seconds=1.0, predicted_low=1.0, predicted_high=1.0, loss=1.0, error=1.0,
         bound=1.0, ceiling=None, additivity_before=0.0, additivity_after=0.0, strategy="uniform", seed=0,

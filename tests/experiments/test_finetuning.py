@@ -23,7 +23,7 @@ def example(request: Any) -> Profile:
     pattern = (request.candidates.patterns or ("dense", "vector:8"))[1]
     return Profile(
         task="resnet20", layers={"conv": LayerChoice(pattern, 0.9, 1e-3, 9e-4, 1.1e-3, 0.1)}, backend="numba",
-        threads=2, batch=16, device="some-cpu", target=request.promise.target, risk=0.9, dense_engine="torch",
+        threads=2, batch=16, device="some-cpu", target=request.promise.target, confidence=0.9, dense_engine="torch",
         dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3, fixed_seconds=1e-3,
         fixed_seconds_low=1e-3, fixed_seconds_high=1e-3, predicted_seconds=4e-3 / request.promise.target,
         predicted_low=1e-3, predicted_high=4e-3, loss=0.1, error=0.1, bound=0.1, ceiling=None,

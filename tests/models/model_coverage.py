@@ -168,7 +168,7 @@ def _make_profile(model: nn.Module, masks: Mapping[str, Tensor]) -> Profile:
         for name, mask in masks.items()
     }
     return Profile(
-        task="coverage", layers=layers, backend="numba", threads=1, batch=2, device="cpu", target=1.0, risk=0.5,
+        task="coverage", layers=layers, backend="numba", threads=1, batch=2, device="cpu", target=1.0, confidence=0.5,
         dense_engine="torch", dense_seconds=1.0, dense_seconds_low=1.0, dense_seconds_high=1.0, fixed_seconds=0.0,
         fixed_seconds_low=0.0, fixed_seconds_high=0.0, predicted_seconds=1.0, predicted_low=1.0, predicted_high=1.0,
         loss=0.0, error=0.0, bound=0.0, ceiling=None, additivity_before=0.0, additivity_after=0.0,

@@ -98,6 +98,6 @@ def test_a_python_version_sweeps_fits_and_searches(version: str, environment: Pa
     succeed(latbench, "sweep", "--cpu", "--workload", "workload.yaml", *options, "-o", "table")
     succeed(latbench, "validate", "table")
     succeed(latbench, "fit", TABLE, "-o", "model.json")
-    solve = [latbench, "solve", TABLE, "--workload", "cpu_kernels", "--model", "model.json", "--target", "2"]
+    solve = [latbench, "solve", TABLE, "--workload", "cpu_kernels", "--cost-model", "model.json", "--target", "2"]
     assert "over numba" in succeed(*solve, "-o", "profile.txt")
     succeed(environment / "python", "-c", SPARSE_LAYER)

@@ -91,7 +91,7 @@ def test_a_users_own_model_passes_through_the_same_commands(task: str, least_sco
     profile, pruned = folder / "profile.json", folder / "pruned"
     latbench = ROOT / ".venv/bin/latbench"
     search = [
-        latbench, "search", file, "--table", table, "--model", model, "--database", database, "-o", profile,
+        latbench, "search", file, "--table", table, "--cost-model", model, "--database", database, "-o", profile,
         "--batches", "4", "--evaluations", "12",
     ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_a_users_own_model_passes_through_the_same_commands(task: str, least_sco
         assert best < WORTH_PROMISING, found.stderr
         return
     succeed(
-        latbench, "report", table, "--model", model, "--profile", profile, "--pruned", pruned,
+        latbench, "report", table, "--cost-model", model, "--profile", profile, "--pruned", pruned,
         "--verify", folder / "verify", "-o", folder / "report.html", "--summary", folder / "summary.json",
     )  # fmt: skip
     check_summary(folder, float(target), least_score)

@@ -12,6 +12,7 @@ from latbench.cli.options.common_options import LimitsFile, TaskArgument, Thread
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.search_options import (
     CalibrationBatches,
+    Confidence,
     Evaluations,
     Evaluators,
     LayerErrors,
@@ -21,7 +22,6 @@ from latbench.cli.options.search_options import (
     PruningMethod,
     Refine,
     RemeasureModels,
-    Risk,
     SearchBackend,
     SearchBudget,
     SearchDatabase,
@@ -63,7 +63,7 @@ def search(
     processes: Processes = None,
     judges: Evaluators = "cpu",
     method: PruningMethod = "auto",
-    risk: Risk = 0.9,
+    confidence: Confidence = 0.9,
     threads: Threads = None,
     refine: Refine = None,
     remeasure: RemeasureModels = False,
@@ -82,7 +82,7 @@ def search(
     seconds = None if time_budget is None else parse_duration(time_budget)
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
-        Promise(target, risk, most_bytes),
+        Promise(target, confidence, most_bytes),
         Deployment(threads, backend),
         CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
         SearchPlan(strategy, seed, evaluations, batches, seconds),
@@ -181,14 +181,14 @@ def _check_inputs(
     from latbench.errors import UsageError
 
     if runs_our_kernels(backend) and model is None:
-        raise UsageError("--model is missing: give the cost model that `latbench fit` makes of the table")
+        raise UsageError("--cost-model is missing: give the cost model that `latbench fit` makes of the table")
     if not is_deepsparse(backend):
         return
     if most_bytes is not None:
         raise UsageError("--most-bytes does not go with deepsparse, because its packed sizes are unknown")
     if model is not None or patterns or sparsities:
         raise UsageError(
-            "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
+            "--cost-model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
             "the table of `latbench layers` holds the times of each layer"
         )
     deepsparse_environment.find_environment()

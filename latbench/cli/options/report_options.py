@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 HtmlOutput = Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")]
-ReportModel = Annotated[Path | None, typer.Option("--model", help="Cost model from latbench fit. Default: none.")]
+ReportModel = Annotated[
+    Path | None, typer.Option("--cost-model", help="Cost model from latbench fit. Default: none.")
+]
 ReportProfile = Annotated[Path | None, typer.Option("--profile", help="Profile from latbench search. Default: none.")]
 ReportPruned = Annotated[Path | None, typer.Option("--pruned", help="Folder from latbench prune. Default: none.")]
 ReportVerify = Annotated[Path | None, typer.Option("--verify", help="Folder from latbench verify. Default: none.")]

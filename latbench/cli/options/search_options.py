@@ -22,7 +22,7 @@ SearchDatabase = Annotated[
 ProfileOutput = Annotated[Path, typer.Option("--output", "-o", help="Profile to write (JSON).")]
 SearchModel = Annotated[
     Path | None,
-    typer.Option("--model", help="Cost model from latbench fit, for numba and numba-bf16. Default: none."),
+    typer.Option("--cost-model", help="Cost model from latbench fit, for numba and numba-bf16. Default: none."),
 ]
 SearchBackend = Annotated[
     str,
@@ -130,9 +130,11 @@ PruningMethod = Annotated[
         "auto, obs if it takes seconds and else adaprune.",
     ),
 ]
-Risk = Annotated[
+Confidence = Annotated[
     float,
-    typer.Option("--risk", min=0.6, max=0.999, help="Probability that the verification meets the promised speedup."),
+    typer.Option(
+        "--confidence", min=0.6, max=0.999, help="Probability that the verification meets the promised speedup."
+    ),
 ]
 Refine = Annotated[
     Path | None,

@@ -42,7 +42,7 @@ SolveWorkload = Annotated[
 ]
 SolveModel = Annotated[
     Path | None,
-    typer.Option("--model", help="Cost model from latbench fit of the table. Default: none, times as measured."),
+    typer.Option("--cost-model", help="Cost model from latbench fit of the table. Default: none, times as measured."),
 ]
 SolvePatterns = Annotated[
     list[str] | None,
@@ -55,7 +55,8 @@ SolveSparsities = Annotated[
     list[str] | None,
     typer.Option(
         "--sparsities",
-        help="Sparsities of the table to choose from, or `fine`; with --model also sparsities between. Default: all.",
+        help="Sparsities of the table to choose from, or `fine`; with --cost-model also sparsities between. "
+        "Default: all.",
     ),
 ]
 NetworkName = Annotated[str | None, typer.Option("--network", help="Network in the table. Default: the only one.")]

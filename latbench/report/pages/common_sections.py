@@ -283,7 +283,7 @@ def build_profile(chosen: Profile, layers: pd.DataFrame) -> Section:
         f"The sum of separate layer times differs from the whole model by {format_percent(chosen.additivity_before)} "
         f"(median), and by {format_percent(chosen.additivity_after)} after the fitted correction. A verification "
         "meets the target with a probability of "
-        f"{format_percent(chosen.risk)}.",
+        f"{format_percent(chosen.confidence)}.",
     ]
     if (weights := chosen.weights) is not None:
         sentences.append(

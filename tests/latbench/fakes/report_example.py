@@ -148,7 +148,7 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         **promise, layers=layers, backend="numba", threads=2, batch=64, device="amd-epyc-example",
         dense_seconds=1.13e-3, dense_seconds_low=1.11e-3, dense_seconds_high=1.15e-3, fixed_seconds=4.0e-5,
         fixed_seconds_low=3.8e-5, fixed_seconds_high=4.2e-5, loss=0.11, error=0.15, bound=0.14, ceiling=28.3,
-        risk=0.9, additivity_before=0.11, additivity_after=0.02, strategy="spdy", seed=0,
+        confidence=0.9, additivity_before=0.11, additivity_after=0.02, strategy="spdy", seed=0,
         most_bytes=2.0 * 2**20, weight_bytes=1.75 * 2**20, dense_bytes=6.5 * 2**20,
         table_hash=table_hash, model_hash="0123456789abcdef", inputs="fedcba9876543210",
     )  # fmt: skip

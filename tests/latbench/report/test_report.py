@@ -427,7 +427,7 @@ def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: P
 
 
 def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
-    result = run(files.table, "--against", files.table, "--model", files.model, "-o", tmp_path / "report.html")
+    result = run(files.table, "--against", files.table, "--cost-model", files.model, "-o", tmp_path / "report.html")
     assert isinstance(result.exception, UsageError)
     assert "goes with --output alone" in str(result.exception)
 

@@ -247,7 +247,7 @@ def test_a_transfer_predicts_shapes_of_its_own_device(rng: np.random.Generator, 
 def profile_of(layers: dict[str, LayerChoice], **given: Any) -> Profile:
     fixed: dict[str, Any] = {
         "task": "t", "layers": layers, "backend": "numba", "threads": 2, "batch": 1, "device": "cpu", "target": 2.0,
-        "risk": 0.9, "dense_engine": "torch", "dense_seconds": 20.0, "dense_seconds_low": 20.0,
+        "confidence": 0.9, "dense_engine": "torch", "dense_seconds": 20.0, "dense_seconds_low": 20.0,
         "dense_seconds_high": 20.0, "fixed_seconds": 1.0, "fixed_seconds_low": 1.0, "fixed_seconds_high": 1.0,
         "predicted_seconds": 10.0, "predicted_low": 9.0, "predicted_high": 11.0, "loss": 0.1, "error": 0.3,
         "bound": 0.3, "ceiling": 20.0, "additivity_before": 0.0, "additivity_after": 0.0, "strategy": "s", "seed": 0,

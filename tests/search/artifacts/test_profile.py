@@ -21,7 +21,7 @@ def example() -> Profile:
         backend="numba", threads=2, batch=128, device="some-cpu", target=2.0, dense_engine="onnxruntime",
         dense_seconds=8e-3, dense_seconds_low=7.9e-3, dense_seconds_high=8.1e-3, fixed_seconds=5e-4,
         fixed_seconds_low=4e-4, fixed_seconds_high=6e-4, predicted_seconds=3.5e-3, predicted_low=3.2e-3,
-        predicted_high=3.8e-3, loss=0.1, error=0.03, bound=0.03, ceiling=16.0, risk=0.9,
+        predicted_high=3.8e-3, loss=0.1, error=0.03, bound=0.03, ceiling=16.0, confidence=0.9,
         additivity_before=0.1, additivity_after=0.02, strategy="spdy", seed=0,
         table_hash="aa", model_hash="bb", inputs="cc",
     )  # fmt: skip

@@ -14,6 +14,6 @@ def make_profile(name: str, model: nn.Module, choices: dict[str, tuple[str, floa
         dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
         fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
         predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
-        risk=0.9, additivity_before=0.1, additivity_after=0.1,
+        confidence=0.9, additivity_before=0.1, additivity_after=0.1,
         seed=0, table_hash="t", model_hash=hash_model(model), inputs="i",
     )  # fmt: skip

@@ -150,7 +150,7 @@ def test_the_command_solves_a_table_with_its_cost_model(
     chosen = {}
     for name, more in (
         ("measured", []),
-        ("predicted", ["--model", str(tmp_path / "m.json"), "--sparsities", "fine"]),
+        ("predicted", ["--cost-model", str(tmp_path / "m.json"), "--sparsities", "fine"]),
     ):
         out = tmp_path / f"{name}.csv"
         words = [table, "--workload", str(tmp_path / "w.yaml"), "--target", "3.5", "-o", str(out), *more]

@@ -126,12 +126,12 @@ def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None
     """Names and order of these keys are part of the names of files."""
     asked = request(
         1.7, threads=2, backend="numba-bf16", patterns=("dense", "nm:2:4"), sparsities=(0.5,), errors="weight",
-        strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", risk=0.8,
+        strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", confidence=0.8,
         most_bytes=1e6,
     )  # fmt: skip
     assert json.dumps(asked.to_record()) == (
         '{"target": 1.7, "threads": 2, "patterns": ["dense", "nm:2:4"], "seed": 3, "evaluations": 50, "batches": 2, '
-        '"risk": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
+        '"confidence": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
         '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0}'
     )
     key = SearchHistory(inputs, asked).key()

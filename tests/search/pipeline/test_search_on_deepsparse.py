@@ -191,19 +191,35 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
-        (["--model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
-        ([], 2, "--model is missing: give the cost model that `latbench fit` makes of the table"),
-        (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
-        (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
-        (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
+        (["--cost-model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
+        ([], 2, "--cost-model is missing: give the cost model that `latbench fit` makes of the table"),
+        (
+            ["--backend", "deepsparse", "--cost-model", "m.json"],
+            2,
+            "--cost-model, --patterns and --sparsities do not go with",
+        ),
+        (
+            ["--backend", "deepsparse", "--patterns", "nm:2:4"],
+            2,
+            "--cost-model, --patterns and --sparsities do not go",
+        ),
+        (
+            ["--backend", "deepsparse", "--sparsities", "fine"],
+            2,
+            "--cost-model, --patterns and --sparsities do not go",
+        ),
         (
             ["--backend", "deepsparse", "--most-bytes", "9"],
             2,
             "--most-bytes does not go with deepsparse, because its packed sizes are unknown",
         ),
-        (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
-        (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),
-        (["--model", "m.json", "--limits", "none.yaml"], 5, "none.yaml: no such file"),
+        (["--cost-model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
+        (
+            ["--cost-model", "m.json", "--errors", "loss"],
+            2,
+            "--errors is output, weight or a file, and there is no file",
+        ),
+        (["--cost-model", "m.json", "--limits", "none.yaml"], 5, "none.yaml: no such file"),
         (["--backend", "deepsparse"], 3, "DeepSparse is not set up here: run `latbench setup deepsparse` once"),
     ],
 )

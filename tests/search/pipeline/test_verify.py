@@ -53,7 +53,7 @@ def profile(target: float = 2.0, threads: int = 1) -> Profile:
     numbers = dict.fromkeys([
         "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
         "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
-        "risk", "additivity_before", "additivity_after",
+        "confidence", "additivity_before", "additivity_after",
     ], 1.0)  # fmt: skip
     texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "model_hash", "inputs"], "x")
     layers = {

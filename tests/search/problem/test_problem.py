@@ -75,7 +75,9 @@ def test_infeasible_is_said_with_the_best_its_interval_and_the_rest() -> None:
     with pytest.raises(Infeasible, match=sentence) as caught:
         problem().solve(4.0)
     assert caught.value.fastest_seconds == pytest.approx(2.2)
-    with pytest.raises(Infeasible, match=r"target 3.2x is infeasible: .* lower end must reach the target .*--risk"):
+    with pytest.raises(
+        Infeasible, match=r"target 3.2x is infeasible: .* lower end must reach the target .*--confidence"
+    ):
         problem().solve(3.2)
     with pytest.raises(Infeasible, match=r"the best is .*, and 10.00x if all layers took no time; 10% of"):
         problem().solve(11.0)

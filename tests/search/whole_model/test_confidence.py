@@ -18,9 +18,9 @@ from search.whole_model.end_to_end import BUILDS
 @pytest.mark.parametrize(
     ("actual", "between_sessions"), [(0.01, 0.0), (BUILD_SPREAD, SESSION_SPREAD), (0.03, SESSION_SPREAD)]
 )
-@pytest.mark.parametrize("risk", [0.9, 0.95])
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_a_verification_is_not_below_the_lower_end_as_often_as_promised(
-    rng: np.random.Generator, risk: float, actual: float, between_sessions: float
+    rng: np.random.Generator, confidence: float, actual: float, between_sessions: float
 ) -> None:
     kept, trials = 0, 3000
     for _ in range(trials):
@@ -29,10 +29,10 @@ def test_a_verification_is_not_below_the_lower_end_as_often_as_promised(
         timed = [
             truths[i] * np.exp(offsets[s] + rng.normal(0, actual, 3)) for i, s in ((0, 0), (1, 0), (2, 0), (0, 1))
         ]
-        low = predict_verified_speedup([timed[0], timed[3]], pool_build_spread(timed, 4), risk).low
+        low = predict_verified_speedup([timed[0], timed[3]], pool_build_spread(timed, 4), confidence).low
         verified = truths[0] * np.exp(offsets[2] + rng.normal(0, actual, BUILDS).mean())
         kept += verified >= low
-    assert kept / trials >= risk - 3 * np.sqrt(risk * (1 - risk) / trials)
+    assert kept / trials >= confidence - 3 * np.sqrt(confidence * (1 - confidence) / trials)
 
 
 def test_the_spread_is_between_what_was_measured_and_what_is_usual() -> None:
