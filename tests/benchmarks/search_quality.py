@@ -113,7 +113,7 @@ def main() -> None:
     """Parse, prepare, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=sorted(BATCHES))
-    for name in ("table", "model", "database"):
+    for name in ("table", "cost-model", "database"):
         parser.add_argument(f"--{name}", required=True, type=Path)
     parser.add_argument("--evaluations", type=int, default=200)
     parser.add_argument("--shares", default="0.4,0.6,0.8")
@@ -123,7 +123,7 @@ def main() -> None:
     given = parser.parse_args()
 
     task = load_task(f"{Path(__file__).resolve()}:{given.task}")
-    inputs = read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
+    inputs = read_inputs(task, parse_place(str(given.table)), given.cost_model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     workers = Workers(given.processes)
     request = SearchRequest(
