@@ -247,30 +247,30 @@ def draw_profile(layers: pd.DataFrame) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def draw_promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
-    """Draw dense engines, prediction and measurement as bars, with a line at the time of the target.
+def draw_promise(times: pd.DataFrame, target: float) -> Figure:
+    """Draw the speedups of dense engines, prediction and measurement as bars, with a line at the target.
 
-    Columns: name, kind (dense, predicted, measured), seconds, low, high.
+    Columns: those of `report_data.build_promise_times`.
     """
-    scale, unit = choose_time_unit(float(times["seconds"].max()))
     colours = {"dense": COLOURS["dense"], "predicted": "#56B4E9", "measured": GAIN}
     data = [{
         "type": "bar", "orientation": "h", "y": [escape_name(name) for name in times["name"]],
-        "x": round_values(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
+        "x": round_values(times["speedup"]), "marker": {"color": [colours[kind] for kind in times["kind"]]},
         "error_x": {
-            "type": "data", "array": round_values((times["high"] - times["seconds"]) / scale),
-            "arrayminus": round_values((times["seconds"] - times["low"]) / scale),
+            "type": "data", "array": round_values(times["speedup_high"] - times["speedup"]),
+            "arrayminus": round_values(times["speedup"] - times["speedup_low"]),
             "color": "@ink", "thickness": 1.5, "width": 5,
         },
         "text": [format_seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
-        "textposition": "none", "hovertemplate": "<b>%{y}</b><br>%{text}<extra></extra>", "showlegend": False,
+        "textposition": "none", "hovertemplate": "<b>%{y}</b><br>%{x:.3~r}×, %{text}<extra></extra>",
+        "showlegend": False,
     }]  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": f"whole model, {unit}"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "speedup over the fastest dense engine"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "shapes": [draw_line(x=budget_seconds / scale)],
+        "shapes": [draw_line(x=target)],
         "annotations": [{
-            "text": "target", "x": budget_seconds / scale, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
+            "text": "target", "x": target, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@ink"},
         }],
         "height": 130 + 40 * len(times),

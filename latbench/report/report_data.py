@@ -16,7 +16,7 @@ from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,24 @@ def build_profile_layers(chosen: Profile) -> pd.DataFrame:
 
 
 def build_promise_times(verdict: SpeedupVerdict) -> pd.DataFrame:
-    """Build a frame of whole-model times: dense engines (slowest first), prediction and measurement.
+    """Build a frame of whole models: dense engines (slowest first), prediction and measurement.
 
-    Columns: name, kind, seconds, low, high.
+    Columns: name, kind (dense, predicted, measured), seconds, low, high, speedup, speedup_low, speedup_high. Speedups
+    are those of the verdict, medians of paired rounds; that of the prediction is over the dense engine's seconds.
     """
+    from search.pipeline.speedup_verdict import ENGINE_COLUMNS
     from search.pipeline.verify import PRUNED
 
-    dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
-    rows = [
-        (f"dense, {name}", "dense", found["value"], found["low"], found["high"])
-        for name, found in sorted(dense.items(), key=lambda item: -item[1]["value"])
-    ]
+    def columns(engine: str) -> list[float]:
+        return [verdict.engines[engine][name] for name in ENGINE_COLUMNS]
+
+    dense = sorted(verdict.engines.keys() - {PRUNED}, key=lambda name: -verdict.engines[name]["value"])
     predicted = (verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
-    measured = (verdict.measured_seconds, verdict.measured_low, verdict.measured_high)
-    rows += [("pruned, predicted", "predicted", *predicted), ("pruned, measured", "measured", *measured)]
-    return pd.DataFrame(rows, columns=["name", "kind", "seconds", "low", "high"])
+    gain = (verdict.dense_seconds / predicted[i] for i in (0, 2, 1))
+    rows = [
+        *((f"dense, {name}", "dense", *columns(name)) for name in dense),
+        ("pruned, predicted", "predicted", *predicted, *gain),
+        ("pruned, measured", "measured", *columns(PRUNED)),
+    ]
+    names = ["name", "kind", "seconds", "low", "high", "speedup", "speedup_low", "speedup_high"]
+    return pd.DataFrame(rows, columns=names)

@@ -24,7 +24,7 @@ from search.artifacts.profile import Profile, read_profile
 
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 # The columns that a report shows.
 COLUMNS = [
@@ -217,11 +217,11 @@ _FLOP = ("total", "dense_total")
 
 
 def _read_verdict(path: Path) -> SpeedupVerdict:
-    from search.pipeline import verify as verification
+    from search.pipeline.speedup_verdict import read_verdict
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: run latbench verify first")
-    verdict = verification.read_verdict(path)
+    verdict = read_verdict(path)
     if verdict is None:
         raise BadData(f"{path} is not what latbench verify writes: verify again")
     return verdict

@@ -12,9 +12,10 @@ from latbench.report.pages import overview
 from latbench.report.report_inputs import ReportInputs
 
 KEYS = (
-    "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
-    "score_dense", "score_pruned",
+    "target", "outcome", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds",
+    "measured_speedup", "measured_speedup_low", "measured_speedup_high", "score_dense", "score_pruned",
 )  # fmt: skip
+OUTCOME_COLOURS = {"kept": "green", "missed": "red", "inconclusive": "yellow"}
 WEIGHT_KEYS = ("weight_bytes", "most_bytes", "dense_bytes")
 
 
@@ -49,8 +50,8 @@ def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
         packed, most, dense = map(format_bytes, (weights.packed, weights.most, weights.dense))
         shown.add_row("weights", f"{packed} of {most} allowed, {dense} dense")
     if verdict:
-        gain = format_ratio(verdict.measured_speedup)
-        shown.add_row("measured", f"{format_seconds(verdict.measured_seconds)}, {gain} faster")
-        shown.add_row("promise", "[green]met[/]" if verdict.met else "[red]missed[/]")
+        gain = format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)
+        shown.add_row("measured", f"{gain} faster, {format_seconds(verdict.measured_seconds)}")
+        shown.add_row("promise", f"[{OUTCOME_COLOURS[verdict.outcome]}]{verdict.outcome}[/]")
     shown.add_row("report", escape(path))
     return shown

@@ -21,7 +21,8 @@ from latbench.errors import BadData
 from search.inputs.layer_errors import KINDS
 from search.loss.cache import hash_loss_inputs
 from search.pipeline.search_request import SearchInputs, SearchRequest
-from search.pipeline.verify import SESSION, SpeedupVerdict, read_verdict
+from search.pipeline.speedup_verdict import SpeedupVerdict, read_verdict
+from search.pipeline.verify import SESSION
 from search.whole_model import overhead
 from search.whole_model.sessions import (
     Session,

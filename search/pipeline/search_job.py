@@ -32,8 +32,10 @@ from search.pipeline.speedup_loop import (
     MeasuredSpeedup,
     PromisedProfile,
     SearchRound,
+    is_verdict_clear,
     pool_sessions,
     run_speedup_loop,
+    tell_noise,
 )
 from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
@@ -42,7 +44,7 @@ from search.progress import Progress
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
-from search.whole_model.end_to_end import EngineBuilder, lock_cpu, time_engines
+from search.whole_model.end_to_end import EngineBuilder, IsEnough, ModelTimer, RoundSchedule, lock_cpu
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from search.whole_model.timings import Timings
 
@@ -53,11 +55,16 @@ MAX_SLOWDOWN = 1.3
 """A dense engine this many times slower than the fastest is left out while profiles are compared."""
 
 
+ROUND_SCHEDULE = RoundSchedule(rounds=6, seconds=0.06, first=1)
+"""A profile far from the target is told after one build. One near it needs all builds."""
+
+
 def search(
     inputs: SearchInputs,
     request: SearchRequest,
     *,
     remeasure: bool = False,
+    timer: ModelTimer | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Profile:
     """Find the profile of least loss that was measured to reach the target.
@@ -70,6 +77,8 @@ def search(
         The promise, and how to search for it.
     remeasure
         Time whole models again, although an earlier search has timed them.
+    timer
+        Times whole models; its processes serve a later verification, too. Default: one of this search.
     progress
         Called with the current step.
 
@@ -87,16 +96,25 @@ def search(
     BadData, UsageError
         The inputs do not fit together.
     """
-    setup = set_up_search(inputs, request, remeasure=remeasure, progress=progress)
+    with contextlib.ExitStack() as stack:
+        timer = timer or stack.enter_context(ModelTimer(request.deployment.threads))
+        setup = set_up_search(inputs, request, timer, remeasure=remeasure, progress=progress)
+        return _find_profile(inputs, request, setup, timer, progress)
+
+
+def _find_profile(
+    inputs: SearchInputs, request: SearchRequest, setup: SearchSetup, timer: ModelTimer, progress: Progress
+) -> Profile:
+    """Search, time and correct, and return the profile that was measured to reach the target."""
     problem, evaluator, history = setup.problem, setup.evaluator, SearchHistory(inputs, request)
     digest, verified = history.digest(), history.read_verifications()
-    timer = _RoundTimer(inputs, request, setup, digest, verified, progress)
+    rounds = _RoundTimer(inputs, request, setup, timer, digest, verified, progress)
     try:
         with evaluator:
             search_round = build_search_round(request.plan, request.promise.target, evaluator, progress)
             choices = [one for one in _verified_choices(problem, verified) if problem.keeps_second_budget(one)]
             before = dict(zip(choices, evaluator.losses(choices, evaluator.batches), strict=True))
-            promised = run_speedup_loop(problem, search_round, timer.time, request.promise.target, before=before)
+            promised = run_speedup_loop(problem, search_round, rounds.time, request.promise.target, before=before)
     except PromiseMissed:  # the machine may have been busy: the same search again measures again
         history.remove_rounds(digest)
         raise
@@ -105,7 +123,7 @@ def search(
             f"every profile that was tried for {request.promise.target:g}x ruins the model: its loss is not finite; "
             "ask for a lower speedup, or exclude sensitive layers"
         )
-    additivity = compute_additivity(setup.layers, [setup.probes, *timer.sessions])
+    additivity = compute_additivity(setup.layers, [setup.probes, *rounds.sessions])
     return build_profile(inputs, request, promised, digest=digest, additivity=additivity, ceiling=setup.whole.ceiling)
 
 
@@ -113,10 +131,15 @@ class _RoundTimer:
     """Times the profiles of a search side by side, and keeps the sessions; takes those of the same search again."""
 
     def __init__(
-        self, inputs: SearchInputs, request: SearchRequest, setup: SearchSetup, digest: str,
+        self, inputs: SearchInputs, request: SearchRequest, setup: SearchSetup, timer: ModelTimer, digest: str,
         verified: Sequence[Session], progress: Progress,
     ) -> None:  # fmt: skip
-        self._inputs, self._deployment, self._confidence = inputs, request.deployment, request.promise.confidence
+        self._inputs, self._deployment, self._promise, self._timer = (
+            inputs,
+            request.deployment,
+            request.promise,
+            timer,
+        )
         self._layers, self._verified, self._progress = setup.problem.layers, verified, progress
         self._known = {engine: seconds.value for engine, seconds in setup.whole.dense.items()}
         self._history, self._digest = SearchHistory(inputs, request), digest
@@ -131,10 +154,23 @@ class _RoundTimer:
         if number < len(self._earlier) and set(self._earlier[number].profiles) == set(profiles):
             self.sessions.append(self._earlier[number])
         else:
-            timings = time_profiles(self._inputs, self._deployment, profiles, self._known, self._progress)
+
+            def is_clear(timings: Timings) -> bool:
+                measured = self._pool([Session(profiles, timings)], list(profiles)[-1])
+                return is_verdict_clear(measured.speedup, self._promise.target)
+
+            timings = time_profiles(
+                self._inputs, self._deployment, profiles, self._timer, is_clear, known=self._known,
+                progress=self._progress,
+            )  # fmt: skip
             self.sessions.append(Session(profiles, timings))
             self._history.write_rounds(self._digest, self.sessions)
-        return [pool_sessions([*self._verified, *self.sessions], name, self._confidence) for name in profiles]
+        measured = [self._pool([], name) for name in profiles]
+        tell_noise(measured[-1].speedup, self._promise, self._progress)
+        return measured
+
+    def _pool(self, new: Sequence[Session], name: str) -> MeasuredSpeedup:
+        return pool_sessions([*self._verified, *self.sessions, *new], name, self._promise.confidence)
 
 
 def build_search_round(
@@ -197,12 +233,16 @@ def time_profiles(
     inputs: SearchInputs,
     deployment: Deployment,
     profiles: Mapping[str, OptionsByLayer],
+    timer: ModelTimer,
+    is_clear: IsEnough,
+    *,
     known: Mapping[str, float],
     progress: Progress,
 ) -> Timings:
     """Time the model with these options of the database against the dense engines, as `verify` does.
 
-    Dense engines that are `known` (seconds) to be much slower than the fastest are left out.
+    Dense engines that are `known` (seconds) to be much slower than the fastest are left out. The timing ends after
+    the first build for which `is_clear` returns True.
     """
     task, fastest = inputs.task, min(known, key=known.__getitem__, default=TORCH)
     engines = {
@@ -218,7 +258,9 @@ def time_profiles(
         engines[name] = EngineBuilder("pruned", function, (*arguments, options))
     with lock_cpu(progress):
         required = [fastest, *profiles]
-        return time_engines(engines, threads=deployment.threads, required=required, known=known, progress=progress)
+        return timer.time(
+            engines, required=required, schedule=ROUND_SCHEDULE, known=known, is_enough=is_clear, progress=progress
+        )
 
 
 def build_profile(

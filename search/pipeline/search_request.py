@@ -81,6 +81,8 @@ class SearchPlan:
     time_budget
         Seconds after which no further profile is tried, counted from when layers are pruned and whole models timed.
         Profiles found by then are still timed. None for no limit.
+    quick
+        Prune only options that the search is likely to choose (`search.pipeline.likely_options`).
     """
 
     strategy: str = "staged"
@@ -88,6 +90,7 @@ class SearchPlan:
     evaluations: int = 200
     batches: int | None = None
     time_budget: float | None = None
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class SearchRequest:
             "seed": plan.seed, "evaluations": plan.evaluations, "batches": plan.batches,
             "confidence": promise.confidence, "strategy": plan.strategy, "backend": deployment.backend,
             "sparsities": candidates.sparsities, "errors": candidates.errors, "time_budget": plan.time_budget,
-            "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes,
+            "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes, "quick": plan.quick,
         }  # fmt: skip
 
 

@@ -24,9 +24,10 @@ from search.loss.cache import LossCache
 from search.loss.evaluation_conditions import compute_dense_loss
 from search.loss.parallel import ParallelEvaluator
 from search.loss.pools import open_pool
+from search.pipeline.likely_options import select_likely_options
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, SearchInputs, SearchRequest
-from search.pipeline.speedup_loop import calibrate_to, pool_sessions
+from search.pipeline.speedup_loop import calibrate_to, pool_sessions, tell_noise
 from search.problem.error_table import LayerErrors
 from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
@@ -36,7 +37,7 @@ from search.pruning.one_shot.fill_database import fill_database
 from search.strategies import chance_constraint as chance
 from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
-from search.whole_model.end_to_end import lock_cpu
+from search.whole_model.end_to_end import ModelTimer, lock_cpu
 from search.whole_model.sessions import Session
 from sparse_kernels.shapes import Shape
 
@@ -69,6 +70,7 @@ class SearchSetup:
 def set_up_search(
     inputs: SearchInputs,
     request: SearchRequest,
+    timer: ModelTimer,
     *,
     remeasure: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -88,7 +90,9 @@ def set_up_search(
     layers = build_layers(inputs, request.deployment, request.candidates, promise.coverage, shapes)
     task.limits.apply(layers)  # raises for limits that contradict each other
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-    probes = _find_probes(inputs, request.deployment, layers, history, remeasure, progress)
+    probes = _find_probes(inputs, request.deployment, layers, history, timer, remeasure, progress)
+    fastest = pool_sessions([probes], list(probes.profiles)[-1], promise.confidence)
+    tell_noise(fastest.speedup, promise, progress)
     whole = overhead.fit_whole_model(layers, probes, promise.coverage)
     verified = history.read_verifications()
 
@@ -109,6 +113,9 @@ def set_up_search(
     limit(whole.build_problem(layers)).check_could_reach(promise.target)
     problem = limit(_calibrate_by_verification(whole.build_problem(layers), verified, promise.confidence))
     prune = _Pruning(inputs, database, workers.processes, progress)
+    if request.plan.quick and request.plan.strategy != "uniform" and given is None:
+        progress("estimating the errors of options", None, None)
+        problem = select_likely_options(select(problem), task, inputs.model, promise.target)
     problem = prune.options(select(problem)) if given is not None else prune.with_errors(problem, select, source)
     if not verified:  # a verification moves all layers together
         problem = chance.assume_independent_times(problem, promise.target)
@@ -195,12 +202,12 @@ def build_layers(
 
 def _find_probes(
     inputs: SearchInputs, deployment: Deployment, layers: Sequence[LayerOptions], history: SearchHistory,
-    remeasure: bool, progress: Progress,
+    timer: ModelTimer, remeasure: bool, progress: Progress,
 ) -> Session:  # fmt: skip
     """Return the session of the probe profiles: a known one, or a new one that is kept."""
     if not remeasure and (known := history.read_probes()):
         return known
     with lock_cpu(progress):
-        session = overhead.time_probe_profiles(inputs.task, layers, deployment, progress)
+        session = overhead.time_probe_profiles(inputs.task, layers, deployment, timer, progress)
     history.write_probes(session)
     return session

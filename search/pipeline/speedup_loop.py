@@ -15,6 +15,10 @@ side. A line through two profiles of one side would follow their noise.
 
 If no profile kept the promise, the fastest of all is timed in the end. A target that it misses is out of reach. If it
 keeps the promise, further rounds start from it.
+
+On a machine whose timings scatter, only a profile much faster than the target keeps the promise with the wanted
+probability, and that costs accuracy. So the rounds go on with milder profiles while the best one is above
+`MAX_OVERSHOOT` times the target. Each round times all profiles again, so their intervals get narrower.
 """
 
 from __future__ import annotations
@@ -26,21 +30,38 @@ from dataclasses import dataclass, replace
 
 from latbench.errors import PromiseMissed
 from search.knapsack.arrays import Choice, Infeasible
+from search.pipeline.search_request import Promise
 from search.problem.calibration import allow_only_fastest, calibrate, fit_line, ignore_intervals
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
+from search.progress import Progress
 from search.strategies.evaluation_budget import SearchResult
-from search.whole_model.confidence import convert_to_coverage, pool_build_spread, predict_verified_speedup
+from search.whole_model.confidence import (
+    VERDICT_COVERAGE,
+    convert_to_coverage,
+    estimate_verdict_width,
+    pool_build_spread,
+    predict_verified_speedup,
+)
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Session
 
-MAX_SPARE = 0.03
+MAX_SPARE = 0.05
 """A profile that exceeds the target by a larger share gave away accuracy for nothing."""
 
 AIM = 1 + MAX_SPARE / 2
 """Rounds aim at this multiple of the target: half of those that aim at the target itself would miss it."""
 
 ROUNDS = 4
+
+MAX_OVERSHOOT = 1.3
+"""Above this multiple of the target, milder profiles are tried."""
+
+MILDER_ROUNDS = 3
+"""Further rounds, at most, for milder profiles."""
+
+NOTED_NOISE = 1.1
+"""Above this ratio of a speedup to its lower end, the user is told what the noise costs."""
 
 SearchRound = Callable[[Problem, int, Collection[Choice]], SearchResult]
 """Returns the profile of a problem in round 0, 1, ...; other than those that missed, if there is another. Round 0
@@ -137,7 +158,11 @@ def run_speedup_loop(
         loop.run_rounds(problems if loop.kept() else [], ROUNDS)
     if not loop.kept():
         raise PromiseMissed(_explain_miss(loop.predicted, loop.measured, target))
-    best = min(loop.kept(), key=lambda choice: loop.found[choice].loss)
+    for _ in range(MILDER_ROUNDS):
+        if loop.measured[loop.best()].speedup.value <= MAX_OVERSHOOT * target:
+            break
+        loop.run_round([loop.build_milder_problem()])
+    best = loop.best()
     measured = loop.measured[best]
     final = calibrate_to(loop.predicted, best, measured)
     bound = final.solve(target / (1 + ROUNDING)).bound  # `best` just fits: no rounding may exclude it
@@ -165,6 +190,17 @@ class _SpeedupLoop:
     def kept(self) -> list[Choice]:
         """Return the profiles that were measured to keep the promise."""
         return [choice for choice, it in self.measured.items() if it.speedup.low >= self._target]
+
+    def best(self) -> Choice:
+        """Return the profile of least loss that was measured to keep the promise."""
+        return min(self.kept(), key=lambda choice: self.found[choice].loss)
+
+    def build_milder_problem(self) -> Problem:
+        """Return the problem in which profiles reach the target if they are half way from the best one to it."""
+        best = self.best()
+        measured = self.measured[best]
+        half_way = math.sqrt(measured.speedup.value / self._target)
+        return _raise_goal(ignore_intervals(calibrate_to(self.predicted, best, measured)), half_way)
 
     def run_rounds(self, problems: Sequence[Problem], max_rounds: int) -> None:
         """Run rounds until nothing is left to search, `max_rounds` at most."""
@@ -272,6 +308,24 @@ def _explain_miss(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], 
     return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 
 
+def is_verdict_clear(speedup: Interval, target: float) -> bool:
+    """Return whether the interval of a measured speedup lies on one side of the target."""
+    return speedup.low >= target or speedup.high < target
+
+
+def tell_noise(speedup: Interval, promise: Promise, progress: Progress) -> None:
+    """Tell the user what the scatter of timings costs, if it is much."""
+    noise = speedup.value / speedup.low
+    if noise > NOTED_NOISE:
+        progress(
+            f"note: timings scatter by {noise - 1:.0%}: to keep {promise.target:g}x with probability "
+            f"{promise.confidence:g}, {promise.target * noise:.2f}x is aimed at; quieten the machine "
+            "(`latbench doctor` says how), or take a lower --confidence",
+            None,
+            None,
+        )
+
+
 def _is_feasible(check: Callable[[float], object], target: float) -> bool:
     try:
         check(target)
@@ -304,4 +358,6 @@ def pool_sessions(sessions: Sequence[Session], name: str, confidence: float) -> 
     latest = next(session.timings for session in reversed(sessions) if name in session.profiles)
     dense = latest.fastest(list(DENSE_ENGINES))
     seconds = latest.seconds(dense, convert_to_coverage(confidence))
-    return MeasuredSpeedup(predict_verified_speedup(speedups[name], spread, confidence), seconds, dense)
+    verdict_width = estimate_verdict_width(latest.speedup(name, dense, VERDICT_COVERAGE), len(latest.blocks[name]))
+    speedup = predict_verified_speedup(speedups[name], spread, confidence, verdict_width)
+    return MeasuredSpeedup(speedup, seconds, dense)

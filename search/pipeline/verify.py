@@ -6,11 +6,10 @@ the converted pruned model, the same one that is timed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,19 @@ from latbench.timing.sampling import estimate_burst_error
 from search.artifacts.profile import Profile, read_profile
 from search.deployment import Deployment
 from search.loss.cache import hash_score_code
+from search.pipeline.speedup_verdict import (
+    ENGINE_COLUMNS,
+    INCONCLUSIVE,
+    VERSION,
+    SpeedupVerdict,
+    judge_speedup,
+    read_verdict,
+)
 from search.progress import Progress
 from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
-from search.whole_model.end_to_end import EngineBuilder, lock_cpu, time_engines
+from search.whole_model.confidence import VERDICT_COVERAGE
+from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule, lock_cpu
 from search.whole_model.overhead import build_dense_engines, describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
 from search.whole_model.timings import Timings
@@ -44,92 +52,11 @@ PRUNED = "pruned"
 SESSION = "session.json"
 """Name of the file from which a search can go on."""
 
-VERSION = 1
-COVERAGE = 0.95
+VERIFY_SCHEDULE = RoundSchedule(builds=6)
+"""More builds than a plain timing needs are taken while the target lies within the interval."""
 
 SCORE_SECONDS = 3600.0
 """Time limit for scoring both models."""
-
-BUSY = 1.1
-"""A sentence mentions that the dense engine took this many times as long as in the search, or more."""
-
-
-@dataclass(frozen=True)
-class SpeedupVerdict:
-    """The content of verify.json: the promise, the measurement, and whether the promise is met.
-
-    Seconds are medians of calls of the whole model. Names that end in _low and _high are the ends of 95% intervals.
-
-    Attributes
-    ----------
-    task
-        Name of the task.
-    backend
-        The backend that ran the pruned model.
-    target, met
-        The promised speedup, and whether it was measured.
-    predicted_seconds
-        The profile's prediction, for the backend of its search.
-    measured_seconds, measured_speedup
-        The pruned model's measured seconds, and its speedup over the fastest dense engine.
-    dense_engine, dense_seconds
-        The fastest dense engine, and its seconds.
-    engines
-        Every engine that ran -> the median and interval of its seconds.
-    left_out
-        Engine that did not run -> the reason.
-    slowdown
-        Seconds of the profile's dense engine, divided by its seconds in the search: far from 1 on another machine or
-        a busy one. None if that engine did not run.
-    score_name, score_dense, score_pruned
-        The task's score of both models.
-    device, threads, batch
-        Name of the CPU, threads, and size of the batch.
-    inputs
-        Hash of the pruned model's manifest.
-    code
-        Hash of the files that define the task.
-    """
-
-    task: str
-    backend: str
-    target: float
-    met: bool
-    predicted_seconds: float
-    predicted_low: float
-    predicted_high: float
-    measured_seconds: float
-    measured_low: float
-    measured_high: float
-    measured_speedup: float
-    measured_speedup_low: float
-    measured_speedup_high: float
-    dense_engine: str
-    dense_seconds: float
-    engines: Mapping[str, Mapping[str, float]]
-    left_out: Mapping[str, str]
-    slowdown: float | None
-    score_name: str
-    score_dense: float
-    score_pruned: float
-    device: str
-    threads: int
-    batch: int
-    inputs: str
-    code: str
-
-    def sentence(self) -> str:
-        """Return the verdict in one line."""
-        low, high = self.measured_speedup_low, self.measured_speedup_high
-        suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
-        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
-        sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
-        if self.slowdown is not None and self.slowdown > BUSY:
-            sentence += (
-                f" (the dense engine took {self.slowdown:.2f} times as long as in the search: the machine is busy, "
-                "or another one)"
-            )
-        return sentence
 
 
 def verify(
@@ -138,6 +65,7 @@ def verify(
     output: Path,
     *,
     backend: str | None = None,
+    timer: ModelTimer | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> SpeedupVerdict:
     """Time and score a pruned model; write verify.json, rows of purpose "verify", and a session for later searches.
@@ -154,6 +82,8 @@ def verify(
     backend
         The backend of the pruned model; None for the one that it was searched for. On deepsparse, the dense model is
         timed there, too.
+    timer
+        Times whole models. Default: one of this verification.
     progress
         Called with the current step.
 
@@ -176,7 +106,9 @@ def verify(
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
     exported = output / "pruned.onnx"
-    timings, state = _time_pruned(task, profile, folder, exported, deployment, progress)
+    with contextlib.ExitStack() as stack:
+        timer = timer or stack.enter_context(ModelTimer(profile.threads))
+        timings, state = _time_pruned(task, profile, folder, exported, deployment, timer, progress)
     progress("scoring", None, None)
     scores = _score_models(task, folder, deployment)
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
@@ -202,9 +134,13 @@ def _find_newest_starts(output: Path) -> dict[str, datetime]:
 
 
 def _time_pruned(
-    task: Task, profile: Profile, folder: Path, exported: Path, deployment: Deployment, progress: Progress
-) -> tuple[Timings, dict[str, Any]]:
-    """Time the pruned model beside the dense engines; return the timings, and the columns of the machine's state."""
+    task: Task, profile: Profile, folder: Path, exported: Path, deployment: Deployment, timer: ModelTimer,
+    progress: Progress,
+) -> tuple[Timings, dict[str, Any]]:  # fmt: skip
+    """Time the pruned model beside the dense engines; return the timings, and the columns of the machine's state.
+
+    The timing goes on while the target lies within the interval of the speedup.
+    """
     engines = build_dense_engines(task, deployment)
     engines[PRUNED] = EngineBuilder(
         PRUNED, "search.whole_model.model_engines:build_folder_pruned",
@@ -213,10 +149,19 @@ def _time_pruned(
     with lock_cpu(progress):
         before, started = read_cpu_times(), datetime.now(UTC)
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
-        timings = time_engines(
-            engines, threads=deployment.threads, required=[TORCH, PRUNED], known=known, progress=progress
-        )
+        timings = timer.time(
+            engines, required=[TORCH, PRUNED], schedule=VERIFY_SCHEDULE, known=known,
+            is_enough=lambda timings: _judge(timings, profile.target) != INCONCLUSIVE, progress=progress,
+        )  # fmt: skip
     return timings, {"started_at": started, **read_telemetry(before)}
+
+
+def _judge(timings: Timings, target: float) -> str:
+    return judge_speedup(timings.speedup(PRUNED, _find_fastest_dense(timings), VERDICT_COVERAGE), target)
+
+
+def _find_fastest_dense(timings: Timings) -> str:
+    return timings.fastest([name for name in timings.blocks if name != PRUNED])
 
 
 def _score_models(task: Task, folder: Path, deployment: Deployment) -> tuple[float, float]:
@@ -271,16 +216,16 @@ def build_verdict(
     inputs
         Hash of the pruned model's manifest.
     """
-    dense = timings.fastest([name for name in timings.blocks if name != PRUNED])
+    dense = _find_fastest_dense(timings)
     slowdown = None
     if profile.dense_engine in timings.blocks:
-        slowdown = timings.seconds(profile.dense_engine, COVERAGE).value / profile.dense_seconds
-    seconds, speedup = timings.seconds(PRUNED, COVERAGE), timings.speedup(PRUNED, dense, COVERAGE)
+        slowdown = timings.seconds(profile.dense_engine, VERDICT_COVERAGE).value / profile.dense_seconds
+    seconds, speedup = timings.seconds(PRUNED, VERDICT_COVERAGE), timings.speedup(PRUNED, dense, VERDICT_COVERAGE)
     return SpeedupVerdict(
         task=task.name,
         backend=backend,
         target=profile.target,
-        met=speedup.value >= profile.target,
+        outcome=judge_speedup(speedup, profile.target),
         predicted_seconds=profile.predicted_seconds,
         predicted_low=profile.predicted_low,
         predicted_high=profile.predicted_high,
@@ -291,8 +236,8 @@ def build_verdict(
         measured_speedup_low=speedup.low,
         measured_speedup_high=speedup.high,
         dense_engine=dense,
-        dense_seconds=timings.seconds(dense, COVERAGE).value,
-        engines={name: asdict(timings.seconds(name, COVERAGE)) for name in timings.blocks},
+        dense_seconds=timings.seconds(dense, VERDICT_COVERAGE).value,
+        engines={name: _build_engine_columns(timings, name, dense) for name in timings.blocks},
         left_out=dict(timings.left_out),
         slowdown=slowdown,
         score_name=task.score_name,
@@ -304,6 +249,12 @@ def build_verdict(
         inputs=inputs,
         code=hash_score_code(task),
     )
+
+
+def _build_engine_columns(timings: Timings, name: str, dense: str) -> dict[str, float]:
+    """Return the columns of ENGINE_COLUMNS of an engine."""
+    seconds, speedup = timings.seconds(name, VERDICT_COVERAGE), timings.speedup(name, dense, VERDICT_COVERAGE)
+    return dict(zip(ENGINE_COLUMNS, [*asdict(seconds).values(), *asdict(speedup).values()], strict=True))
 
 
 def build_session(timings: Timings, options: OptionsByLayer) -> Session:
@@ -345,24 +296,3 @@ def hash_manifest(folder: Path) -> str:
     """
     manifest = {name: value for name, value in read_manifest(folder).items() if name != "packed"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_verdict(path: Path) -> SpeedupVerdict | None:
-    """Return the verdict in a verify.json; None if the file is missing or cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("version") != VERSION:
-            return None
-        verdict = SpeedupVerdict(**content)
-        times = [getattr(verdict, name) for name in _POSITIVE]
-        times += [engine[name] for engine in verdict.engines.values() for name in ("value", "low", "high")]
-        scores = (verdict.score_dense, verdict.score_pruned)
-        return verdict if all(0 < time < math.inf for time in times) and all(map(math.isfinite, scores)) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return None
-
-
-_POSITIVE = (
-    "target", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_low",
-    "measured_high", "measured_speedup", "measured_speedup_low", "measured_speedup_high", "dense_seconds",
-)  # fmt: skip

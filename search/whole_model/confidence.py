@@ -4,7 +4,8 @@ The same model built twice differs by some per cent as long as its process lives
 and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms of its speedups scatter from build to
 build by a standard deviation. All builds of a session share the state of the machine (`SESSION_SPREAD`). A search
 averages n builds of S sessions, a verification averages BUILDS builds of one session. The difference has the variance
-build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1).
+build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1). A verification also has an interval of its own,
+from the scatter of its rounds, and the promise is kept where its lower end reaches the target.
 
 The spread between builds belongs to the machine and the engines more than to the profile. It is pooled over all
 profiles of a search, together with a usual value (`BUILD_SPREAD`, worth `PRIOR_BUILDS` more builds). Otherwise three
@@ -22,10 +23,11 @@ import numpy as np
 from scipy import stats
 
 from search.problem.layers import Interval
-from search.whole_model.end_to_end import BUILDS
+from search.whole_model.end_to_end import BUILDS, DEFAULT_SCHEDULE
 
 BUILD_SPREAD, PRIOR_BUILDS = 0.0225, 4
 SESSION_SPREAD = 0.01
+VERDICT_COVERAGE = 0.95  # of the interval with which a verification judges its own rounds
 """36 promises for three models on two virtual cores left 1.6 to 2.4% and, between sessions, 0.3 to 2.0% more.
 
 `python tests/benchmarks/guarantee.py` prints in its last line the `estimate_spreads` of everything that a task's
@@ -61,13 +63,19 @@ def pool_build_spread(speedups: Sequence[Sequence[float]], builds: int) -> Sprea
     return Spread(math.sqrt(variance), PRIOR_BUILDS + weight)
 
 
+def estimate_verdict_width(speedup: Interval, rounds: int) -> float:
+    """Return the log distance from a verification's speedup to its lower end, from a timing of `rounds` rounds."""
+    wanted = DEFAULT_SCHEDULE.rounds * BUILDS
+    return math.log(speedup.value / speedup.low) * math.sqrt(rounds / wanted)
+
+
 def predict_verified_speedup(
-    sessions: Sequence[Sequence[float]], build_spread: Spread, confidence: float
+    sessions: Sequence[Sequence[float]], build_spread: Spread, confidence: float, verdict_width: float = 0.0
 ) -> Interval:
     """Return the mean speedup of a profile, and the interval in which a verification will find it.
 
-    A verification comes out above the lower end with probability `confidence`, and below the upper end just as
-    likely.
+    A verification's own lower end is above the lower end with probability `confidence`. Its upper end is below the
+    upper end just as likely.
 
     Parameters
     ----------
@@ -77,11 +85,13 @@ def predict_verified_speedup(
         The spread between builds.
     confidence
         Probability from 0.5 to 1.
+    verdict_width
+        Log distance from a verification's speedup to the ends of its own interval.
     """
     logs = np.log(np.concatenate([np.asarray(session, np.float64) for session in sessions]))
     value = math.exp(float(logs.mean()))
     variance = build_spread.value**2 * (1 / len(logs) + 1 / BUILDS) + SESSION_SPREAD**2 * (1 / len(sessions) + 1)
-    margin = math.exp(float(stats.t.ppf(confidence, build_spread.freedom)) * math.sqrt(variance))
+    margin = math.exp(float(stats.t.ppf(confidence, build_spread.freedom)) * math.sqrt(variance) + verdict_width)
     return Interval(value, value / margin, value * margin)
 
 

@@ -8,18 +8,23 @@ The same model built twice differs by some per cent as long as its process lives
 times, each time in a fork of a process that has imported everything. That is too few builds for an interval;
 `search.whole_model.confidence` says what it means for a promise. A build during which the machine never was quiet
 does not count, and another one takes its place.
+
+Who needs only a verdict, such as whether a profile reaches a speedup, asks after each build whether it is clear.
+Most verdicts take one build. The processes stay between timings, because starting them takes longer than most
+timings.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -51,6 +56,9 @@ MAX_ROUND_FACTOR = 3
 
 MAX_BURST_TRIES = 20
 """Bursts in a row, at most, until the cores are together again."""
+
+MAX_STARTED_TOGETHER = 32
+"""Engines, at most, whose processes start at the same time."""
 
 BUILD_SECONDS = 600.0
 """Time limit for building one engine."""
@@ -88,24 +96,25 @@ class RoundSchedule:
     Attributes
     ----------
     builds
-        Processes in which each engine is built.
+        Undisturbed builds of each engine, at most.
     rounds
-        Rounds in all builds together.
+        Quiet rounds of each build.
     seconds
         Seconds of each engine's burst in a round.
+    first
+        Builds after which a timing may end early, where its caller says that it knows enough.
     """
 
     builds: int = BUILDS
-    rounds: int = 18
+    rounds: int = 6
     seconds: float = 0.12
-
-    @property
-    def rounds_of_build(self) -> int:
-        """Quiet rounds that each build needs."""
-        return math.ceil(self.rounds / self.builds)
+    first: int = BUILDS
 
 
 DEFAULT_SCHEDULE = RoundSchedule()
+
+IsEnough = Callable[[Timings], bool]
+"""Returns whether the samples so far suffice."""
 
 
 def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
@@ -117,66 +126,93 @@ def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
     return lock_device(name_cpu(), hash_machine(), waiting=waiting)
 
 
-def time_engines(
-    engines: Mapping[str, EngineBuilder],
-    *,
-    threads: int,
-    required: Sequence[str],
-    schedule: RoundSchedule = DEFAULT_SCHEDULE,
-    known: Mapping[str, float] | None = None,
-    order: np.random.Generator | None = None,
-    progress: Progress = lambda what, done, total: None,
-) -> Timings:
-    """Time the engines together, in shuffled turns.
-
-    An engine that cannot run, in any build or round, is left out with the reason.
+class ModelTimer:
+    """Times engines in processes that stay from one timing to the next. A context manager: it ends the processes.
 
     Parameters
     ----------
-    engines
-        Name -> engine.
     threads
         Threads of each engine.
-    required
-        Engines that must run.
-    schedule
-        Builds, rounds and seconds of a burst.
-    known
-        Engine -> seconds that it took before on this machine, when it was quiet. If the machine is not once as fast
-        as that during the first build, it is taken to have another pace now.
-    order
-        Generator that shuffles the turns.
-    progress
-        Called with the current step.
 
     Raises
     ------
-    LatbenchError
-        A required engine cannot run.
     UsageError
         This process may not use so many processors.
     """
-    check_threads(threads, f"{threads} threads")
-    names = list(dict.fromkeys(engine.worker for engine in engines.values()))
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
+
+    def __init__(self, threads: int) -> None:
+        check_threads(threads, f"{threads} threads")
+        self._threads = threads
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @functools.cached_property
+    def _workers(self) -> _Workers:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
         # Entered first, left last: a worker dies with the thread that started it.
-        pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
-        workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
-        placement = CorePlacement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
+        pool = self._stack.enter_context(ThreadPoolExecutor(max_workers=MAX_STARTED_TOGETHER))
+        reference = self._stack.enter_context(Worker(threads=self._threads, name="reference"))
+        return _Workers({}, CorePlacement(reference, self._threads), pool, folder)
+
+    def time(
+        self,
+        engines: Mapping[str, EngineBuilder],
+        *,
+        required: Sequence[str],
+        schedule: RoundSchedule = DEFAULT_SCHEDULE,
+        known: Mapping[str, float] | None = None,
+        is_enough: IsEnough = lambda timings: False,
+        order: np.random.Generator | None = None,
+        progress: Progress = lambda what, done, total: None,
+    ) -> Timings:
+        """Time the engines together, in shuffled turns.
+
+        An engine that cannot run, in any build or round, is left out with the reason.
+
+        Parameters
+        ----------
+        engines
+            Name -> engine.
+        required
+            Engines that must run.
+        schedule
+            Builds, rounds and seconds of a burst.
+        known
+            Engine -> seconds that it took before on this machine, when it was quiet. If the machine is not once as
+            fast as that during the first build, it is taken to have another pace now.
+        is_enough
+            Asked after each build from `schedule.first` on; the timing ends where it returns True.
+        order
+            Generator that shuffles the turns.
+        progress
+            Called with the current step.
+
+        Raises
+        ------
+        LatbenchError
+            A required engine cannot run.
+        """
+        workers = self._workers
+        for name in {engine.worker for engine in engines.values()} - workers.processes.keys():
+            workers.processes[name] = self._stack.enter_context(Worker(threads=self._threads, name=name))
         timing = _EngineTiming(
-            engines, _Workers(workers, placement, pool, folder), required, schedule, known or {},
-            order or np.random.default_rng(0), progress,
-        )  # fmt: skip
-        while timing.needs_build():
+            engines, workers, required, schedule, known or {}, order or np.random.default_rng(0), progress
+        )
+        while timing.needs_build(is_enough):
             timing.time_build()
-    return timing.result()
+        timing.drop_models()
+        return timing.result()
 
 
 class _Workers(NamedTuple):
     """The processes of the engines, the placement of their cores, and a folder that they share."""
 
-    processes: Mapping[str, Worker]
+    processes: dict[str, Worker]
     placement: CorePlacement
     pool: Executor
     folder: str
@@ -195,13 +231,18 @@ class _EngineTiming:
         self._rounds: list[Round] = []
         self._builds: list[int] = []
         self._number = 0
+        self._prepared: dict[str, PreparedTask] = {}
 
-    def needs_build(self) -> bool:
+    def needs_build(self, is_enough: IsEnough) -> bool:
         """Return whether another build is needed: until enough of them were undisturbed, or there are too many."""
-        wanted = self._schedule.builds
-        if self._number < wanted:
+        first, wanted = self._schedule.first, self._schedule.builds
+        if self._number < min(first, wanted):
             return True
         undisturbed = find_undisturbed_builds(self._rounds, self._builds, self._known)
+        if len(undisturbed) >= first and self._number < wanted and is_enough(self.result()):
+            return False
+        if self._number < wanted:
+            return True
         return 0 < len(undisturbed) < wanted and self._number < wanted + EXTRA_BUILDS
 
     def time_build(self) -> None:
@@ -214,6 +255,7 @@ class _EngineTiming:
         self._engines = {name: self._engines[name] for name in prepared}
         # Earlier rounds forget the engines that failed, too.
         self._rounds = [{name: bursts[name] for name in self._engines} for bursts in self._rounds]
+        self._prepared = prepared
         first = len(self._rounds)
         while self._needs_round(first):
             drawn = self._time_round(prepared)
@@ -227,6 +269,12 @@ class _EngineTiming:
             self._builds.append(self._number)
         if self._rounds and not (compute_slowness(self._rounds, self._known) <= SLOW_ROUND).any():
             self._known = {}  # the machine has another pace now: waiting for the old one may take forever
+
+    def drop_models(self) -> None:
+        """Free the memory of the last build's models."""
+        for name in self._prepared.keys() & self._engines.keys():
+            with contextlib.suppress(TaskFailed, WorkerDied):
+                self._workers.processes[self._engines[name].worker].drop([self._prepared[name]])
 
     def result(self) -> Timings:
         """Return the samples of the rounds that count."""
@@ -250,7 +298,7 @@ class _EngineTiming:
 
     def _needs_round(self, first: int) -> bool:
         """Return whether this build, whose rounds begin at `first`, needs another round."""
-        wanted = self._schedule.rounds_of_build
+        wanted = self._schedule.rounds
         if len(self._rounds) - first >= MAX_ROUND_FACTOR * wanted:
             return False
         quiet = sum(slow <= SLOW_ROUND for slow in compute_slowness(self._rounds, self._known)[first:])

@@ -47,7 +47,7 @@ from search.problem.layers import (
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
-from search.whole_model.end_to_end import EngineBuilder, time_engines
+from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from sparse_kernels.cpu.runtime import kernel_cache
@@ -57,6 +57,9 @@ VERSION = 2
 
 FREE = "layers free"
 """Name of the engine whose sparse layers take no time."""
+
+PROBE_SCHEDULE = RoundSchedule(builds=1, rounds=8)
+"""Probes only place the first profile; the rounds of a search measure what it promises."""
 
 MIN_SCALE = 0.1
 """Lower bound for the line: a layer takes at least this share of its own time in the network, and an option saves at
@@ -117,6 +120,7 @@ def time_probe_profiles(
     task: Task,
     layers: Sequence[LayerOptions],
     deployment: Deployment,
+    timer: ModelTimer,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Time the dense engines and the pruned model at the probe profiles, with random masks.
@@ -136,7 +140,7 @@ def time_probe_profiles(
             "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments, options[-1])
         )
     required = [TORCH, *profiles, *({FREE} & engines.keys())]
-    timings = time_engines(engines, threads=deployment.threads, required=required, progress=progress)
+    timings = timer.time(engines, required=required, schedule=PROBE_SCHEDULE, progress=progress)
     return Session(profiles, timings)
 
 

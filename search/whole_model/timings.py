@@ -1,12 +1,16 @@
 """Samples of whole models that were timed together, with medians, speedups and their confidence intervals.
 
 Rounds are the unit that repeats. Within one round, calls share the state of the machine, so intervals come from
-resampling rounds (a block bootstrap, Kuensch 1989). A speedup's interval resamples the same rounds of both engines.
+resampling rounds (a block bootstrap, Kuensch 1989).
+
+The measured speedup has one definition, here, and every place prints it: in each round, the median burst of the dense
+engine is divided by that of the other engine, and the speedup is the median of these ratios. A machine that slows
+down for some rounds slows both engines of a pair, so it hardly moves the median. The ratio of the two engines' own
+medians may come from different rounds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,24 +50,28 @@ class Timings:
         return _interval(_median(self.blocks[engine]), medians, coverage)
 
     def speedup(self, engine: str, over: str, coverage: float) -> Interval:
-        """Return the geometric mean of `speedups`; its interval resamples the rounds of each build in pairs."""
-        value = math.exp(float(np.log(self.speedups(engine, over)).mean()))
-        resampled = [np.log(_resample_medians(b) / _resample_medians(a)) for a, b in self._by_build(engine, over)]
-        return _interval(value, np.exp(np.mean(resampled, axis=0)), coverage)
+        """Return the median of all paired rounds; its interval resamples the rounds of each build."""
+        builds = [np.array(own) for own in self._paired_ratios(engine, over)]
+        rng = np.random.default_rng(sum(map(len, builds)))
+        drawn = [own[rng.integers(0, len(own), (RESAMPLES, len(own)))] for own in builds]
+        value = float(np.median(np.concatenate(builds)))
+        return _interval(value, np.median(np.concatenate(drawn, axis=1), axis=1), coverage)
 
     def speedups(self, engine: str, over: str) -> list[float]:
-        """Return for each build the median of `over` divided by the median of `engine`."""
-        return [_median(b) / _median(a) for a, b in self._by_build(engine, over)]
+        """Return for each build the median of its paired rounds."""
+        return [float(np.median(own)) for own in self._paired_ratios(engine, over)]
+
+    def _paired_ratios(self, engine: str, over: str) -> list[list[float]]:
+        """Return the ratio of the burst of `over` to that of `engine` in each round, build by build."""
+        ratios = [
+            float(np.median(b) / np.median(a)) for a, b in zip(self.blocks[engine], self.blocks[over], strict=True)
+        ]
+        builds = np.asarray(self.builds or [0] * len(ratios))
+        return [[ratios[i] for i in np.flatnonzero(builds == number)] for number in np.unique(builds)]
 
     def fastest(self, engines: Sequence[str]) -> str:
         """Return the engine with the least median among those that ran."""
         return min((name for name in engines if name in self.blocks), key=lambda name: _median(self.blocks[name]))
-
-    def _by_build(self, *engines: str) -> list[list[Blocks]]:
-        """Return the rounds of these engines, build by build."""
-        builds = np.asarray(self.builds or [0] * len(self.blocks[engines[0]]))
-        rounds = [np.flatnonzero(builds == number).tolist() for number in np.unique(builds)]
-        return [[[self.blocks[engine][i] for i in own] for engine in engines] for own in rounds]
 
 
 def _median(blocks: Blocks) -> float:

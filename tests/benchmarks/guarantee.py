@@ -39,7 +39,7 @@ from search.pipeline.search_request import (
     read_inputs,
 )
 from search.pipeline.search_setup import set_up_search
-from search.pipeline.verify import SpeedupVerdict
+from search.pipeline.speedup_verdict import SpeedupVerdict
 from search.problem.calibration import ignore_intervals
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.pruning.one_shot.stitch import stitch

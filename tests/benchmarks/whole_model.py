@@ -31,7 +31,7 @@ from latbench.sweeping.core_placement import CorePlacement
 from search.deployment import Deployment
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
-from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, RoundSchedule, time_engines
+from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, ModelTimer, RoundSchedule
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
 from sparse_kernels import nn as sparse
@@ -156,9 +156,9 @@ def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None
     engines[FREE] = EngineBuilder(
         FREE, "search.whole_model.model_engines:build_layers_free", (reference, threads, backend, choices)
     )
-    timings = time_engines(
-        engines, threads=threads, required=[PRUNED], schedule=RoundSchedule(arguments.processes, arguments.rounds)
-    )
+    schedule = RoundSchedule(arguments.processes, -(-arguments.rounds // arguments.processes))
+    with ModelTimer(threads) as timer:
+        timings = timer.time(engines, required=[PRUNED], schedule=schedule)
     fastest = timings.fastest([*DENSE_ENGINES])
     print(f"{task.name}, {len(layers)} layers {arguments.pattern} at {arguments.sparsity:.0%}, {threads} threads")
     for name in sorted(timings.blocks, key=lambda name: -timings.seconds(name, COVERAGE).value):

@@ -23,15 +23,13 @@ from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.artifacts.profile import LayerChoice, Profile
 from search.deployment import Deployment
 from search.pipeline import search_job
-from search.pipeline import verify as verification
 from search.pipeline.measure_in_network import RunSchedule, build_layer_rows, select_task_rows, time_layers_in_network
 from search.pipeline.search_request import Promise, SearchPlan, SearchRequest, read_inputs
 from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
-from search.whole_model import overhead
-from search.whole_model.end_to_end import EngineBuilder
+from search.whole_model.end_to_end import EngineBuilder, ModelTimer
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.timings import Timings
 from sparse_kernels.patterns import Unstructured
@@ -161,8 +159,7 @@ def by_formula(engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
 def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_there(
     installed: Environment, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (overhead, search_job, verification):
-        monkeypatch.setattr(module, "time_engines", by_formula)
+    monkeypatch.setattr(ModelTimer, "time", lambda self, engines, **options: by_formula(engines, **options))
     shapes, database = list_prunable_layers(little, little.model()), tmp_path / "database"
     analyses = {
         sparsity: [[Operation("gemm", (name,), sparsity, 1.5e-3 * (1 - sparsity)) for name in shapes]]

@@ -9,7 +9,7 @@ from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, V
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 
 def verify(

@@ -41,7 +41,7 @@ from latbench.report.sections import predictions, ranking
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 Place = tuple[str, str]
 
@@ -339,20 +339,25 @@ def build_promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.Dat
     budget = verdict.dense_seconds / verdict.target
     sentences = [
         "Dense engines and the pruned model were timed end to end in turns, each in a process of its own. "
-        f"The target of {format_ratio(verdict.target)} leaves {format_seconds(budget)}."
+        f"The target of {format_ratio(verdict.target)} leaves {format_seconds(budget)}. A speedup is the median over "
+        "rounds in which both models were timed."
     ]
+    if verdict.medians_disagree:
+        sentences.append(
+            f"The ratio of the two median times is {format_ratio(verdict.ratio_of_medians)}, outside the interval: "
+            "the machine's speed changed between rounds, and only the paired rounds count."
+        )
     if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_CEILING:
         ceiling, reached = format_ratio(chosen.ceiling), format_percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, if searched layers took no time, is {ceiling}; {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
 
-    def gain(row: Mapping[Any, Any]) -> Cell:
-        # The measured speedup is that of dense and pruned calls in turns, not of two medians.
-        found = verdict.measured_speedup if row["kind"] == "measured" else verdict.dense_seconds / row["seconds"]
-        return Cell(format_ratio(found), found)
-
     rows = [
-        [row["name"], Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
+        [
+            row["name"],
+            Cell(format_seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
+            Cell(format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"]), row["speedup"]),
+        ]
         for row in times.to_dict("records")
     ]
     heads = ["what", "#time", "#speedup"]
@@ -360,7 +365,11 @@ def build_promise(verdict: SpeedupVerdict, chosen: Profile | None, times: pd.Dat
         "promise",
         "Promised and measured",
         sentences,
-        [Chart("promise", "Whole-model times; the dashed line is the target", figures.draw_promise(times, budget))],
+        [
+            Chart(
+                "promise", "Whole models; the dashed line is the target", figures.draw_promise(times, verdict.target)
+            )
+        ],
         [("Times", build_table(heads, rows))],
     )
 

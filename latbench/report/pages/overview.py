@@ -23,11 +23,12 @@ from latbench.base.number_format import (
 from latbench.report import point_frames
 from latbench.report.elements import Cell, FigureTile, Section, Table, build_table
 from latbench.report.report_data import ReportData
+from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
 from sparse_kernels import patterns
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 MEANINGS = {
     patterns.Unstructured: "single weights",
@@ -44,7 +45,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Headline:
-    """A title, sentences and tiles; `badge` is (kept | missed, text) where a promise was verified."""
+    """A title, sentences and tiles; `badge` is (outcome, text) where a promise was verified."""
 
     title: str
     lead: str
@@ -168,8 +169,10 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     dense = format_seconds(verdict.dense_seconds)
     if gain == target and not verdict.met:
         gain = f"{verdict.measured_speedup:.4f}×"
-    title = f"{verdict.task} runs {gain} faster" + (", as promised" if verdict.met else f", not {target} as promised")
-    narrow = verdict.measured_speedup_low < verdict.target <= verdict.measured_speedup
+    title = f"{verdict.task} runs {gain} faster" + {
+        KEPT: ", as promised", MISSED: f", not {target} as promised",
+        INCONCLUSIVE: f": whether it keeps the promised {target} is inconclusive",
+    }[verdict.outcome]  # fmt: skip
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{format_percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
@@ -179,7 +182,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
         f"{format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
-        f"{'The interval reaches below the target: it was met, but within the noise. ' if narrow else ''}"
+        f"{'The target lies within the interval. ' if verdict.outcome == INCONCLUSIVE else ''}"
         f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
         f"{'inside' if inside else 'outside'} the interval." + (f" {format_profile(profile)}" if profile else "")
     )
@@ -202,7 +205,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     if profile and (weights := profile.weights):
         beside = f"all of them, packed; {format_bytes(weights.most)} allowed, {format_bytes(weights.dense)} dense"
         tiles.append(FigureTile("Weights", format_bytes(weights.packed), beside))
-    return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
+    return Headline(title, lead, tiles, (verdict.outcome, f"promise {verdict.outcome}"))
 
 
 def format_score(value: float, name: str) -> str:

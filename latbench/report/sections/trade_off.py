@@ -39,7 +39,7 @@ from search.problem.layers import DENSE, build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from search.pipeline.verify import SpeedupVerdict
+    from search.pipeline.speedup_verdict import SpeedupVerdict
 
 POINTS = 600  # drawn of a frontier that may have 40,000
 FINE = 1000  # resolution of the frontier, as a part of the dense time

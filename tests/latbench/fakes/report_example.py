@@ -19,11 +19,14 @@ from latbench.tables.writer import write_environment, write_part
 from latbench.workloads.workload import Layer, Workload, write_workload
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import LayerChoice, Profile
-from search.pipeline.verify import SpeedupVerdict, hash_manifest
+from search.pipeline.speedup_verdict import ENGINE_COLUMNS, SpeedupVerdict
+from search.pipeline.speedup_verdict import VERSION as VERDICT_VERSION
+from search.pipeline.verify import hash_manifest
 from search.pruning.storage import model_folder as pruned
 from search.pruning.storage.model_folder import FILES
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
+ENDS = (1, 0.99, 1.01)
 OVERHEAD_SECONDS = 4e-6
 ROOF_FLOP_PER_SECOND = 160e9
 DENSE_FLOP_PER_SECOND = {
@@ -174,16 +177,20 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     measured = {"measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4}
     gain = {"measured_speedup": 2.17, "measured_speedup_low": 2.14, "measured_speedup_high": 2.2}
     dense = {"torch": 2.1e-3, "torch-mkldnn": 1.3e-3, "onnxruntime": 1.13e-3, "pruned": 5.2e-4}
-    engines = {name: {"value": time, "low": 0.99 * time, "high": 1.01 * time} for name, time in dense.items()}
+    engines = {
+        name: dict(zip(ENGINE_COLUMNS, [part * end for part in (time, 1.13e-3 / time) for end in ENDS], strict=True))
+        for name, time in dense.items()
+    }
+    engines["pruned"] |= dict(zip(ENGINE_COLUMNS[3:], gain.values(), strict=True))
     verdict = SpeedupVerdict(
-        **promise, **measured, **gain, backend="numba", met=True, dense_seconds=1.13e-3, engines=engines, left_out={},
-        slowdown=1.01, score_name="accuracy", score_dense=0.9806, score_pruned=0.975, device="amd-epyc-example",
-        threads=2, batch=64, inputs=hash_manifest(example.pruned), code="made up",
+        **promise, **measured, **gain, backend="numba", outcome="kept", dense_seconds=1.13e-3, engines=engines,
+        left_out={}, slowdown=1.01, score_name="accuracy", score_dense=0.9806, score_pruned=0.975,
+        device="amd-epyc-example", threads=2, batch=64, inputs=hash_manifest(example.pruned), code="made up",
     )  # fmt: skip
     _write_database(example, rng)
     _write_accuracies(example.accuracy, rng)
     example.verify.mkdir()
-    (example.verify / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
+    (example.verify / "verify.json").write_text(json.dumps({"version": VERDICT_VERSION, **asdict(verdict)}))
     return example
 
 

@@ -21,7 +21,7 @@ from search.pipeline import search_setup
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_job import build_profile
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
-from search.pipeline.search_setup import set_up_search
+from search.pipeline.search_setup import SearchSetup, set_up_search
 from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
@@ -31,6 +31,7 @@ from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
+from search.whole_model.end_to_end import ModelTimer
 from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
@@ -77,6 +78,10 @@ def score(model): return 1.0
 """
 
 
+def set_up(inputs: SearchInputs, asked: SearchRequest) -> SearchSetup:
+    return set_up_search(inputs, asked, ModelTimer(1))
+
+
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
     """A task with limits; layers that take 1 s dense, in a model that takes 5 s."""
@@ -105,7 +110,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
 def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs) -> None:
     dense = inputs.task.model()
     assert list(list_prunable_layers(inputs.task, dense)) == ["0.q", "0.k", "1.q", "1.k"]
-    setup = set_up_search(inputs, REQUEST)
+    setup = set_up(inputs, REQUEST)
     problem, evaluator = setup.problem, setup.evaluator
     assert [[part.name for part in layer.parts] for layer in problem.layers] == [["0.q", "0.k"], ["1.q", "1.k"]]
     assert [len(layer.options) for layer in problem.layers] == [3, 2]
@@ -148,18 +153,18 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     inputs: SearchInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense = inputs.task.model()
-    problem = set_up_search(inputs, request(errors="weight")).problem
+    problem = set_up(inputs, request(errors="weight")).problem
     weight = weight_matrix(dense.get_submodule("1.k")).detach()
     change = weight - Database(inputs.database, "hash").get("1.k", "unstructured", 0.5).weight
     assert problem.layers[1].parts[1].errors[1] == pytest.approx(float(change.square().sum() / weight.square().sum()))
     path = tmp_path / "errors.csv"
     asked = given_errors(path, lambda name, it: 4 * it.sparsity, OPTIONS)
-    problem = set_up_search(inputs, asked).problem
+    problem = set_up(inputs, asked).problem
     assert problem.layers[0].errors.tolist() == [0.0, 4.0, 6.0]
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
     monkeypatch.setattr(search_setup, "fill_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
-        set_up_search(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), asked)
+        set_up(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), asked)
 
 
 @pytest.fixture
@@ -185,7 +190,7 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
         (four_options[0], four_options[2], four_options[3]),  # 0.q, with 0.k tied to it
         (four_options[0], four_options[1]),  # 1.q and 1.k, up to a sparsity of 0.5
     ]
-    given = set_up_search(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
+    given = set_up(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
     assert [layer.options for layer in given.problem.layers] == expected
 
     def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
@@ -193,7 +198,7 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
         return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
 
     monkeypatch.setattr(layer_errors, "read_output_errors", read_output_errors)
-    found = set_up_search(inputs, REQUEST)
+    found = set_up(inputs, REQUEST)
     assert [layer.options for layer in found.problem.layers] == expected
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
     assert database.has("0.k", "vector:4", 0.5) and not database.has("1.k", "vector:4", 0.5)
@@ -204,11 +209,11 @@ def test_what_a_user_says_of_errors_decides_which_options_are_looked_at(
 ) -> None:
     errors = dict(zip(four_options, (0.0, 0.9, 1.0, 0.1), strict=True))
     given = given_errors(tmp_path / "errors.csv", lambda name, it: errors[it], four_options)
-    assert set_up_search(inputs, given).problem.layers[0].options == four_options
+    assert set_up(inputs, given).problem.layers[0].options == four_options
     errors[four_options[2]] = 0.05
-    assert set_up_search(
-        inputs, given_errors(tmp_path / "e.csv", lambda name, it: errors[it], four_options)
-    ).problem.layers[0].options == (four_options[0], four_options[2])
+    assert set_up(inputs, given_errors(tmp_path / "e.csv", lambda name, it: errors[it], four_options)).problem.layers[
+        0
+    ].options == (four_options[0], four_options[2])
 
 
 def test_limits_that_contradict_are_said_before_anything_is_measured(
@@ -217,7 +222,7 @@ def test_limits_that_contradict_are_said_before_anything_is_measured(
     monkeypatch.setattr(search_setup, "_find_probes", lambda *arguments: pytest.fail("it was measured"))
     wrong = replace(inputs.task, limits=inputs.task.limits + Limits(minimum=(("1.q", 0.75),)))
     with pytest.raises(UsageError, match=r"layer 1\.q must have a sparsity of at least 0\.75 and of at most"):
-        set_up_search(replace(inputs, task=wrong), REQUEST)
+        set_up(replace(inputs, task=wrong), REQUEST)
 
 
 def test_what_a_profile_depends_on_includes_the_limits_and_the_errors(inputs: SearchInputs, tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from search.pipeline.search_request import CandidateOptions, Promise, SearchInpu
 from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import fill_database
 from search.task import load_task
-from search.whole_model import overhead
-from search.whole_model.end_to_end import BUILDS, EngineBuilder
+from search.whole_model.end_to_end import BUILDS, EngineBuilder, ModelTimer
 from search.whole_model.sessions import write_sessions
 from search.whole_model.timings import Timings
 from sparse_kernels.formats import pack
@@ -99,8 +98,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     found = Machine()
-    for module in (overhead, search_job):
-        monkeypatch.setattr(module, "time_engines", found.time_engines)
+    monkeypatch.setattr(ModelTimer, "time", lambda self, *given, **options: found.time_engines(*given, **options))
     return found
 
 
@@ -127,12 +125,12 @@ def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None
     asked = request(
         1.7, threads=2, backend="numba-bf16", patterns=("dense", "nm:2:4"), sparsities=(0.5,), errors="weight",
         strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", confidence=0.8,
-        most_bytes=1e6,
+        most_bytes=1e6, quick=True,
     )  # fmt: skip
     assert json.dumps(asked.to_record()) == (
         '{"target": 1.7, "threads": 2, "patterns": ["dense", "nm:2:4"], "seed": 3, "evaluations": 50, "batches": 2, '
         '"confidence": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
-        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0}'
+        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0, "quick": true}'
     )
     key = SearchHistory(inputs, asked).key()
     assert list(key) == [
@@ -158,7 +156,7 @@ def test_layers_are_pruned_in_as_many_processes_as_judge(
         return fill_database(*arguments, **options)
 
     monkeypatch.setattr(search_setup, "fill_database", counted)
-    search_setup.set_up_search(inputs, request(processes=3))
+    search_setup.set_up_search(inputs, request(processes=3), ModelTimer(1))
     assert asked == [3]
 
 
@@ -196,8 +194,7 @@ def test_an_interrupted_search_goes_on(
         return machine.time_engines(engines)
 
     with monkeypatch.context() as patched:
-        for module in (overhead, search_job):
-            patched.setattr(module, "time_engines", interrupted)
+        patched.setattr(ModelTimer, "time", lambda self, *given, **options: interrupted(*given, **options))
         with pytest.raises(KeyboardInterrupt):
             search_job.search(inputs, REQUEST)
     assert search_job.search(inputs, REQUEST) == whole
@@ -404,7 +401,6 @@ def test_promises_are_counted_and_their_scatter_is_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(verify, "time_engines", machine.time_engines)
     monkeypatch.setattr(verify, "Worker", Scorer)
     report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
     report(inputs, request(target=1.2), 3, 0)

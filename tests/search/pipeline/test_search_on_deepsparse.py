@@ -30,7 +30,7 @@ from search.problem.layers import DENSE, Option
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.task import Task, load_task
 from search.whole_model import model_engines, overhead
-from search.whole_model.end_to_end import EngineBuilder
+from search.whole_model.end_to_end import EngineBuilder, ModelTimer
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 from sparse_kernels.oracle import WrongResult
@@ -136,15 +136,22 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
 ) -> None:
     asked: dict[str, EngineBuilder] = {}
 
-    def timed(wanted: dict[str, EngineBuilder], **_: Any) -> Timings:
+    def timed(self: ModelTimer, wanted: dict[str, EngineBuilder], **_: Any) -> Timings:
         asked.update(wanted)
         times = {"deepsparse": 2e-3, "pruned": 1e-3}
         return Timings({name: [[times.get(name, 3e-3)] * 5] * 4 for name in wanted}, {})
 
-    monkeypatch.setattr(search_job, "time_engines", timed)
+    monkeypatch.setattr(ModelTimer, "time", timed)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
     profiles = {"pruned": CHOICES}
-    timings = search_job.time_profiles(inputs, Deployment(2, backend), profiles, {}, lambda *_: None)
+
+    def time(known: dict[str, float]) -> Timings:
+        return search_job.time_profiles(
+            inputs, Deployment(2, backend), profiles, ModelTimer(2), lambda _: True, known=known,
+            progress=lambda *_: None,
+        )  # fmt: skip
+
+    timings = time({})
     assert asked["pruned"].function == "search.whole_model.model_engines:build_database_pruned"
     assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
     found = pool_sessions([Session(profiles, timings)], "pruned", 0.9)
@@ -152,8 +159,7 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     assert found.dense_engine == fastest
     assert found.speedup.value == pytest.approx(2.0 if backend == "deepsparse" else 3.0)
     asked.clear()
-    known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
-    search_job.time_profiles(inputs, Deployment(2, backend), profiles, known, lambda *_: None)
+    time({"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2})
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
     assert [name for name in asked if name not in ("pruned", "deepsparse", *BFLOAT16_ENGINES)] == own
     assert (set(BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +14,20 @@ from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from search.artifacts.profile import LayerChoice, Profile
 from search.deployment import Deployment
+from search.pipeline.speedup_verdict import SpeedupVerdict, read_verdict
 from search.pipeline.verify import (
     PRUNED,
     SESSION,
-    SpeedupVerdict,
     build_rows,
     build_session,
     build_verdict,
     hash_manifest,
     read_current_verdict,
-    read_verdict,
     verify,
 )
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
-from search.whole_model.end_to_end import RoundSchedule, time_engines
+from search.whole_model.end_to_end import RoundSchedule
 from search.whole_model.overhead import describe_conditions
 from search.whole_model.sessions import write_sessions
 from search.whole_model.timings import Timings
@@ -226,10 +224,8 @@ def test_a_small_model_is_verified_from_its_folder(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
-    once = partial(
-        time_engines, schedule=RoundSchedule(builds=1, rounds=4)
-    )  # what is built again and again is test_end_to_end.py's
-    monkeypatch.setattr("search.pipeline.verify.time_engines", once)
+    once = RoundSchedule(builds=1, rounds=4, first=1)  # what is built again and again is test_end_to_end.py's
+    monkeypatch.setattr("search.pipeline.verify.VERIFY_SCHEDULE", once)
     folder, output = pruned_folder(tmp_path / "pruned", little, profile(1e-3)), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met

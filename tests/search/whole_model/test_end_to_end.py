@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from search.whole_model.end_to_end import (
     MAX_BURST_TRIES,
     MAX_ROUND_FACTOR,
     EngineBuilder,
+    ModelTimer,
     RoundSchedule,
-    time_engines,
 )
 from search.whole_model.overhead import (
     FREE,
@@ -53,6 +53,11 @@ def traced(path):
 """
 
 
+def time_engines(engines: dict[str, EngineBuilder], *, threads: int, **options: Any) -> Timings:
+    with ModelTimer(threads) as timer:
+        return timer.time(engines, **options)
+
+
 def drawn(rng: np.random.Generator, median: float, rounds: int = 15, calls: int = 20) -> list[list[float]]:
     """Rounds whose level moves by 5%, calls within that move by 1%."""
     return [
@@ -75,7 +80,7 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
         engines,
         threads=1,
         required=["slow"],
-        schedule=RoundSchedule(3, 3, 0.01),
+        schedule=RoundSchedule(3, 1, 0.01),
         progress=lambda *now: told.append(now),
     )
     # Rounds that something else slowed are taken again, or are left out: there may be more or fewer than asked for.
@@ -97,7 +102,7 @@ def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
         name: EngineBuilder(worker, f"{tmp_path / 'engines.py'}:traced", (str(tmp_path / name),))
         for name, worker in (("one", "a"), ("two", "b"), ("three", "b"))
     }
-    timings = time_engines(engines, threads=1, required=["one"], schedule=RoundSchedule(3, 3, 0.01))
+    timings = time_engines(engines, threads=1, required=["one"], schedule=RoundSchedule(3, 1, 0.01))
     processes, two, three = ((tmp_path / name).read_text().split() for name in engines)
     assert len({*processes, *two}) == len(processes) + len(two)  # a process a worker, and none of them twice
     assert two == three
@@ -192,6 +197,9 @@ class Busy:
     def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
         return Burst([float(prepared) * (2 if Busy.buildings in self.disturbed else 1)])
 
+    def drop(self, prepared: list[str]) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     ("disturbed", "counted"),
@@ -205,7 +213,7 @@ def test_engines_are_built_again_in_place_of_a_disturbed_building(
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
     engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "3.0")}
-    timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(3, 9))
+    timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(3, 3))
     assert set(timings.builds) == counted
     assert timings.seconds("4.0", 0.9).value == (8.0 if disturbed == (1, 2, 3) else 4.0)
 
@@ -217,7 +225,7 @@ def test_a_machine_of_another_pace_is_waited_for_during_one_building(
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
     timings = time_engines(
-        {"4.0": EngineBuilder("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(rounds=9), known=known
+        {"4.0": EngineBuilder("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(rounds=3), known=known
     )
     assert set(timings.builds) == {1, 2, 3}
     assert len(timings.builds) == rounds  # three a building, and three times as many in the one that waits
@@ -270,7 +278,7 @@ def test_engines_take_turns_in_each_round_in_another_order(monkeypatch: pytest.M
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Told)
     names = ["4.0", "3.0", "2.0", "1.0"]
     engines = {name: EngineBuilder("a", name, ()) for name in names}
-    timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(2, 12))
+    timings = time_engines(engines, threads=1, required=[], schedule=RoundSchedule(2, 6))
     rounds = [Told.turns[i : i + len(names)] for i in range(0, len(Told.turns), len(names))]
     assert len(rounds) == len(timings.builds) == 12
     for one, building in zip(rounds, timings.builds, strict=True):
@@ -291,13 +299,13 @@ def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Failing)
     engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "5.0", "3.0")}
-    timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 9))
+    timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 3))
     assert (list(timings.blocks), set(timings.builds)) == (["4.0", "3.0"], {1, 2, 3})
     assert timings.left_out == {"5.0": "killed by signal 11"}
     assert timings.seconds("4.0", 0.9).value == 4.0
     monkeypatch.setattr(Busy, "buildings", 0)
     with pytest.raises(LatbenchError, match=r"5\.0 cannot run this model: killed by signal 11"):
-        time_engines(engines, threads=1, required=["5.0"], schedule=RoundSchedule(3, 9))
+        time_engines(engines, threads=1, required=["5.0"], schedule=RoundSchedule(3, 3))
 
 
 class Dying(Busy):
@@ -321,14 +329,14 @@ def test_an_engine_that_dies_while_it_is_timed_is_left_out_and_its_building_begi
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr("search.whole_model.end_to_end.Worker", Dying)
     engines = {name: EngineBuilder("a", name, ()) for name in ("4.0", "5.0", "3.0")}
-    timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 9))
+    timings = time_engines(engines, threads=1, required=["4.0"], schedule=RoundSchedule(3, 3))
     assert Busy.buildings == 4
     assert list(timings.blocks) == ["4.0", "3.0"] and timings.left_out == {"5.0": "killed by signal 11"}
     assert list(timings.builds) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert timings.seconds("4.0", 0.9).value == 4.0
     monkeypatch.setattr(Busy, "buildings", 0)
     with pytest.raises(LatbenchError, match=r"5\.0 cannot run this model: killed by signal 11"):
-        time_engines(engines, threads=1, required=["5.0"], schedule=RoundSchedule(3, 9))
+        time_engines(engines, threads=1, required=["5.0"], schedule=RoundSchedule(3, 3))
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

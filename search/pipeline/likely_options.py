@@ -1,0 +1,138 @@
+"""Options that a search is likely to choose, found by cheap errors before any layer is pruned.
+
+Pruning a layer well takes far longer than a mask. So the error of each option is estimated first, from its mask alone:
+the share of the output's energy that the dropped weights carry, sum of w_ij^2 x_j^2 over them (Wanda: Sun et al. 2023,
+section 3). Correlations between inputs, and what the other weights compensate for, are left out. Both change an error
+much, but the errors of one layer alike.
+
+The solver's choice follows a price of time: in each layer it takes the option with the least error + price * seconds.
+An option that is never the best at any price near the one that meets the target will not be chosen. `PRICE_RANGE`
+leaves room for layers that matter more or less than their error says, and `TOLERANCE` for the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from search.knapsack.arrays import Floats
+from search.problem.error_table import LayerErrors
+from search.problem.layers import DENSE
+from search.problem.problem import Problem
+from search.pruning.forward_hooks import register_forward_hooks
+from search.pruning.one_shot.hessian import extract_input_rows
+from search.task import Task
+from sparse_kernels.patterns import parse
+from sparse_kernels.prunable_layers import weight_matrix
+
+PRICE_RANGE = 6.0
+"""Factor by which a layer's price of time may differ from the common one, either way."""
+
+TOLERANCE = 1.2
+"""Factor by which the estimated error of one option may be off, beside the other options of its layer."""
+
+PRICES = 25
+
+
+def select_likely_options(problem: Problem, task: Task, model: nn.Module, target: float) -> Problem:
+    """Return the problem without the options that a search for this target is unlikely to choose.
+
+    Dense and the fastest option of each layer stay. A problem with a second budget stays as it is, and so does one
+    whose target is out of reach as predicted.
+
+    Parameters
+    ----------
+    problem
+        The problem, whose errors may be unknown.
+    task, model
+        The task and its dense model.
+    target
+        The speedup to reach.
+    """
+    if problem.second_budget is not None:
+        return problem
+    known = problem.with_errors(estimate_errors(problem, task, model))
+    seconds_left = problem.dense.value / target - problem.fixed.value
+    price = find_price([layer.seconds for layer in known.layers], known.errors, seconds_left)
+    if price is None:
+        return problem
+    prices = np.geomspace(price / PRICE_RANGE, price * PRICE_RANGE, PRICES)
+    layers = []
+    for layer, errors in zip(problem.layers, known.errors, strict=True):
+        likely = _find_likely(layer.seconds, errors, prices)
+        likely |= np.array([option.pattern == DENSE for option in layer.options])
+        likely[int(np.argmin(layer.high))] = True
+        layers.append(layer.take(np.flatnonzero(likely).tolist()))
+    return replace(problem, layers=tuple(layers))
+
+
+def _find_likely(seconds: Floats, errors: Floats, prices: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which options may have the least cost at one of the prices."""
+    spent = prices[:, None] * seconds
+    worst = (errors * TOLERANCE + spent).min(axis=1, keepdims=True)
+    likely: np.ndarray[Any, np.dtype[np.bool_]] = (errors / TOLERANCE + spent <= worst).any(axis=0)
+    return likely
+
+
+def find_price(seconds: Sequence[Floats], errors: Sequence[Floats], budget: float) -> float | None:
+    """Return the least price (error a second) at which the cheapest options of all layers keep the budget.
+
+    None where even the fastest options do not, or where the options of least error do.
+
+    Parameters
+    ----------
+    seconds, errors
+        An array (options,) for each layer.
+    budget
+        Seconds.
+    """
+
+    def spend(price: float) -> float:
+        choice = [int(np.argmin(e + price * t)) for t, e in zip(seconds, errors, strict=True)]
+        return sum(float(t[j]) for t, j in zip(seconds, choice, strict=True))
+
+    scale = sum(float(e.max()) for e in errors) / sum(float(t.max()) for t in seconds)
+    low, high = 1e-9 * scale, 1e9 * scale
+    if not (scale > 0 and spend(low) > budget >= spend(high)):
+        return None
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if spend(middle) <= budget else (middle, high)
+    return high
+
+
+def estimate_errors(problem: Problem, task: Task, model: nn.Module) -> LayerErrors:
+    """Return for each sparse option the share of the output's energy that its mask drops, in [0, 1]."""
+    energies = measure_input_energies(task, model, [part.name for layer in problem.layers for part in layer.parts])
+    found: LayerErrors = {}
+    for part in (part for layer in problem.layers for part in layer.parts):
+        weight = weight_matrix(model.get_submodule(part.name)).double()
+        scores = (weight.square() * energies[part.name]).numpy()
+        whole = float(scores.sum()) or 1.0
+        found[part.name] = {
+            option: float(scores[~parse(option.pattern).mask(scores, option.sparsity)].sum()) / whole
+            for option in part.options
+            if option.pattern != DENSE
+        }
+    return found
+
+
+def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
+    """Return for each layer the sum of squares of each of its inputs over the calibration data, (k,) float64."""
+    modules = dict(model.named_modules())
+    sums = {name: torch.zeros(weight_matrix(modules[name]).shape[1], dtype=torch.float64) for name in layers}
+
+    def add(name: str, module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        sums[name] += extract_input_rows(module, args[0].detach()).double().square().sum(dim=0)
+
+    with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in layers}):
+        for batch in task.calibration():
+            task.loss(model, batch)
+    return sums

@@ -1,0 +1,160 @@
+"""The verdict of a verification: the promise, the measurement, and what follows from both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from latbench.base.engine_registry import MODEL_ENGINES
+from search.problem.layers import Interval
+
+VERSION = 2
+
+KEPT, MISSED, INCONCLUSIVE = "kept", "missed", "inconclusive"
+
+ENGINE_COLUMNS = ("value", "low", "high", "speedup", "speedup_low", "speedup_high")
+
+BUSY = 1.1
+"""A sentence mentions that the dense engine took this many times as long as in the search, or more."""
+
+_ADVICE = {
+    MISSED: "; `latbench search --refine` corrects the search by this measurement",
+    INCONCLUSIVE: (
+        "; the target lies within the interval: verify again on a quieter machine (`latbench doctor` says how), or "
+        "search with --refine for a faster profile"
+    ),
+}
+
+
+def judge_speedup(speedup: Interval, target: float) -> str:
+    """Return whether an interval of a measured speedup lies above the target, below it, or contains it."""
+    if speedup.low >= target:
+        return KEPT
+    return MISSED if speedup.high < target else INCONCLUSIVE
+
+
+@dataclass(frozen=True)
+class SpeedupVerdict:
+    """The content of verify.json: the promise, the measurement, and whether the promise is kept.
+
+    Seconds are medians of calls of the whole model. Speedups are medians of paired rounds
+    (`search.whole_model.timings`). Names that end in _low and _high are the ends of 95% intervals.
+
+    Attributes
+    ----------
+    task
+        Name of the task.
+    backend
+        The backend that ran the pruned model.
+    target
+        The promised speedup.
+    outcome
+        KEPT if the interval of the measured speedup lies above the target, MISSED if it lies below, INCONCLUSIVE if
+        the target lies within it.
+    predicted_seconds
+        The profile's prediction, for the backend of its search.
+    measured_seconds, measured_speedup
+        The pruned model's measured seconds, and its speedup over the fastest dense engine.
+    dense_engine, dense_seconds
+        The fastest dense engine, and its seconds.
+    engines
+        Every engine that ran -> its ENGINE_COLUMNS: its seconds, its speedup over the fastest dense engine, and the
+        ends of their intervals.
+    left_out
+        Engine that did not run -> the reason.
+    slowdown
+        Seconds of the profile's dense engine, divided by its seconds in the search: far from 1 on another machine or
+        a busy one. None if that engine did not run.
+    score_name, score_dense, score_pruned
+        The task's score of both models.
+    device, threads, batch
+        Name of the CPU, threads, and size of the batch.
+    inputs
+        Hash of the pruned model's manifest.
+    code
+        Hash of the files that define the task.
+    """
+
+    task: str
+    backend: str
+    target: float
+    outcome: str
+    predicted_seconds: float
+    predicted_low: float
+    predicted_high: float
+    measured_seconds: float
+    measured_low: float
+    measured_high: float
+    measured_speedup: float
+    measured_speedup_low: float
+    measured_speedup_high: float
+    dense_engine: str
+    dense_seconds: float
+    engines: Mapping[str, Mapping[str, float]]
+    left_out: Mapping[str, str]
+    slowdown: float | None
+    score_name: str
+    score_dense: float
+    score_pruned: float
+    device: str
+    threads: int
+    batch: int
+    inputs: str
+    code: str
+
+    @property
+    def met(self) -> bool:
+        """Whether the promise is kept."""
+        return self.outcome == KEPT
+
+    @property
+    def ratio_of_medians(self) -> float:
+        """The dense engine's median seconds over those of the pruned model, whichever rounds they come from."""
+        return self.dense_seconds / self.measured_seconds
+
+    @property
+    def medians_disagree(self) -> bool:
+        """Whether the ratio of medians lies outside the interval of the measured speedup."""
+        return not self.measured_speedup_low <= self.ratio_of_medians <= self.measured_speedup_high
+
+    def sentence(self) -> str:
+        """Return the verdict in one line, with what to do if it is not kept."""
+        low, high = self.measured_speedup_low, self.measured_speedup_high
+        suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
+        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
+        sentence = f"promise {self.outcome}: {found}, {self.target:g}x promised"
+        if self.slowdown is not None and self.slowdown > BUSY:
+            sentence += (
+                f" (the dense engine took {self.slowdown:.2f} times as long as in the search: the machine is busy, "
+                "or another one)"
+            )
+        if self.medians_disagree:
+            sentence += (
+                f"; the ratio of the two median times is {self.ratio_of_medians:.2f}x, outside the interval: the "
+                "machine's speed changed between rounds, and only the paired rounds count"
+            )
+        return sentence + _ADVICE.get(self.outcome, "")
+
+
+def read_verdict(path: Path) -> SpeedupVerdict | None:
+    """Return the verdict in a verify.json; None if the file is missing or cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("version") != VERSION:
+            return None
+        verdict = SpeedupVerdict(**content)
+        times = [getattr(verdict, name) for name in _POSITIVE]
+        times += [engine[name] for engine in verdict.engines.values() for name in ENGINE_COLUMNS]
+        scores = (verdict.score_dense, verdict.score_pruned)
+        return verdict if all(0 < time < math.inf for time in times) and all(map(math.isfinite, scores)) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+_POSITIVE = (
+    "target", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_low",
+    "measured_high", "measured_speedup", "measured_speedup_low", "measured_speedup_high", "dense_seconds",
+)  # fmt: skip
