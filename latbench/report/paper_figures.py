@@ -130,7 +130,7 @@ def _speedup_bars(figure: Any, rows: pd.DataFrame, target: float) -> None:
     shown = rows[["speedup", "speedup_low", "speedup_high"]].set_axis(["seconds", "low", "high"], axis=1)
     _bars(axes, shown, 1.0, [colours[kind] for kind in rows["kind"]], list(rows["name"]))
     axes.axvline(target, color="black", linestyle="--", linewidth=0.8)
-    axes.set_xlabel("speedup over the fastest dense engine (dashed: target)")
+    axes.set_xlabel("speedup over dense (dashed: target)")
 
 
 def _profile(figure: Any, rows: pd.DataFrame) -> None:

@@ -50,7 +50,7 @@ class ReportFiles:
 
     Attributes
     ----------
-    model : Path or None
+    cost_model : Path or None
         Cost model from `latbench fit`.
     profile : Path or None
         Profile from `latbench search`.
@@ -66,7 +66,7 @@ class ReportFiles:
         Results of experiments, as `sections.accuracy` reads them.
     """
 
-    model: Path | None = None
+    cost_model: Path | None = None
     profile: Path | None = None
     pruned: Path | None = None
     verify: Path | None = None
@@ -77,7 +77,7 @@ class ReportFiles:
     def by_role(self) -> dict[str, Path]:
         """Return the path of each given file by its role in the report."""
         paths = {
-            "cost model": self.model,
+            "cost model": self.cost_model,
             "profile": self.profile,
             "pruned model": self.pruned and self.pruned / "manifest.json",
             "verification": self.verify and self.verify / "verify.json",

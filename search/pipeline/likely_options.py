@@ -1,9 +1,9 @@
 """Options that a search is likely to choose, found by cheap errors before any layer is pruned.
 
-Pruning a layer well takes far longer than a mask. So the error of each option is estimated first, from its mask alone:
-the share of the output's energy that the dropped weights carry, sum of w_ij^2 x_j^2 over them (Wanda: Sun et al. 2023,
-section 3). Correlations between inputs, and what the other weights compensate for, are left out. Both change an error
-much, but the errors of one layer alike.
+Pruning a layer well takes far longer than drawing a mask. So the error of each option is estimated first, from its
+mask: the share of the output's energy that the dropped weights carry, the sum of w_ij^2 x_j^2 over them (Wanda: Sun
+et al. 2023, section 3). Correlations between inputs, and what the other weights compensate for, are left out. Both
+change an error much, but the errors of one layer alike.
 
 The solver's choice follows a price of time: in each layer it takes the option with the least error + price * seconds.
 An option that is never the best at any price near the one that meets the target will not be chosen. `PRICE_RANGE`

@@ -21,9 +21,9 @@ BUSY = 1.1
 """A sentence mentions that the dense engine took this many times as long as in the search, or more."""
 
 _ADVICE = {
-    MISSED: "; `latbench search --refine` corrects the search by this measurement",
+    MISSED: "`latbench search --refine` corrects the search by this measurement",
     INCONCLUSIVE: (
-        "; the target lies within the interval: verify again on a quieter machine (`latbench doctor` says how), or "
+        "the target lies within the interval: verify again on a quieter machine (`latbench doctor` says how), or "
         "search with --refine for a faster profile"
     ),
 }
@@ -120,8 +120,13 @@ class SpeedupVerdict:
         """Whether the ratio of medians lies outside the interval of the measured speedup."""
         return not self.measured_speedup_low <= self.ratio_of_medians <= self.measured_speedup_high
 
+    @property
+    def advice(self) -> str:
+        """What to do if the promise is not kept; empty if it is."""
+        return _ADVICE.get(self.outcome, "")
+
     def sentence(self) -> str:
-        """Return the verdict in one line, with what to do if it is not kept."""
+        """Return the verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
         suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
         found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
@@ -136,7 +141,7 @@ class SpeedupVerdict:
                 f"; the ratio of the two median times is {self.ratio_of_medians:.2f}x, outside the interval: the "
                 "machine's speed changed between rounds, and only the paired rounds count"
             )
-        return sentence + _ADVICE.get(self.outcome, "")
+        return sentence
 
 
 def read_verdict(path: Path) -> SpeedupVerdict | None:

@@ -39,13 +39,14 @@ from search.pipeline.search_request import (
     read_inputs,
 )
 from search.pipeline.search_setup import set_up_search
-from search.pipeline.speedup_verdict import SpeedupVerdict
+from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, SpeedupVerdict, read_verdict
 from search.problem.calibration import ignore_intervals
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.storage.model_folder import save_pruned
 from search.task import load_task
 from search.whole_model.confidence import BUILD_SPREAD, SESSION_SPREAD, Spread, estimate_spreads
+from search.whole_model.end_to_end import ModelTimer
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import read_session_file
 
@@ -73,7 +74,12 @@ def main() -> None:
 
 def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) -> None:
     """Search and verify so many random targets, and print what came of it."""
-    problem = ignore_intervals(set_up_search(inputs, request).problem)
+    with ModelTimer(request.deployment.threads) as timer:
+        _report(inputs, request, count, seed, timer)
+
+
+def _report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int, timer: ModelTimer) -> None:
+    problem = ignore_intervals(set_up_search(inputs, request, timer).problem)
     fastest = problem.speedup(problem.predict(tuple(int(np.argmin(layer.seconds)) for layer in problem.layers))).value
     ceiling = "unbounded" if problem.ceiling is None else f"{problem.ceiling:.2f}x"
     print(
@@ -82,19 +88,22 @@ def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) 
     )
     targets = np.random.default_rng(seed).uniform(LEAST, max(LEAST, SHARE * fastest), count)
     measured: list[float | None] = []
+    outcomes: list[str] = []
     for target in np.round(targets, 3).tolist():
         try:
-            profile = search_job.search(inputs, replace(request, promise=replace(request.promise, target=target)))
+            asked = replace(request, promise=replace(request.promise, target=target))
+            profile = search_job.search(inputs, asked, timer=timer)
         except PromiseMissed as error:
             print(f"  {target:.3f}x refused: {error}", flush=True)
             measured.append(None)
             continue
-        value = verified(inputs, profile).measured_speedup
+        verdict = verified(inputs, profile, timer)
+        value = verdict.measured_speedup
+        outcomes.append(verdict.outcome)
         measured.append(value / target)
-        verdict = "met" if value >= target else "MISSED"
         print(
             f"  {target:.3f}x promised, {profile.speedup[1]:.3f}x safe, {profile.speedup[0]:.3f}x in the search, "
-            f"{value:.3f}x verified: {verdict} ({value / target - 1:+.1%}); loss {profile.loss:.4f}",
+            f"{value:.3f}x verified: {verdict.outcome} ({value / target - 1:+.1%}); loss {profile.loss:.4f}",
             flush=True,
         )
     found = [ratio for ratio in measured if ratio is not None]
@@ -102,7 +111,8 @@ def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) 
         print("every target was refused")
         return
     print(
-        f"met {sum(ratio >= 1 for ratio in found)} of {len(measured)} ({len(measured) - len(found)} refused); "
+        f"kept {outcomes.count(KEPT)} of {len(measured)} ({outcomes.count(INCONCLUSIVE)} inconclusive, "
+        f"{len(measured) - len(found)} refused); "
         f"overshoot {np.mean(found) - 1:+.1%} in the mean, {np.min(found) - 1:+.1%} to {np.max(found) - 1:+.1%}"
     )
     build_spread, session_spread = estimate_from_files(inputs, request)
@@ -113,16 +123,16 @@ def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) 
     )
 
 
-def verified(inputs: SearchInputs, profile: Profile) -> SpeedupVerdict:
+def verified(inputs: SearchInputs, profile: Profile, timer: ModelTimer) -> SpeedupVerdict:
     """What `latbench verify` says of the profile's model, pruned by the database."""
     folder = inputs.database / "guarantee" / profile.inputs
-    known = verify.read_verdict(folder / "verify" / "verify.json")
+    known = read_verdict(folder / "verify" / "verify.json")
     if known is None:
         model = inputs.task.model()
         chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
         masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.provenance))
         save_pruned(folder / "pruned", model, masks, profile, {"task": inputs.task.name})
-        known = verify.verify(inputs.task, folder / "pruned", folder / "verify")
+        known = verify.verify(inputs.task, folder / "pruned", folder / "verify", timer=timer)
     return known
 
 
@@ -145,7 +155,7 @@ def estimate_from_files(inputs: SearchInputs, request: SearchRequest) -> tuple[S
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task")
-    for name in ("table", "model", "database"):
+    for name in ("table", "cost-model", "database"):
         parser.add_argument(f"--{name}", type=Path if name != "table" else str, required=True)
     parser.add_argument("--targets", type=int, default=10)
     parser.add_argument("--confidence", type=float, default=0.95)

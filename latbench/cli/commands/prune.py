@@ -18,6 +18,7 @@ from latbench.cli.options.pruning_options import (
 )
 
 if TYPE_CHECKING:
+    from latbench.cli.progress_bar import Tell
     from search.artifacts.layer_database import Database
     from search.artifacts.profile import Profile
     from search.pruning.prune_model import PruneResult
@@ -40,31 +41,16 @@ def prune(
 
     Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
-    from latbench.base.files import hash_file
-    from search.artifacts.layer_database import Database
+    from latbench.cli.progress_bar import live
     from search.artifacts.profile import read_profile
-    from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
     from search.pruning.storage.packed_file import save_packed
-    from search.pruning.training import recipe as recipes
     from search.task import load_task
 
     searched = read_profile(profile)
     loaded = load_task(task)
-    training = None if recipe is None else recipes.read_recipe(recipe)
-    layers = Database(database, searched.model_hash)
-    settings = {
-        "task_reference": loaded.reference,
-        "task_source": loaded.source,
-        "profile_sha256": hash_file(profile),
-        "model_hash": searched.model_hash,
-        "one_shot": layers.provenance,
-        "global": joint,
-        "recipe": None if training is None else training.to_dict(),
-        "seed": seed,
-        "pipeline_version": pipeline.VERSION,
-    }
-    fresh = _prune_unless_same(loaded, searched, layers, training, settings, output)
+    with live() as tell:
+        fresh = prune_unless_same(loaded, profile, database, output, joint=joint, recipe=recipe, seed=seed, tell=tell)
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
         last_line += f", and {save_packed(output)}"
@@ -74,15 +60,48 @@ def prune(
     _print_stages(model_folder.read_manifest(output), searched, last_line)
 
 
-def _prune_unless_same(
-    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path
+def prune_unless_same(
+    task: Task,
+    profile: Path,
+    database: Path,
+    output: Path,
+    *,
+    joint: bool = True,
+    recipe: str | None = None,
+    seed: int = 0,
+    tell: Tell,
 ) -> bool:
     """Prune the model into `output` unless that holds the result of these very settings; return whether it ran."""
+    from latbench.base.files import hash_file
+    from search.artifacts.layer_database import Database
+    from search.artifacts.profile import read_profile
+    from search.pruning import prune_model as pipeline
+    from search.pruning.training import recipe as recipes
+
+    searched = read_profile(profile)
+    training = None if recipe is None else recipes.read_recipe(recipe)
+    layers = Database(database, searched.model_hash)
+    settings = {
+        "task_reference": task.reference,
+        "task_source": task.source,
+        "profile_sha256": hash_file(profile),
+        "model_hash": searched.model_hash,
+        "one_shot": layers.provenance,
+        "global": joint,
+        "recipe": None if training is None else training.to_dict(),
+        "seed": seed,
+        "pipeline_version": pipeline.VERSION,
+    }
+    return _prune(task, searched, layers, training, settings, output, tell)
+
+
+def _prune(
+    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path,
+    tell: Tell,
+) -> bool:  # fmt: skip
+    """Prune the model unless the folder holds the result of these settings; return whether it ran."""
     import hashlib
     import json
-
-    from rich.console import Console
-    from rich.progress import Progress
 
     from latbench.base.files import is_left_behind
     from search.check_task import check_task
@@ -96,13 +115,9 @@ def _prune_unless_same(
     model_folder.check_writable(output)
     checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
     run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("reading the model and its data", total=None)
-        check_task(task, _list_steps(task, settings["global"], recipe))
-        result = pipeline.prune_model(
-            task, profile, layers, run, checkpoint=checkpoint,
-            progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
-        )  # fmt: skip
+    tell("checking the task", None, None)
+    check_task(task, _list_steps(task, settings["global"], recipe))
+    result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=tell)
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts)
     # Checkpoints of earlier recipes go, too.

@@ -44,7 +44,7 @@ def verify(
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
     _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
-        raise PromiseMissed(verdict.sentence())
+        raise PromiseMissed(f"{verdict.sentence()}; {verdict.advice}")
 
 
 def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:
@@ -64,7 +64,7 @@ def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -
         table.add_row(
             name,
             format_seconds(time["value"], time["low"], time["high"]),
-            format_ratio(verdict.dense_seconds / time["value"]),
+            format_ratio(time["speedup"], time["speedup_low"], time["speedup_high"]),
         )
     console = Console()
     console.print(table)

@@ -64,7 +64,7 @@ class Example:
     @property
     def files(self) -> dict[str, Path]:
         """The files of the job, by the name of the option that takes them."""
-        return {"model": self.model, "profile": self.profile, "pruned": self.pruned, "verify": self.verify}
+        return {"cost_model": self.model, "profile": self.profile, "pruned": self.pruned, "verify": self.verify}
 
     @property
     def every(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any
 def test_a_missed_promise_is_said(files: Any) -> None:
     read = report_inputs.read_inputs(files.table, ReportFiles(**files.files))
     assert read.verdict
-    missed = replace(read, verdict=replace(read.verdict, met=False))
+    missed = replace(read, verdict=replace(read.verdict, outcome="missed"))
     text = Structure(html_page.render(missed, command=[])).text
     assert "promise missed" in text
     assert "not 2.00× as promised" in text
@@ -259,20 +259,21 @@ def run(*arguments: object) -> Any:
 
 def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_path: Path) -> None:
     output, brief = tmp_path / "new" / "report.html", tmp_path / "summary.json"
-    options = [f"--{name}={path}" for name, path in files.files.items()]
+    options = [f"--{name.replace('_', '-')}={path}" for name, path in files.files.items()]
     result = run(files.table, *options, "-o", output, "--summary", brief)
     assert result.exit_code == 0, result.output
     assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert json.loads(brief.read_text()) == {
-        "target": 2.0, "met": True, "predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4, "predicted_high": 5.6e-4,
-        "measured_seconds": 5.2e-4, "measured_speedup": 2.17, "score_dense": 0.9806, "score_pruned": 0.975,
+        "target": 2.0, "outcome": "kept", "predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4,
+        "predicted_high": 5.6e-4, "measured_seconds": 5.2e-4, "measured_speedup": 2.17,
+        "measured_speedup_low": 2.14, "measured_speedup_high": 2.2, "score_dense": 0.9806, "score_pruned": 0.975,
         "weight_bytes": 1.75 * 2**20, "most_bytes": 2.0 * 2**20, "dense_bytes": 6.5 * 2**20,
     }  # fmt: skip
     lines = dict(line.rstrip().split(maxsplit=1) for line in result.stdout.splitlines())
     assert lines == {
         "task": "digits", "target": "2.00×", "accuracy": "98.06% dense, 97.50% pruned",
         "predicted": "535 µs (510–560)", "weights": "1.8 MiB of 2 MiB allowed, 6.5 MiB dense",
-        "measured": "520 µs, 2.17× faster", "promise": "met", "report": str(output),
+        "measured": "2.17× (2.14–2.20) faster, 520 µs", "promise": "kept", "report": str(output),
     }  # fmt: skip
 
 
@@ -285,9 +286,9 @@ def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("model", None, "cost_model.json: no such cost model; make it with latbench fit"),
-        ("model", "{", "cost_model.json: not a cost model"),
-        ("model", "[]", "cost_model.json: not a cost model"),
+        ("cost_model", None, "cost_model.json: no such cost model; make it with latbench fit"),
+        ("cost_model", "{", "cost_model.json: not a cost model"),
+        ("cost_model", "[]", "cost_model.json: not a cost model"),
         ("profile", "{}", "not a profile, which"),
         ("profile", None, "profile.json does not exist"),
     ],

@@ -20,6 +20,7 @@ from search.loss.parallel import Workers
 from search.pipeline import search_job, search_request, search_setup, verify
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
+from search.pipeline.speedup_verdict import VERSION as VERDICT_VERSION
 from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import fill_database
 from search.task import load_task
@@ -256,7 +257,7 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
     verdict = verify.build_verdict(
         inputs.task, first, "numba", Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
     )
-    (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
+    (folder / "verify.json").write_text(json.dumps({"version": VERDICT_VERSION, **asdict(verdict)}))
     monkeypatch.setattr(search_request, "read_inputs", lambda *_: inputs)
     searched: list[float] = []
 
@@ -274,13 +275,15 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
         return capsys.readouterr().out
 
     assert "p.json is written" in command(2.0)  # there is no profile yet
-    assert f"{folder}: promise met: 2.05x (2.05-2.05x) measured against torch, 2x promised: there" in command(2.0)
+    assert f"{folder}: promise kept: 2.05x (2.05-2.05x) measured against torch, 2x promised: there" in command(2.0)
     assert searched == [2.0]
     command(2.5)  # another target
     command(2.0, most_bytes=1e6)  # another budget
     command(2.0, most_bytes=1e6)
     command(2.0, remeasure=True)
-    (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(replace(verdict, met=False))}))
+    (folder / "verify.json").write_text(
+        json.dumps({"version": VERDICT_VERSION, **asdict(replace(verdict, outcome="missed"))})
+    )
     command(2.0)
     assert searched == [2.0, 2.5, 2.0, 2.0] and len(SearchHistory(inputs, REQUEST).read_verifications()) == 1
     with pytest.raises(BadData, match="does not belong to this search: its backend is deepsparse"):
@@ -405,7 +408,7 @@ def test_promises_are_counted_and_their_scatter_is_printed(
     report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
     report(inputs, request(target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()
-    assert counted.startswith("met 3 of 3 (0 refused); overshoot +")
+    assert counted.startswith("kept 3 of 3 (0 inconclusive, 0 refused); overshoot +")
     assert "0.00% between builds of a session" in scattered and "0.00% more between sessions" in scattered
     verified = len(list(inputs.database.glob("guarantee/*/verify/session.json")))
     assert verified == 3

@@ -341,9 +341,9 @@ def test_a_verification_does_not_refuse_what_was_not_timed() -> None:
 
 
 def test_rounds_close_in_from_the_fastest_profile_as_from_any_other() -> None:
-    # Whatever takes more than 80% of the seconds that should do just misses: so do all of the first rounds.
+    # Whatever takes more than 75% of the seconds that should do just misses: so do all of the first rounds.
     exact, target = problem(spread=0.0), 2.0
-    enough = 0.8 * exact.budget(target)
+    enough = 0.75 * exact.budget(target)
     asked: list[Choice] = []
 
     def measure(choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
@@ -352,7 +352,7 @@ def test_rounds_close_in_from_the_fastest_profile_as_from_any_other() -> None:
         for choice in choices:
             value, more = exact.speedup(exact.predict(choice)).value, seconds(exact, choice) - enough
             if more > 0:
-                value = (0.995 - 0.003 * more) * target
+                value = (0.999 - 0.0005 * more) * target
             found.append(MeasuredSpeedup(Interval(value, value, value), exact.dense, "torch"))
         return found
 
@@ -360,7 +360,7 @@ def test_rounds_close_in_from_the_fastest_profile_as_from_any_other() -> None:
     fastest = (6,) * LAYERS
     missed = asked.index(fastest)
     assert missed >= 3 and all(seconds(exact, choice) > enough for choice in asked[:missed])
-    assert target <= kept.measured.speedup.low < 1.25 * target < measure([fastest])[0].speedup.low
+    assert target <= kept.measured.speedup.low < 1.35 * target < measure([fastest])[0].speedup.low
     assert kept.found.loss < loss(fastest)
 
 
@@ -407,11 +407,14 @@ def test_wide_intervals_do_not_refuse_what_measuring_can_settle() -> None:
 
 
 def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
+    def loss(choice: Choice) -> float:  # other layers matter than their errors say, so that the search has work to do
+        return sum((LAYERS - i) * SPARSITIES[j] ** 2 for i, j in enumerate(choice))
+
     def few(choice: Choice) -> float:
         # What few images say: off by up to a fifth, always the same for the same profile.
         return loss(choice) * (0.8 + 0.4 * np.random.default_rng(choice).random())
 
-    evaluator = Evaluator(few=few)
+    evaluator = Evaluator(loss, few)
     kept = promised(problem(), evaluator, machine(1.0)[0], 2.0, replace(PLAN, batches=2))
     assert kept.found.loss == loss(kept.found.choice)
     tried = {one.choice for one in kept.found.trace}

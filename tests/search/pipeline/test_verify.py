@@ -14,7 +14,16 @@ from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from search.artifacts.profile import LayerChoice, Profile
 from search.deployment import Deployment
-from search.pipeline.speedup_verdict import SpeedupVerdict, read_verdict
+from search.pipeline.speedup_verdict import (
+    ENGINE_COLUMNS,
+    INCONCLUSIVE,
+    KEPT,
+    MISSED,
+    VERSION,
+    SpeedupVerdict,
+    judge_speedup,
+    read_verdict,
+)
 from search.pipeline.verify import (
     PRUNED,
     SESSION,
@@ -25,6 +34,7 @@ from search.pipeline.verify import (
     read_current_verdict,
     verify,
 )
+from search.problem.layers import Interval
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from search.whole_model.end_to_end import RoundSchedule
@@ -99,6 +109,24 @@ def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
     assert PromiseMissed(missed.sentence()).exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "outcome"),
+    [(2.0, 2.2, KEPT), (1.99, 2.2, INCONCLUSIVE), (1.8, 2.0, INCONCLUSIVE), (1.8, 1.99, MISSED)],
+)
+def test_a_target_within_the_interval_is_no_verdict(low: float, high: float, outcome: str) -> None:
+    assert judge_speedup(Interval((low + high) / 2, low, high), 2.0) == outcome
+
+
+def test_where_medians_disagree_with_the_paired_rounds_the_verdict_says_so(little: Task) -> None:
+    # Slow rounds slow both engines, but more of them fall on the later half of one's samples.
+    dense = [[4.0] * 6, [4.0] * 6, [8.0] * 6, [8.0] * 2, [8.0] * 2]
+    pruned = [[2.0] * 2, [2.0] * 2, [4.0] * 6, [4.0] * 6, [4.0] * 6]
+    verdict = build_verdict(little, profile(), "numba", Timings({"torch": dense, PRUNED: pruned}, {}), (1, 1), "hash")
+    assert (verdict.outcome, verdict.measured_speedup, verdict.ratio_of_medians) == (KEPT, 2.0, 1.0)
+    assert "the ratio of the two median times is 1.00x, outside the interval" in verdict.sentence()
+    assert verdict.engines["torch"]["speedup"] == 1.0 and verdict.engines[PRUNED]["speedup"] == 2.0
+
+
 def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "deepsparse": steady(3.0), PRUNED: steady(2.0)}, {})
     verdict = build_verdict(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
@@ -116,7 +144,7 @@ def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(lit
     timed = Timings({"torch": steady(6.0), "torch-bf16": steady(3.0), PRUNED: steady(1.0)}, {})
     verdict = build_verdict(little, profile(), "numba-bf16", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
-        "promise met: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
+        "promise kept: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
     )
     write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
@@ -175,7 +203,7 @@ def test_a_verdict_is_of_one_model_on_one_machine(
     key = describe_conditions(little, "x", Deployment(1))
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
         verdict = build_verdict(little, profile(), "numba", timings(seconds), (0.9, 0.8), hash_manifest(folder))
-        (output / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
+        (output / "verify.json").write_text(json.dumps({"version": VERSION, **asdict(verdict)}))
         write_sessions([build_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
         assert (read_current_verdict(little, folder, output, "numba") == verdict) is known
         assert read_current_verdict(little, folder, output, "deepsparse") is None
@@ -261,17 +289,17 @@ def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Ta
 
 def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_verdict(tmp_path / "absent.json") is None
-    (tmp_path / "other.json").write_text('{"version": 1}')
+    (tmp_path / "other.json").write_text(json.dumps({"version": VERSION}))
     assert read_verdict(tmp_path / "other.json") is None
     for wrong in (
-        {"version": 2},
+        {"version": VERSION + 1},
         {"target": 0},
         {"predicted_seconds": "fast"},
         {"engines": {"torch": 3}},
         {"measured_low": -1.0},
     ):
-        times = dict.fromkeys(("value", "low", "high"), 1e-3)
-        whole = {field.name: 1.0 for field in fields(SpeedupVerdict)} | {"engines": {"torch": times}, "version": 1}
+        engines = {"torch": dict.fromkeys(ENGINE_COLUMNS, 1e-3)}
+        whole = {field.name: 1.0 for field in fields(SpeedupVerdict)} | {"engines": engines, "version": VERSION}
         (tmp_path / "verify.json").write_text(json.dumps(whole))
         assert read_verdict(tmp_path / "verify.json") is not None
         (tmp_path / "verify.json").write_text(json.dumps(whole | wrong))

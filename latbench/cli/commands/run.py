@@ -1,0 +1,85 @@
+"""`latbench run`: the whole job in one command, from a task to a verified pruned model and its report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from latbench.cli.options.common_options import Json, TaskArgument, Threads
+from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
+from latbench.cli.options.search_options import Confidence
+
+if TYPE_CHECKING:
+    from latbench.cli.job import Job, JobResult
+
+MOST_TRIES = 3
+"""Searches, at most: each after the first one is corrected by a verification that was not kept."""
+
+
+def run(
+    task: TaskArgument,
+    target: RunTarget = 2.0,
+    output: JobFolder = None,
+    quick: Quick = True,
+    confidence: Confidence = 0.9,
+    recipe: RunRecipe = None,
+    threads: Threads = None,
+    seed: RunSeed = 0,
+    as_json: Json = False,
+) -> None:
+    """Do the whole job: time layers, search a profile, prune, verify and report. Exit 1 if the promise is missed.
+
+    Finished steps are kept: the same command continues an interrupted job.
+    """
+    import json
+
+    from latbench.errors import PromiseMissed
+
+    name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
+    folder = output or Path("latbench-jobs") / name
+    typer.echo(
+        f"latbench: {task} to {target:g}x in six steps, {'a few minutes' if quick else 'tens of minutes'}; results "
+        f"are in {folder}, and the same command continues an interrupted job",
+        err=True,
+    )
+    from latbench.cli.job import Job, JobSettings  # imports torch, which takes seconds
+
+    job = Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed))
+    result = _carry_out(job)
+    if as_json:
+        typer.echo(json.dumps(result.to_record(), indent=2))
+    else:
+        _print_result(job, result)
+    if not result.verdict.met:
+        raise PromiseMissed(f"{result.verdict.sentence()}; the same command tries again from there")
+
+
+def _carry_out(job: Job) -> JobResult:
+    """Do every step; search again, corrected by the verification, while the promise is not kept."""
+    from latbench.cli.job_progress import JobProgress
+    from latbench.cli.progress_bar import live
+
+    with live() as tell, job:
+        steps = JobProgress(tell, job.estimate_seconds)
+        for what, step in (
+            ("reading the task", job.trace_layers), ("timing layers", job.time_layers),
+            ("fitting the cost model", job.fit_cost_model),
+        ):  # fmt: skip
+            step(steps.start(what))
+        for attempt in range(MOST_TRIES):
+            job.search_profile(steps.start("searching"), refine=attempt > 0)
+            job.prune_model(steps.start("pruning"))
+            verdict = job.verify_model(steps.start("verifying"))
+            if verdict.met:
+                break
+        return job.write_report(steps.start("writing the report"), verdict)
+
+
+def _print_result(job: Job, result: JobResult) -> None:
+    """Print the summary: what was asked, aimed at and measured, the scores, and where the report is."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(result.build_table(job))

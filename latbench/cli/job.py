@@ -1,0 +1,273 @@
+"""The steps of `latbench run`. Each writes into one folder, and is skipped when its result there is up to date.
+
+workload.yaml   the layers that can be pruned          database/    pruned layers, losses, timings of whole models
+table/          seconds of layers                      profile.json the options of all layers, and the promise
+cost_model.json seconds of layers between those        pruned/      the pruned model
+verify/         the verdict                            report.html  everything, on one page
+summary.json    the main figures
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from rich.table import Table
+
+import cost_models
+from latbench.base.engine_registry import CPU_ENGINES, NUMBA, list_standard
+from latbench.base.files import write_text_atomically
+from latbench.cli.commands.prune import prune_unless_same
+from latbench.cli.progress_bar import Tell
+from latbench.errors import BadData
+from latbench.machines.devices import name_cpu
+from latbench.machines.processors import select_threads
+from latbench.report import report_data, report_inputs
+from latbench.report.pages import html_page
+from latbench.report.summary import build_summary_table, summarise
+from latbench.sweeping.settings import CPU_SETTINGS, Progress, SweepOptions
+from latbench.sweeping.sweep import PointChooser, run_sweep
+from latbench.sweeping.sweep_machine import CpuMachine
+from latbench.tables.storage import Place, parse_place
+from latbench.tables.table import hash_table
+from latbench.workloads.points import SPARSITIES, Point, PointSetup, list_points
+from latbench.workloads.workload import Layer, Workload, read_workload, write_workload
+from search.artifacts.profile import Profile, read_profile
+from search.check_task import check_task
+from search.deployment import Deployment
+from search.loss.parallel import Workers
+from search.pipeline import promising_points, search_job
+from search.pipeline import verify as verification
+from search.pipeline.search_history import SearchHistory
+from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest, read_inputs
+from search.pipeline.speedup_verdict import SpeedupVerdict
+from search.task import Task, load_task
+from search.traced_layers import list_prunable_layers
+from search.whole_model.end_to_end import ModelTimer
+
+QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
+"""A verdict is measured on whole models; the times of layers only guide the search."""
+
+QUICK_OPTION_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 60, 200
+MOST_PROCESSES = 8
+
+# Seconds that steps take on two ordinary cores, as an estimate before they begin.
+_POINT_SECONDS, _OPTION_SECONDS, _MODEL_SECONDS, _LAYER_SECONDS = 0.8, 0.5, 40.0, 2.0
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What the user asks for.
+
+    Attributes
+    ----------
+    target
+        Speedup over the fastest dense engine.
+    confidence
+        Probability that a verification keeps the promise.
+    quick
+        Measure and prune only what the search is likely to choose.
+    recipe
+        Training recipe of `latbench prune`; None for no training.
+    threads
+        Threads of each engine; None for one a core.
+    seed
+        Random seed of weights and search.
+    """
+
+    target: float
+    confidence: float = 0.9
+    quick: bool = True
+    recipe: str | None = None
+    threads: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """The outcome of a job."""
+
+    verdict: SpeedupVerdict
+    profile: Profile
+    inputs: report_inputs.ReportInputs
+    report: Path
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the main figures for JSON."""
+        return summarise(self.inputs) | {"report": str(self.report)}
+
+    def build_table(self, job: Job) -> Table:
+        """Build the summary that ends the command."""
+        return build_summary_table(self.inputs, str(self.report))
+
+
+class Job:
+    """A job in its folder. A context manager: it ends the processes that time whole models.
+
+    Parameters
+    ----------
+    reference
+        The task, as the user names it.
+    folder
+        Where the results are.
+    settings
+        What the user asks for.
+    """
+
+    def __init__(self, reference: str, folder: Path, settings: JobSettings) -> None:
+        self._reference, self.folder, self.settings = reference, folder, settings
+        self._threads = select_threads(settings.threads)
+        self._timer = ModelTimer(self._threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.__exit__()
+
+    @cached_property
+    def task(self) -> Task:
+        """The user's task."""
+        return load_task(self._reference)
+
+    @cached_property
+    def _points(self) -> list[Point]:
+        quick = self.settings.quick
+        setup = PointSetup(
+            name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed
+        )
+        sparsities = promising_points.SPARSITIES if quick else SPARSITIES
+        return list_points([read_workload(self._path("workload.yaml"))], setup, sparsities=sparsities)
+
+    @property
+    def _table(self) -> Place:
+        return parse_place(self._path("table"))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name
+
+    def estimate_seconds(self) -> Mapping[str, float]:
+        """Return the estimated seconds of each step, in their order."""
+        known = self._path("workload.yaml").exists()
+        points = len(self._points) if known else 30
+        layers = len(read_workload(self._path("workload.yaml")).layers) if known else 6
+        options = layers * (6 if self.settings.quick else 20)
+        return {
+            "reading the task": 5.0,
+            "timing layers": points * _POINT_SECONDS,
+            "fitting the cost model": 2.0,
+            "searching": 1.5 * _MODEL_SECONDS + options * _OPTION_SECONDS,
+            "pruning": layers * _LAYER_SECONDS,
+            "verifying": _MODEL_SECONDS / 2,
+            "writing the report": 3.0,
+        }
+
+    def trace_layers(self, tell: Tell) -> None:
+        """Check the task, and write its layers."""
+        check_task(self.task, ["copy"])
+        shapes = list_prunable_layers(self.task, self.task.model())
+        layers = tuple(Layer(name, shape) for name, shape in shapes.items())
+        workload, path = (
+            Workload(self.task.name, f"traced from {self._reference}", layers),
+            self._path("workload.yaml"),
+        )
+        if not _holds(path, workload):
+            write_workload(workload, path)
+
+    def time_layers(self, tell: Tell) -> None:
+        """Time the layers of which the table has no row."""
+        points = self._points
+        choose: PointChooser = (
+            (lambda table: points) if not self.settings.quick else (promising_points.PromisingPoints(points))
+        )
+
+        def report(now: Progress) -> None:
+            tell(now.activity, now.done, now.total or None)
+
+        run_sweep(
+            self._table, choose, machine=CpuMachine(self._threads),
+            settings=QUICK_SETTINGS if self.settings.quick else CPU_SETTINGS,
+            options=SweepOptions(seed=self.settings.seed), report=report,
+        )  # fmt: skip
+
+    def fit_cost_model(self, tell: Tell) -> None:
+        """Fit the look-up between the measured sparsities, unless the file holds that of this table."""
+        path, table_hash = self._path("cost_model.json"), hash_table(self._table)
+        try:
+            if cost_models.read(path).table_hash == table_hash:
+                return
+        except cost_models.BadModel:
+            pass
+        X, seconds = cost_models.read_training_rows(self._table, {})
+        model = cost_models.AnchoredLookup().fit(X, seconds)
+        figures = {"held-out sparsities of measured shapes": cost_models.evaluate(model, X, seconds)}
+        cost_models.save(path, model, table_hash, validation=figures)
+
+    def search_profile(self, tell: Tell, *, refine: bool = False) -> None:
+        """Search the profile unless the file holds that of these inputs; `refine` feeds the verification back."""
+        settings, quick = self.settings, self.settings.quick
+        request = SearchRequest(
+            Promise(settings.target, settings.confidence),
+            Deployment(self._threads, NUMBA),
+            CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
+            SearchPlan(
+                seed=settings.seed, evaluations=QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS, quick=quick
+            ),
+            Workers(min(self._threads, MOST_PROCESSES)),
+        )
+        inputs = read_inputs(self.task, self._table, self._path("cost_model.json"), self._path("database"))
+        history, path = SearchHistory(inputs, request), self._path("profile.json")
+        if refine:
+            history.add_verification(self._path("verify"))
+        if not _is_of(path, history.digest()):
+            check_task(self.task, ["score"], threads=self._threads)
+            search_job.search(inputs, request, timer=self._timer, progress=tell).save(path)
+
+    def prune_model(self, tell: Tell) -> None:
+        """Prune the model to the profile unless the folder holds the result."""
+        prune_unless_same(
+            self.task, self._path("profile.json"), self._path("database"), self._path("pruned"),
+            recipe=self.settings.recipe, tell=tell,
+        )  # fmt: skip
+
+    def verify_model(self, tell: Tell) -> SpeedupVerdict:
+        """Time the pruned model unless it was, and kept its promise."""
+        pruned, output = self._path("pruned"), self._path("verify")
+        known = verification.read_current_verdict(self.task, pruned, output, NUMBA)
+        return known or verification.verify(self.task, pruned, output, timer=self._timer, progress=tell)
+
+    def write_report(self, tell: Tell, verdict: SpeedupVerdict) -> JobResult:
+        """Write the report and the summary."""
+        files = report_inputs.ReportFiles(
+            self._path("cost_model.json"), self._path("profile.json"), self._path("pruned"), self._path("verify"),
+            str(self._path("workload.yaml")), self._path("database"),
+        )  # fmt: skip
+        inputs = report_inputs.read_inputs(self._table, files)
+        page = html_page.build_page(inputs, report_data.build_report_data(inputs), ["latbench", *sys.argv[1:]])
+        report = self._path("report.html")
+        write_text_atomically(report, html_page.build_html(page))
+        result = JobResult(verdict, read_profile(self._path("profile.json")), inputs, report)
+        write_text_atomically(self._path("summary.json"), json.dumps(result.to_record(), indent=2) + "\n")
+        return result
+
+
+def _holds(path: Path, workload: Workload) -> bool:
+    """Return whether a file holds this very workload."""
+    try:
+        return path.exists() and read_workload(path) == workload
+    except BadData:
+        return False
+
+
+def _is_of(path: Path, digest: str) -> bool:
+    """Return whether a profile comes from these inputs."""
+    try:
+        return read_profile(path).inputs == digest
+    except BadData:
+        return False

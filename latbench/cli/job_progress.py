@@ -1,0 +1,67 @@
+"""One progress display for all steps of a job, with an estimate of the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from latbench.cli.progress_bar import Tell
+from latbench.cli.sweep_points import format_duration
+
+LEAST_PACE, MOST_PACE = 0.5, 4.0
+"""Bounds of the ratio of past seconds to estimated ones by which the estimate of later steps is corrected."""
+
+
+class JobProgress:
+    """Reports the steps of a job to one display.
+
+    Parameters
+    ----------
+    tell
+        The display.
+    estimate_seconds
+        Returns the estimated seconds of each step by name, in their order. It is asked again at each step, because
+        later steps are better known by then.
+    clock
+        Returns seconds.
+    """
+
+    def __init__(
+        self, tell: Tell, estimate_seconds: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._tell, self._estimate, self._clock = tell, estimate_seconds, clock
+        self._step, self._began = "", clock()
+        self._past: dict[str, tuple[float, float]] = {}
+        """Step -> its seconds and their estimate."""
+
+    def start(self, step: str) -> Tell:
+        """Begin a step; return what it reports to."""
+        now = self._clock()
+        if self._step:
+            spent = now - self._began
+            self._past[self._step] = spent, self._estimate()[self._step]
+        self._step, self._began = step, now
+        self._report(step, None, None)
+
+        def report(what: str, done: int | None, total: int | None) -> None:
+            self._report(f"{step}: {what}", done, total)
+
+        return report
+
+    def _report(self, what: str, done: int | None, total: int | None) -> None:
+        if what.partition(": ")[2].startswith("note: "):
+            self._tell(what.partition(": ")[2], None, None)
+            return
+        left = self.estimate_seconds_left()
+        self._tell(f"{what} (about {format_duration(left)} left)", done, total)
+
+    def estimate_seconds_left(self) -> float:
+        """Return the estimated seconds until all steps are done, corrected by the pace of the steps so far."""
+        estimates = self._estimate()
+        names = list(estimates)
+        spent, expected = (sum(part) for part in zip(*self._past.values(), strict=True)) if self._past else (0.0, 0.0)
+        pace = min(max(spent / expected, LEAST_PACE), MOST_PACE) if expected else 1.0
+        later = sum(estimates[name] for name in names[names.index(self._step) + 1 :])
+        here = max(pace * estimates[self._step] - (self._clock() - self._began), 0.0)
+        return here + pace * later

@@ -1,0 +1,33 @@
+"""Arguments and options of `latbench run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunTarget = Annotated[
+    float, typer.Option("--target", min=1.0, help="Speedup to promise over the fastest dense engine, such as 1.5.")
+]
+JobFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Folder of the job: tables, profile, pruned model, report. Default: latbench-jobs/ and the task's name.",
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick/--thorough",
+        help="Measurement of what a search is likely to choose, or of all engines, patterns and options. Thorough "
+        "takes several times as long.",
+    ),
+]
+RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Random seed of synthetic weights and of the search.")]
+RunRecipe = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Training recipe for prune: a YAML file, or a method. Default: no training."),
+]
