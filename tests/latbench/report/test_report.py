@@ -436,7 +436,7 @@ def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    options = [f"--{name}={path}" for name, path in files.every.items()]
+    options = [f"--{name.replace('_', '-')}={path}" for name, path in files.every.items()]
     for folder in ("one", "two"):
         result = run(files.table, *options, "-o", tmp_path / "report.html", "--figures", tmp_path / folder)
         assert result.exit_code == 0, result.output
