@@ -24,7 +24,7 @@ from latbench.base.engine_registry import CPU_ENGINES, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
 from latbench.cli.commands.prune import prune_unless_same
 from latbench.cli.progress_bar import Tell
-from latbench.errors import BadData
+from latbench.errors import BadData, PromiseMissed
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import select_threads
 from latbench.report import report_data, report_inputs
@@ -227,7 +227,13 @@ class Job:
             history.add_verification(self._path("verify"))
         if not _is_of(path, history.digest()):
             check_task(self.task, ["score"], threads=self._threads)
-            search_job.search(inputs, request, timer=self._timer, progress=tell).save(path)
+            try:
+                search_job.search(inputs, request, timer=self._timer, progress=tell).save(path)
+            except search_job.NearestProfile as error:
+                raise PromiseMissed(
+                    f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}` "
+                    "takes the best profile found"
+                ) from error
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile unless the folder holds the result."""

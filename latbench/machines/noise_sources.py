@@ -123,11 +123,18 @@ def _taken_away(host: Host) -> Iterator[str]:
             f"this container has a quota of {host.quota_cores:g} cores on {host.processors} processors (cgroup "
             f"cpu.max){stopped}: it stops threads in the middle of a call; give it whole processors (--cpuset-cpus)"
         )
-    if host.load is not None and host.load > _OWN_LOAD + host.cores / 2:
-        yield (
-            f"the load is {host.load:.1f} on {host.cores} cores: others take cores and caches; end them, or wait "
-            "until they are done"
-        )
+    if (load := describe_load(host)) is not None:
+        yield load
+
+
+def describe_load(host: Host) -> str | None:
+    """Return advice where other programs take the cores; None where they do not, or where that is unknown."""
+    if host.load is None or host.load <= _OWN_LOAD + host.cores / 2:
+        return None
+    return (
+        f"the load is {host.load:.1f} on {host.cores} cores: others take cores and caches; end them, or wait until "
+        "they are done"
+    )
 
 
 def _clock(host: Host) -> Iterator[str]:

@@ -145,6 +145,12 @@ class Profile:
         value, low, high = (self.dense_seconds / seconds for seconds in ends)
         return value, low, high
 
+    @property
+    def aimed(self) -> float:
+        """The speedup that had to be measured so that a verification keeps the target with this confidence."""
+        value, low, _ = self.speedup
+        return self.target * value / low
+
     def save(self, path: Path) -> None:
         """Write the profile to `path` as JSON, whole or not at all."""
         content = {"version": VERSION, **asdict(self)}

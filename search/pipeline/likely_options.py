@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from search.knapsack.arrays import Floats
 from search.problem.error_table import LayerErrors
-from search.problem.layers import DENSE
+from search.problem.layers import DENSE, Option
 from search.problem.problem import Problem
 from search.pruning.forward_hooks import register_forward_hooks
 from search.pruning.one_shot.hessian import extract_input_rows
 from search.task import Task
-from sparse_kernels.patterns import parse
+from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.prunable_layers import weight_matrix
+from sparse_kernels.top_units import Mask
 
 PRICE_RANGE = 6.0
 """Factor by which a layer's price of time may differ from the common one, either way."""
@@ -117,11 +118,17 @@ def estimate_errors(problem: Problem, task: Task, model: nn.Module) -> LayerErro
         scores = (weight.square() * energies[part.name]).numpy()
         whole = float(scores.sum()) or 1.0
         found[part.name] = {
-            option: float(scores[~parse(option.pattern).mask(scores, option.sparsity)].sum()) / whole
+            option: float(scores[~_draw_mask(option, scores)].sum()) / whole
             for option in part.options
             if option.pattern != DENSE
         }
     return found
+
+
+def _draw_mask(option: Option, scores: Floats) -> Mask:
+    """Draw the mask of an option; that of vectors for shuffled ones, whose groups take seconds to find."""
+    pattern = parse(option.pattern)
+    return (VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern).mask(scores, option.sparsity)
 
 
 def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:

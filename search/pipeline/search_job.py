@@ -32,6 +32,7 @@ from search.pipeline.speedup_loop import (
     MeasuredSpeedup,
     PromisedProfile,
     SearchRound,
+    TargetMissed,
     is_verdict_clear,
     pool_sessions,
     run_speedup_loop,
@@ -57,6 +58,14 @@ MAX_SLOWDOWN = 1.3
 
 ROUND_SCHEDULE = RoundSchedule(rounds=6, seconds=0.06, first=1)
 """A profile far from the target is told after one build. One near it needs all builds."""
+
+
+class NearestProfile(PromiseMissed):
+    """The target is out of reach. `profile` came nearest to it, with a lower target that it was measured to keep."""
+
+    def __init__(self, sentence: str, profile: Profile) -> None:
+        super().__init__(sentence)
+        self.profile = profile
 
 
 def search(
@@ -91,8 +100,10 @@ def search(
     ------
     Infeasible
         No profile can reach the target.
+    NearestProfile
+        No measured profile reached it, and one was faster than dense.
     PromiseMissed
-        No measured profile reached it, or every profile that was tried ruins the model.
+        No measured profile is faster than dense, or every profile that was tried ruins the model.
     BadData, UsageError
         The inputs do not fit together.
     """
@@ -108,6 +119,12 @@ def _find_profile(
     """Search, time and correct, and return the profile that was measured to reach the target."""
     problem, evaluator, history = setup.problem, setup.evaluator, SearchHistory(inputs, request)
     digest, verified = history.digest(), history.read_verifications()
+
+    def finish(promised: PromisedProfile) -> Profile:
+        additivity = compute_additivity(setup.layers, [setup.probes, *rounds.sessions])
+        ceiling = setup.whole.ceiling
+        return build_profile(inputs, request, promised, digest=digest, additivity=additivity, ceiling=ceiling)
+
     rounds = _RoundTimer(inputs, request, setup, timer, digest, verified, progress)
     try:
         with evaluator:
@@ -115,16 +132,17 @@ def _find_profile(
             choices = [one for one in _verified_choices(problem, verified) if problem.keeps_second_budget(one)]
             before = dict(zip(choices, evaluator.losses(choices, evaluator.batches), strict=True))
             promised = run_speedup_loop(problem, search_round, rounds.time, request.promise.target, before=before)
-    except PromiseMissed:  # the machine may have been busy: the same search again measures again
+    except PromiseMissed as error:  # the machine may have been busy: the same search again measures again
         history.remove_rounds(digest)
+        if isinstance(error, TargetMissed) and error.best is not None and math.isfinite(error.best.found.loss):
+            raise NearestProfile(str(error), finish(error.best)) from error
         raise
     if not math.isfinite(promised.found.loss):
         raise PromiseMissed(
             f"every profile that was tried for {request.promise.target:g}x ruins the model: its loss is not finite; "
             "ask for a lower speedup, or exclude sensitive layers"
         )
-    additivity = compute_additivity(setup.layers, [setup.probes, *rounds.sessions])
-    return build_profile(inputs, request, promised, digest=digest, additivity=additivity, ceiling=setup.whole.ceiling)
+    return finish(promised)
 
 
 class _RoundTimer:
@@ -293,7 +311,7 @@ def build_profile(
         threads=deployment.threads,
         batch=inputs.task.example().batch,
         device=name_cpu(),
-        target=promise.target,
+        target=promised.target,
         confidence=promise.confidence,
         dense_engine=measured.dense_engine,
         dense_seconds=measured.dense.value,

@@ -111,12 +111,23 @@ class PromisedProfile:
         No profile that keeps the promise in this problem has an error below this.
     measured
         The measured speedup.
+    target
+        The promised speedup.
     """
 
     problem: Problem
     found: SearchResult
     bound: float
     measured: MeasuredSpeedup
+    target: float
+
+
+class TargetMissed(PromiseMissed):
+    """No measured profile kept the target. `best` is the profile that came nearest, with a promise that it keeps."""
+
+    def __init__(self, sentence: str, best: PromisedProfile | None) -> None:
+        super().__init__(sentence)
+        self.best = best
 
 
 def run_speedup_loop(
@@ -157,16 +168,12 @@ def run_speedup_loop(
         problems = loop.run_round([allow_only_fastest(ignore_intervals(loop.predicted), target)])
         loop.run_rounds(problems if loop.kept() else [], ROUNDS)
     if not loop.kept():
-        raise PromiseMissed(_explain_miss(loop.predicted, loop.measured, target))
+        raise TargetMissed(_explain_miss(loop.predicted, loop.measured, target), loop.build_best_promise())
     for _ in range(MILDER_ROUNDS):
         if loop.measured[loop.best()].speedup.value <= MAX_OVERSHOOT * target:
             break
         loop.run_round([loop.build_milder_problem()])
-    best = loop.best()
-    measured = loop.measured[best]
-    final = calibrate_to(loop.predicted, best, measured)
-    bound = final.solve(target / (1 + ROUNDING)).bound  # `best` just fits: no rounding may exclude it
-    return PromisedProfile(final, loop.found[best], bound, measured)
+    return loop.build_promise(loop.best(), target)
 
 
 class _SpeedupLoop:
@@ -201,6 +208,19 @@ class _SpeedupLoop:
         measured = self.measured[best]
         half_way = math.sqrt(measured.speedup.value / self._target)
         return _raise_goal(ignore_intervals(calibrate_to(self.predicted, best, measured)), half_way)
+
+    def build_promise(self, choice: Choice, target: float) -> PromisedProfile:
+        """Return a measured profile with a promise that it keeps."""
+        measured = self.measured[choice]
+        final = calibrate_to(self.predicted, choice, measured)
+        bound = final.solve(target / (1 + ROUNDING)).bound  # it just fits: no rounding may exclude it
+        return PromisedProfile(final, self.found[choice], bound, measured, target)
+
+    def build_best_promise(self) -> PromisedProfile | None:
+        """Return the profile of the highest lower end, with that as its promise; None if dense is as fast."""
+        fastest = max(self.measured, key=lambda choice: self.measured[choice].speedup.low)
+        target = math.floor(100 * self.measured[fastest].speedup.low) / 100
+        return self.build_promise(fastest, target) if target > 1 else None
 
     def run_rounds(self, problems: Sequence[Problem], max_rounds: int) -> None:
         """Run rounds until nothing is left to search, `max_rounds` at most."""

@@ -147,7 +147,7 @@ def prune_model(
     choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
     stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
     masks = stitch(model, choices, database)
-    stages.append(Milestone("one-shot", _tune_norms(task, model, batches), task.score(model)))
+    stages.append(Milestone("one-shot", tune_norms(task, model, batches), task.score(model)))
     best = PruneResult(stages, stages[-1], model, masks)
     if settings.joint and masks:
         stages.append(_tune_jointly(task, model, masks, batches, settings.seed, progress))
@@ -176,7 +176,7 @@ def _stitch_again(
     """Return the one-shot model, with tuned batch norms."""
     model = task.model()
     stitch(model, choices, database)
-    _tune_norms(task, model, batches)
+    tune_norms(task, model, batches)
     return model
 
 
@@ -193,7 +193,7 @@ def _tune_jointly(
     run_global_adaprune(
         task, model, masks, batches, rng=rng, progress=lambda done, total: progress("global AdaPrune", done, total)
     )
-    return Milestone("global", _tune_norms(task, model, batches), task.score(model))
+    return Milestone("global", tune_norms(task, model, batches), task.score(model))
 
 
 def _train_further(
@@ -260,7 +260,7 @@ def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module)
     recipe.build_pruner().check(model, build_recipe_targets(recipe, profile, model), recipe.steps)
 
 
-def _tune_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+def tune_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
     """Tune the batch norms in place if that lowers the loss; return the loss."""
     before = compute_calibration_loss(task, model, batches)
     norms = list_batchnorms(model)

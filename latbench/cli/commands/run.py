@@ -53,7 +53,7 @@ def run(
     else:
         _print_result(job, result)
     if not result.verdict.met:
-        raise PromiseMissed(f"{result.verdict.sentence()}; the same command tries again from there")
+        raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there")
 
 
 def _carry_out(job: Job) -> JobResult:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from latbench.base.engine_registry import NUMBA
-from latbench.cli.options.common_options import LimitsFile, TaskArgument, Threads
+from latbench.cli.options.common_options import Json, LimitsFile, TaskArgument, Threads
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.search_options import (
     CalibrationBatches,
@@ -16,10 +16,12 @@ from latbench.cli.options.search_options import (
     Evaluations,
     Evaluators,
     LayerErrors,
+    MaxDrop,
     ModelBytes,
     Processes,
     ProfileOutput,
     PruningMethod,
+    QuickSearch,
     Refine,
     RemeasureModels,
     SearchBackend,
@@ -35,8 +37,11 @@ from latbench.cli.options.search_options import (
 )
 
 if TYPE_CHECKING:
+    from latbench.cli.progress_bar import Tell
+    from latbench.errors import PromiseMissed
     from search.artifacts.profile import Profile
-    from search.pipeline.search_request import SearchRequest
+    from search.pipeline.search_job import NearestProfile
+    from search.pipeline.search_request import SearchInputs, SearchRequest
     from search.problem.limits import Limits
 
 MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
@@ -44,10 +49,11 @@ MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
 
 def search(
     task: TaskArgument,
-    target: SearchTarget,
     table: SearchTable,
     database: SearchDatabase,
     output: ProfileOutput,
+    target: SearchTarget = None,
+    max_drop: MaxDrop = None,
     model: SearchModel = None,
     backend: SearchBackend = NUMBA,
     patterns: SearchPatterns = None,
@@ -67,8 +73,13 @@ def search(
     threads: Threads = None,
     refine: Refine = None,
     remeasure: RemeasureModels = False,
+    quick: QuickSearch = False,
+    as_json: Json = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
+    import json
+    from dataclasses import asdict
+
     from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
@@ -78,19 +89,29 @@ def search(
 
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, patterns, sparsities, most_bytes)
+    _check_goal(target, max_drop, refine)
     threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
-        Promise(target, confidence, most_bytes),
+        Promise(target or 1.0, confidence, most_bytes),
         Deployment(threads, backend),
         CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
-        SearchPlan(strategy, seed, evaluations, batches, seconds),
+        SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
         Workers(processes or min(threads, MOST_PROCESSES), judges),
     )
     stated = read_limits(limits) if limits is not None else Limits()
     files = _SearchFiles(task, table, model, database, output, method)
-    _search(files, request, stated, refine, remeasure)
+    if max_drop is None:
+        found, last_line = _search(files, request, stated, refine, remeasure)
+    else:
+        found, last_line = _search_fastest(files, request, stated, max_drop)
+    if found is None:
+        typer.echo(last_line)
+    elif as_json:
+        typer.echo(json.dumps(asdict(found) | {"aimed": found.aimed, "speedup": found.speedup}, indent=2))
+    else:
+        _print_profile(found, last_line)
 
 
 class _SearchFiles(NamedTuple):
@@ -106,45 +127,101 @@ class _SearchFiles(NamedTuple):
 
 def _search(
     files: _SearchFiles, request: SearchRequest, limits: Limits, refine: Path | None, remeasure: bool
-) -> None:
-    """Find the profile unless the output holds it, and print it."""
-    from dataclasses import replace
-
-    from latbench.base.engine_registry import is_deepsparse
+) -> tuple[Profile | None, str]:
+    """Find the profile unless the output holds it; return it with a last line, or the line alone."""
     from latbench.cli.progress_bar import live
-    from latbench.tables.storage import parse_place
-    from search.check_task import check_task
     from search.pipeline import search_job as job
     from search.pipeline.search_history import SearchHistory
-    from search.pipeline.search_request import read_inputs
-    from search.task import load_task
 
     with live() as tell:
-        tell("reading the task", None, None)
-        loaded = load_task(files.task)
-        loaded = replace(loaded, limits=loaded.limits + limits)
-        check_task(loaded, ["copy"])
-        inputs = read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
+        inputs = _read_inputs(files, limits, tell)
         history = SearchHistory(inputs, request)
         if refine is not None:
             met = None if remeasure else history.read_met_verdict(refine)
             if met is not None and _finished(files.output, history.digest()) is not None:
-                typer.echo(
+                return None, (
                     f"{refine}: {met.sentence()}: there is nothing to refine (--remeasure searches nevertheless)"
                 )
-                return
             history.add_verification(refine)
         found = None if remeasure else _finished(files.output, history.digest())
-        last_line = f"{files.output} is up to date"
-        if found is None:
-            tell("checking the task", None, None)
-            deployment = request.deployment
-            if not is_deepsparse(deployment.backend):
-                check_task(loaded, ["score"], threads=deployment.threads)
+        if found is not None:
+            return found, f"{files.output} is up to date"
+        _check_score(inputs, request, tell)
+        try:
             found = job.search(inputs, request, remeasure=remeasure, progress=tell)
-            found.save(files.output)
-            last_line = f"{files.output} is written"
-    _print_profile(found, last_line)
+        except job.NearestProfile as error:
+            raise _keep_nearest(error, files) from error
+        found.save(files.output)
+    return found, f"{files.output} is written"
+
+
+def _search_fastest(
+    files: _SearchFiles, request: SearchRequest, limits: Limits, max_drop: str
+) -> tuple[Profile, str]:
+    """Find the fastest profile whose score drops at most so far; return it with a last line."""
+    from latbench.cli.progress_bar import live
+    from search.pipeline.largest_speedup import parse_drop, search_fastest
+    from search.whole_model.end_to_end import ModelTimer
+
+    drop = parse_drop(max_drop)
+    with live() as tell, ModelTimer(request.deployment.threads) as timer:
+        inputs = _read_inputs(files, limits, tell)
+        _check_score(inputs, request, tell)
+        found = search_fastest(inputs, request, drop, timer=timer, progress=tell)
+        found.save(files.output)
+    return found, f"{files.output} is written"
+
+
+def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInputs:
+    """Read the task, with the limits of the command line, and the inputs of its search."""
+    from dataclasses import replace
+
+    from latbench.machines.noise_sources import describe_load, read_host
+    from latbench.tables.storage import parse_place
+    from search.check_task import check_task
+    from search.pipeline.search_request import read_inputs
+    from search.task import load_task
+
+    if (load := describe_load(read_host())) is not None:
+        tell(f"note: {load}", None, None)
+    tell("reading the task", None, None)
+    loaded = load_task(files.task)
+    loaded = replace(loaded, limits=loaded.limits + limits)
+    check_task(loaded, ["copy"])
+    return read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
+
+
+def _check_score(inputs: SearchInputs, request: SearchRequest, tell: Tell) -> None:
+    """Check that the task scores a converted model, before minutes are spent on the search."""
+    from latbench.base.engine_registry import is_deepsparse
+    from search.check_task import check_task
+
+    tell("checking the task", None, None)
+    if not is_deepsparse(request.deployment.backend):
+        check_task(inputs.task, ["score"], threads=request.deployment.threads)
+
+
+def _keep_nearest(error: NearestProfile, files: _SearchFiles) -> PromiseMissed:
+    """Save the profile that came nearest to the target beside the output; return the error with what takes it."""
+    from latbench.errors import PromiseMissed
+
+    nearest = error.profile
+    path = files.output.with_name(f"{files.output.stem}-{nearest.target:g}x{files.output.suffix}")
+    nearest.save(path)
+    return PromiseMissed(
+        f"{error}; {path} is the best profile found, which keeps {nearest.target:g}x: `latbench prune {files.task} "
+        f"--profile {path} --database {files.database} -o pruned` takes it"
+    )
+
+
+def _check_goal(target: float | None, max_drop: str | None, refine: Path | None) -> None:
+    """Raise UsageError unless there is either a target or a largest drop."""
+    from latbench.errors import UsageError
+
+    if (target is None) == (max_drop is None):
+        raise UsageError("give either --target, a speedup such as 1.5, or --max-drop, a loss of score such as 1%")
+    if max_drop is not None and refine is not None:
+        raise UsageError("--refine belongs to a --target: --max-drop searches the target itself")
 
 
 def _check_names(strategy: str, backend: str, method: str, judges: str, errors: str) -> None:
@@ -228,10 +305,10 @@ def _print_profile(found: Profile, last_line: str) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"\n{format_ratio(value, low, high)} promised over {found.dense_engine}: "
+        f"\n{format_ratio(found.target)} promised over {found.dense_engine}, {format_ratio(found.aimed)} aimed at, "
+        f"{format_ratio(value, low, high)} measured in the search: "
         f"{format_seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
-        f"{format_seconds(found.dense_seconds)}; {format_ratio(found.target)} was asked for; calibration loss "
-        f"{found.loss:.4f} "
+        f"{format_seconds(found.dense_seconds)}; calibration loss {found.loss:.4f} "
         f"({found.strategy}); {weights}{last_line}",
         highlight=False,
         soft_wrap=True,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.cli.options.common_options import TaskArgument
+import typer
+
+from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
@@ -18,11 +20,16 @@ def verify(
     output: VerifyOutput,
     backend: VerifyBackend = None,
     remeasure: RemeasureAll = False,
+    as_json: Json = False,
 ) -> None:
-    """Time the pruned model against every dense engine, in turns. Exit 1 if it is slower than promised."""
+    """Time the pruned model against every dense engine, in turns. Exit 1 unless it is as fast as promised."""
+    import json
+    from dataclasses import asdict
+
     from latbench.base.engine_registry import PRUNED_ENGINES, is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
+    from latbench.machines.noise_sources import describe_load, read_host
     from search.artifacts.profile import read_profile
     from search.check_task import check_task
     from search.pipeline import verify as verification
@@ -35,6 +42,8 @@ def verify(
     followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
     with live() as tell:
+        if (load := describe_load(read_host())) is not None:
+            tell(f"note: {load}", None, None)
         tell("reading the task", None, None)
         loaded = load_task(task)
         known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
@@ -42,7 +51,10 @@ def verify(
             tell("checking the task", None, None)
             check_task(loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
-    _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+    if as_json:
+        typer.echo(json.dumps(asdict(verdict), indent=2))
+    else:
+        _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(f"{verdict.sentence()}; {verdict.advice}")
 

@@ -10,7 +10,23 @@ import typer
 from latbench import MOST_SEED
 
 SearchTarget = Annotated[
-    float, typer.Option("--target", min=1.0, help="Speedup to promise over the fastest dense engine, such as 1.5.")
+    float | None,
+    typer.Option(
+        "--target",
+        min=1.0,
+        help="Speedup to promise over the fastest dense engine, such as 1.5. Default: none, with --max-drop.",
+    ),
+]
+MaxDrop = Annotated[
+    str | None,
+    typer.Option(
+        "--max-drop",
+        help="Instead of a target, the largest drop of the score: 1% of the dense score, or 0.01 of its units. The "
+        "fastest profile is searched. Default: none.",
+    ),
+]
+QuickSearch = Annotated[
+    bool, typer.Option("--quick", help="Pruning of likely options only, in a fraction of the time.")
 ]
 SearchTable = Annotated[
     str,

@@ -132,7 +132,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
     measured = MeasuredSpeedup(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
-    kept = PromisedProfile(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
+    kept = PromisedProfile(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured, 2.0)
     found = build_profile(inputs, REQUEST, kept, digest="digest", additivity=(0.1, 0.0), ceiling=5.0)
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])

@@ -269,8 +269,8 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
 
     def command(target: float, **more: Any) -> str:
         search_command(
-            inputs.task.reference, target, "table", inputs.database, tmp_path / "p.json", model=tmp_path / "m.json",
-            threads=1, refine=folder, **more,
+            inputs.task.reference, "table", inputs.database, tmp_path / "p.json", target=target,
+            model=tmp_path / "m.json", threads=1, refine=folder, **more,
         )  # fmt: skip
         return capsys.readouterr().out
 

@@ -45,6 +45,11 @@ def sleeper(seconds):
     return lambda: time.sleep(seconds)
 def broken():
     raise RuntimeError("no such operator")
+def parent(path):
+    import os
+    with open(path, "a") as file:
+        file.write(f"{os.getppid()} ")
+    return lambda: None
 def traced(path):
     import os
     with open(path, "a") as file:
@@ -284,6 +289,48 @@ def test_engines_take_turns_in_each_round_in_another_order(monkeypatch: pytest.M
     for one, building in zip(rounds, timings.builds, strict=True):
         assert sorted(name for _, name in one) == sorted(names) and {number for number, _ in one} == {building}
     assert len({tuple(name for _, name in one) for one in rounds}) > 4
+
+
+@pytest.mark.parametrize(("first", "enough_after", "builds"), [(1, 1, 1), (1, 2, 2), (2, 1, 2), (3, 1, 3), (1, 9, 4)])
+def test_a_timing_ends_with_the_first_build_that_says_enough(
+    first: int, enough_after: int, builds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
+    seen: list[int] = []
+
+    def is_enough(timings: Timings) -> bool:
+        seen.append(len(set(timings.builds)))
+        return seen[-1] >= enough_after
+
+    timings = time_engines(
+        {"4.0": EngineBuilder("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(4, 3, first=first),
+        is_enough=is_enough,
+    )  # fmt: skip
+    assert set(timings.builds) == set(range(1, builds + 1))
+    assert seen == list(range(first, first + len(seen)))  # asked after each build from the first on
+
+
+def test_a_disturbed_build_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Busy, "disturbed", (2,))
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
+    timings = time_engines(
+        {"4.0": EngineBuilder("a", "4.0", ())}, threads=1, required=[], schedule=RoundSchedule(4, 3, first=2),
+        is_enough=lambda timings: True,
+    )  # fmt: skip
+    assert set(timings.builds) == {1, 3}
+
+
+def test_processes_stay_from_one_timing_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text(ENGINES)
+    path = tmp_path / "parents"
+    engine = EngineBuilder("a", f"{tmp_path / 'engines.py'}:parent", (str(path),))
+    with ModelTimer(1) as timer:
+        for _ in range(2):
+            timer.time({"one": engine}, required=["one"], schedule=RoundSchedule(1, 1, 0.01))
+    parents = path.read_text().split()
+    assert len(parents) >= 2 and len(set(parents)) == 1  # each build is a fork of the same process
 
 
 class Failing(Busy):

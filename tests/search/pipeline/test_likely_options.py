@@ -1,0 +1,118 @@
+"""Options that a search is likely to choose: what the exact solver would choose is among them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from search.knapsack.arrays import Infeasible
+from search.pipeline.likely_options import (
+    PRICE_RANGE,
+    estimate_errors,
+    find_price,
+    measure_input_energies,
+    select_likely_options,
+)
+from search.problem.layers import DENSE, Interval, LayerOptions, Option
+from search.problem.problem import Problem
+from search.task import Task, load_task
+from sparse_kernels.patterns import Unstructured
+
+TASK = """
+import torch
+name = "little"
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)).eval()
+def example(): return (torch.linspace(-1, 1, 8 * 24).sin().view(8, 24),)
+def calibration(): return [example(), example()]
+def loss(model, batch): return model(*batch).square().mean()
+def score(model): return 1.0
+"""
+SPARSITIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+OPTIONS = (
+    Option(DENSE, 0.0),
+    *(Option(pattern, s) for pattern in ("unstructured", "vector:8", "block:8x8") for s in SPARSITIES),
+)
+SPEED = {"unstructured": 0.8, "vector:8": 1.0, "block:8x8": 1.05}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    (tmp_path / "little.py").write_text(TASK)
+    return load_task(str(tmp_path / "little.py"))
+
+
+def problem() -> Problem:
+    seconds = np.array([1.0, *((1 - it.sparsity) / SPEED[it.pattern] for it in OPTIONS[1:])])
+    unknown = np.full(len(OPTIONS), np.nan)
+    layers = tuple(LayerOptions(name, OPTIONS, seconds, seconds, seconds, unknown) for name in ("0", "2"))
+    return Problem(layers, Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
+
+
+def test_the_energy_of_inputs_is_the_diagonal_of_the_hessian(task: Task) -> None:
+    model = task.model()
+    energies = measure_input_energies(task, model, ["0", "2"])
+    x = torch.cat([batch[0] for batch in task.calibration()]).double()
+    assert torch.allclose(energies["0"], x.square().sum(dim=0))
+    hidden = torch.relu(model.get_submodule("0")(x.float())).double()
+    assert torch.allclose(energies["2"], hidden.square().sum(dim=0))
+
+
+def test_an_estimated_error_is_the_energy_that_the_mask_drops(task: Task) -> None:
+    model = task.model()
+    found = estimate_errors(problem(), task, model)
+    energies = measure_input_energies(task, model, ["2"])["2"]
+    scores = (model.get_submodule("2").weight.detach().double().square() * energies).numpy()
+    kept = Unstructured().mask(scores, 0.7)
+    assert found["2"][Option("unstructured", 0.7)] == pytest.approx(1 - scores[kept].sum() / scores.sum())
+    for layer in found.values():  # freer patterns drop less, and more sparsity drops more
+        for sparsity in SPARSITIES:
+            free, vectors = (layer[Option(pattern, sparsity)] for pattern in ("unstructured", "vector:8"))
+            assert 0 <= free <= vectors <= 1
+        assert list(layer.values())[:7] == sorted(list(layer.values())[:7])
+
+
+@pytest.mark.parametrize("target", [1.3, 2.0, 4.0])
+def test_what_the_solver_chooses_stays_even_if_layers_matter_more_than_their_errors_say(
+    task: Task, target: float
+) -> None:
+    model, whole = task.model(), problem()
+    likely = select_likely_options(whole, task, model, target)
+    assert sum(len(layer.options) for layer in likely.layers) < 0.75 * sum(len(it.options) for it in whole.layers)
+    errors = estimate_errors(whole, task, model)
+    for factor in (1.0, 0.7 * PRICE_RANGE, 1 / (0.7 * PRICE_RANGE)):
+        weighted = {name: {it: error * (factor if name == "0" else 1) for it, error in own.items()}
+                    for name, own in errors.items()}  # fmt: skip
+        chosen = whole.with_errors(weighted).solve(target).options
+        for layer in likely.layers:
+            assert chosen[layer.name] in layer.options
+            assert layer.options[0] == Option(DENSE, 0.0)  # dense stays, and so does the fastest
+            assert Option("block:8x8", 0.95) in layer.options
+
+
+def test_shuffled_vectors_are_estimated_as_vectors(task: Task) -> None:
+    # Finding the groups of rows takes a hundred times as long as a mask.
+    options = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("shflbw:8", 0.5))
+    seconds, unknown = np.ones(3), np.full(3, np.nan)
+    layer = LayerOptions("0", options, seconds, seconds, seconds, unknown)
+    whole = Problem((layer,), Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
+    found = estimate_errors(whole, task, task.model())["0"]
+    assert found[options[1]] == found[options[2]]
+
+
+def test_a_target_out_of_reach_leaves_all_options(task: Task) -> None:
+    whole = problem()
+    assert select_likely_options(whole, task, task.model(), 1000.0) is whole
+    with pytest.raises(Infeasible):
+        whole.with_prior().solve(1000.0)
+
+
+def test_the_price_is_the_least_that_keeps_the_budget() -> None:
+    seconds = [np.array([4.0, 2.0, 1.0]), np.array([4.0, 2.0, 1.0])]
+    errors = [np.array([0.0, 1.0, 4.0]), np.array([0.0, 3.0, 12.0])]
+    price = find_price(seconds, errors, 6.0)
+    assert price == pytest.approx(0.5)  # from there on the first layer's half costs less than it saves
+    assert find_price(seconds, errors, 8.0) is None  # nothing needs to be faster
+    assert find_price(seconds, errors, 1.9) is None  # nothing is fast enough
