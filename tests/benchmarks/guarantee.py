@@ -1,7 +1,7 @@
 """Whether promises are kept: random targets searched on this machine, each then pruned and verified as users do it.
 
     python tests/benchmarks/guarantee.py TASK --table T --cost-model M --database D [--targets 10] [--confidence 0.95]
-        [--method auto]
+        [--method auto] [--neighbour]
 
 Targets are uniform from 1.2x to 0.9 of the fastest profile there is. Each search tries few profiles, because what
 they cost in accuracy does not matter here, nor does how layers are pruned: `--method magnitude` is done in seconds.
@@ -69,7 +69,10 @@ def main() -> None:
         CandidateOptions(tuple(arguments.patterns.split(",")) if arguments.patterns else None),
         SearchPlan(evaluations=arguments.evaluations, batches=arguments.batches),
     )
-    report(inputs, request, arguments.targets, arguments.seed)
+    from neighbour import run_beside  # here, because tests load this file by its path
+
+    with run_beside(arguments.neighbour):
+        report(inputs, request, arguments.targets, arguments.seed)
 
 
 def report(inputs: SearchInputs, request: SearchRequest, count: int, seed: int) -> None:
@@ -164,6 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--patterns")
     parser.add_argument("--method", choices=sorted(ONE_SHOT_METHODS), default=DEFAULT_METHOD)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--neighbour", action="store_true", help="beside a program that takes half a core on and off")
     return parser.parse_args()
 
 

@@ -307,7 +307,7 @@ def test_batch_norms_are_tuned_where_that_lowers_the_loss_and_else_as_they_were(
         return -moved if better else moved
 
     judged = replace(task, implementation=SimpleNamespace(loss=loss))
-    found = prune_model._tune_norms(judged, model, task.calibration())
+    found = prune_model.tune_norms(judged, model, task.calibration())
     assert (found < 0) == better
     for name, buffer in model.get_submodule("norm").named_buffers():
         assert torch.equal(buffer, old[name]) != better
@@ -320,7 +320,7 @@ def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
     before = copy.deepcopy(model.state_dict())
     judged = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).square().sum()))
     batches = [torch.ones(1, 8)]
-    assert prune_model._tune_norms(judged, model, batches) == prune_model.compute_calibration_loss(
+    assert prune_model.tune_norms(judged, model, batches) == prune_model.compute_calibration_loss(
         judged, model, batches
     )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
