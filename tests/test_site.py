@@ -42,6 +42,13 @@ def test_every_variable_of_latbench_has_its_row() -> None:
     assert read == variables(page) >= {"LATBENCH_CACHE", "LATBENCH_LOCKS"}
 
 
+def test_every_extra_for_users_has_its_row() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (DOCS / "how-to" / "install.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert set(extras) - {"dev", "docs", "gate"} <= rows
+
+
 def test_every_exit_code_has_its_row() -> None:
     from latbench import errors
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import Any
 
 import typer
@@ -28,7 +29,7 @@ def format_commands_page() -> str:
 
 
 def _format_command(name: str, command: Any) -> str:
-    """Return the section of one command: its summary, its usage, its arguments and options, what follows the help."""
+    """Return the section of one command: its summary, its usage, its arguments and options, examples."""
     context = command.context_class(command, info_name=f"latbench {name}")
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
@@ -38,9 +39,18 @@ def _format_command(name: str, command: Any) -> str:
         if given:
             rows = "\n".join(_format_row(*each.get_help_record(context)) for each in given)
             parts.append(f"| {title} | meaning |\n|---|---|\n{rows}")
-    if command.epilog:
-        parts.append(f"```text\n{command.epilog.strip()}\n```")
+    if examples := _find_examples(command.epilog):
+        parts.append(f"```sh\n{examples}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _find_examples(epilog: str | None) -> str:
+    """Return the command lines below `Examples:` in what follows the help; empty if there are none."""
+    for paragraph in (epilog or "").replace("\b", "").split("\n\n"):
+        title, _, lines = paragraph.strip().partition("\n")
+        if title == "Examples:":
+            return textwrap.dedent(lines)
+    return ""
 
 
 def _unwrap(text: str | None) -> str:

@@ -20,7 +20,7 @@ NOT_RUN = {"cost_models_notebook": 0, "first_job": 1, "gpu": 3, "your_cnn": 0, "
 """Blocks that no test runs, by tutorial."""
 
 MISSED = 1
-"""The exit code of a job whose promise was missed, as may happen on a busy machine. The blocks after it work then, too."""
+"""The exit code of a job whose promise was missed, as may happen on a busy machine. The job is there all the same."""
 
 
 class Block(NamedTuple):
