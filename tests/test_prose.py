@@ -172,8 +172,9 @@ def unknown_names(text: str) -> list[str]:
     return sorted(named - code)
 
 
-def test_every_name_in_the_guide_for_contributors_exists() -> None:
-    assert unknown_names((ROOT / "CONTRIBUTING.md").read_text()) == []
+def test_every_name_in_the_guides_for_contributors_exists() -> None:
+    for page in ("CONTRIBUTING.md", "docs/how-to/extend.md"):
+        assert unknown_names((ROOT / page).read_text()) == [], page
     assert unknown_names("`VectorNM`, `is_at_least_as_free`, `NoSuchClass`, `no_such_function`") == [
         "NoSuchClass",
         "no_such_function",

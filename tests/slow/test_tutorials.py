@@ -57,7 +57,10 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.Te
         "LATBENCH_CACHE": str(cache),
         "PYTHONPATH": str(tmp_path),
     }
+    session = ""  # the blocks of Python so far, which later ones build on
     for _, language, code in (block for block in find_blocks(page.read_text()) if not block.reason):
+        if language == "python":
+            code = session = session + code
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "sh" else [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         allowed = {0, MISSED} if "latbench run" in code else {0}
