@@ -103,4 +103,4 @@ $(SITE_READY): $(READY)
 	touch $@
 
 clean:
-	rm -rf build .venv
+	rm -rf build .cache .venv
