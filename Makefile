@@ -1,5 +1,5 @@
-# Everything happens in .venv, which the first target that needs it makes. The README says what each target is for.
-.PHONY: demo test test-slow test-long test-models gate gpu check docs clean
+# Everything happens in .venv, which the first target that needs it makes. CONTRIBUTING.md says what each target is for.
+.PHONY: demo test test-slow test-long test-models gate gpu check docs site clean
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 
@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 CUDA_READY := .venv/cuda-ready
+SITE_READY := .venv/site-ready
 DEMO := build/demo
 MODELS := build/models
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -90,7 +91,16 @@ docs: $(READY)
 	mkdir -p build
 	$(BIN)/python -m latbench.tables.schema_page > build/table.md
 	$(BIN)/python -m search.yaml_page > build/yaml_files.md
-	mv build/table.md build/yaml_files.md docs/reference
+	$(BIN)/python -m latbench.cli.commands_page > build/commands.md
+	mv build/table.md build/yaml_files.md build/commands.md docs/reference
+
+# The site of docs/. Broken links and anchors, and names of the API that are not there, are errors. It needs no network.
+site: $(SITE_READY)
+	NO_COLOR=1 $(BIN)/zensical build --clean --strict
+
+$(SITE_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 clean:
-	rm -rf build .venv
+	rm -rf build .cache .venv

@@ -101,12 +101,19 @@ def test_sentences_are_short(page: Path) -> None:
     assert too_long(page.read_text()) == []
 
 
+def test_the_readme_is_short_and_has_figures_in_tables_alone() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    plain = " ".join(re.sub(r"`[^`]+`|\]\([^)]*\)", "", paragraph) for paragraph in paragraphs(text))
+    assert re.findall(r"[\d.]*\d[\d.]*", re.sub(r"Python 3\.\d+|Apache-2\.0|CC-BY-4\.0", "", plain)) == []
+
+
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Each latbench command of a page's code and its options, such as ("sweep", ["--cpu", "-o"])."""
     for block in re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             command = line.split(" #")[0]
-            if found := re.search(r"(?:^|[`\s])latbench ([a-z]+)\b(.*)", command):
+            if found := re.search(r"(?:^|[`\s])(?<!import )latbench ([a-z]+)\b(.*)", command):
                 yield found[1], re.findall(r"(?<=\s)(--[a-z][a-z-]*|-[a-z])\b", found[2])
 
 
@@ -165,8 +172,9 @@ def unknown_names(text: str) -> list[str]:
     return sorted(named - code)
 
 
-def test_every_name_in_the_guide_for_contributors_exists() -> None:
-    assert unknown_names((ROOT / "CONTRIBUTING.md").read_text()) == []
+def test_every_name_in_the_guides_for_contributors_exists() -> None:
+    for page in ("CONTRIBUTING.md", "docs/how-to/extend.md"):
+        assert unknown_names((ROOT / page).read_text()) == [], page
     assert unknown_names("`VectorNM`, `is_at_least_as_free`, `NoSuchClass`, `no_such_function`") == [
         "NoSuchClass",
         "no_such_function",
@@ -189,10 +197,11 @@ OF_COMMANDS = [  # terms of the summaries that `latbench --help` prints
     "promise", "sparsity", "sweep", "table", "target", "task", "workload",
 ]  # fmt: skip
 OF_THE_FIELD = [
-    "anchor", "backend", "block-wise", "budget", "burst", "calibration", "ceiling", "checkpoint", "coverage",
-    "dense baseline", "disturbed row", "group", "guarantee", "hold-out", "layer database", "mask", "N:M",
-    "one-shot pruning", "option", "problem", "recipe", "confidence", "roofline", "row", "sample", "second budget",
-    "session", "Shfl-BW", "speedup", "stitched model", "vector-wise", "verify",
+    "aimed-at speedup", "anchor", "backend", "block-wise", "budget", "burst", "calibration", "ceiling", "checkpoint",
+    "confidence", "confidence interval", "coverage", "dense baseline", "disturbed row", "group", "guarantee",
+    "hold-out", "inconclusive", "job", "layer database", "mask", "N:M", "one-shot pruning", "option", "problem",
+    "recipe", "roofline", "row", "sample", "second budget", "session", "Shfl-BW", "speedup", "stitched model",
+    "template", "vector-wise", "verdict", "verify",
 ]  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""The tutorials of docs run: every block of shell commands and of Python, in order, in a folder for each tutorial.
+
+A block after a comment `<!-- not run: ... -->` is left out, for the reason that the comment gives.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]+) -->\n)?```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+NOT_RUN = {"cost_models_notebook": 0, "first_job": 1, "gpu": 3, "your_cnn": 0, "your_transformer": 2}
+"""Blocks that no test runs, by tutorial."""
+
+MISSED = 1
+"""The exit code of a job whose promise was missed, as may happen on a busy machine. The job is there all the same."""
+
+
+class Block(NamedTuple):
+    """A block of a page: why it is not run, or an empty text; its language; its code."""
+
+    reason: str
+    language: str
+    code: str
+
+
+def find_blocks(text: str) -> list[Block]:
+    return [Block(*found.groups(default="")) for found in BLOCK.finditer(text)]
+
+
+def test_blocks_are_found_in_order_with_the_reason_for_leaving_one_out() -> None:
+    text = "A\n```sh\none\n```\n<!-- not run: no GPU -->\n```sh\ntwo\n```\n```text\nno\n```\n```python\n3\n```\n"
+    assert find_blocks(text) == [("", "sh", "one\n"), ("no GPU", "sh", "two\n"), ("", "python", "3\n")]
+
+
+def test_few_blocks_are_not_run() -> None:
+    found = {page.stem: sum(bool(block.reason) for block in find_blocks(page.read_text())) for page in TUTORIALS}
+    assert found == NOT_RUN
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = tmp_path_factory.getbasetemp() / "tutorial-cache"  # kernels that one tutorial compiled serve the next
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "LATBENCH_CACHE": str(cache),
+        "PYTHONPATH": str(tmp_path),
+    }
+    session = ""  # the blocks of Python so far, which later ones build on
+    for _, language, code in (block for block in find_blocks(page.read_text()) if not block.reason):
+        if language == "python":
+            code = session = session + code
+        command = ["bash", "-euo", "pipefail", "-c", code] if language == "sh" else [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        allowed = {0, MISSED} if "latbench run" in code else {0}
+        assert done.returncode in allowed, f"{code}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr, done.stderr
