@@ -5,9 +5,10 @@ mask: the share of the output's energy that the dropped weights carry, the sum o
 et al. 2023, section 3). Correlations between inputs, and what the other weights compensate for, are left out. Both
 change an error much, but the errors of one layer alike.
 
-The solver's choice follows a price of time: in each layer it takes the option with the least error + price * seconds.
-An option that is never the best at any price near the one that meets the target will not be chosen. `PRICE_RANGE`
-leaves room for layers that matter more or less than their error says, and `TOLERANCE` for the estimate.
+The solver's choice follows a price of time: in each layer it takes the option with the least cost, error + price *
+seconds. So the best option of each pattern is kept at a few prices around the one that meets the target, unless
+another pattern is far better there. `PRICE_RANGE` leaves room for layers that matter more or less than their error
+says, and `TOLERANCE` for the estimates of different patterns.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.prunable_layers import weight_matrix
 from sparse_kernels.top_units import Mask
 
-PRICE_RANGE = 6.0
+PRICE_RANGE = 3.0
 """Factor by which a layer's price of time may differ from the common one, either way."""
 
-TOLERANCE = 1.2
-"""Factor by which the estimated error of one option may be off, beside the other options of its layer."""
+TOLERANCE = 1.3
+"""Factor by which the cost of a pattern may be above that of the best one."""
 
-PRICES = 25
+PRICES = 4
 
 
 def select_likely_options(problem: Problem, task: Task, model: nn.Module, target: float) -> Problem:
@@ -67,18 +68,22 @@ def select_likely_options(problem: Problem, task: Task, model: nn.Module, target
     prices = np.geomspace(price / PRICE_RANGE, price * PRICE_RANGE, PRICES)
     layers = []
     for layer, errors in zip(problem.layers, known.errors, strict=True):
-        likely = _find_likely(layer.seconds, errors, prices)
-        likely |= np.array([option.pattern == DENSE for option in layer.options])
-        likely[int(np.argmin(layer.high))] = True
-        layers.append(layer.take(np.flatnonzero(likely).tolist()))
+        likely = _find_likely([option.pattern for option in layer.options], layer.seconds, errors, prices)
+        likely |= {j for j, option in enumerate(layer.options) if option.pattern == DENSE}
+        layers.append(layer.take(sorted(likely | {int(np.argmin(layer.high))})))
     return replace(problem, layers=tuple(layers))
 
 
-def _find_likely(seconds: Floats, errors: Floats, prices: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return which options may have the least cost at one of the prices."""
-    spent = prices[:, None] * seconds
-    worst = (errors * TOLERANCE + spent).min(axis=1, keepdims=True)
-    likely: np.ndarray[Any, np.dtype[np.bool_]] = (errors / TOLERANCE + spent <= worst).any(axis=0)
+def _find_likely(patterns: Sequence[str], seconds: Floats, errors: Floats, prices: Floats) -> set[int]:
+    """Return the options that are the best of their pattern at one of the prices, and hardly worse than the best."""
+    likely: set[int] = set()
+    for price in prices:
+        cost = errors + price * seconds
+        for pattern in set(patterns):
+            own = [j for j, name in enumerate(patterns) if name == pattern]
+            best = own[int(np.argmin(cost[own]))]
+            if cost[best] <= TOLERANCE * cost.min():
+                likely.add(best)
     return likely
 
 
