@@ -75,21 +75,21 @@ def test_an_estimated_error_is_the_energy_that_the_mask_drops(task: Task) -> Non
 
 
 @pytest.mark.parametrize("target", [1.3, 2.0, 4.0])
-def test_what_the_solver_chooses_stays_even_if_layers_matter_more_than_their_errors_say(
-    task: Task, target: float
+@pytest.mark.parametrize("factor", [1.0, 0.7 * PRICE_RANGE, 1 / (0.7 * PRICE_RANGE)])
+def test_little_is_lost_even_if_layers_matter_more_than_their_errors_say(
+    task: Task, target: float, factor: float
 ) -> None:
     model, whole = task.model(), problem()
     likely = select_likely_options(whole, task, model, target)
-    assert sum(len(layer.options) for layer in likely.layers) < 0.75 * sum(len(it.options) for it in whole.layers)
-    errors = estimate_errors(whole, task, model)
-    for factor in (1.0, 0.7 * PRICE_RANGE, 1 / (0.7 * PRICE_RANGE)):
-        weighted = {name: {it: error * (factor if name == "0" else 1) for it, error in own.items()}
-                    for name, own in errors.items()}  # fmt: skip
-        chosen = whole.with_errors(weighted).solve(target).options
-        for layer in likely.layers:
-            assert chosen[layer.name] in layer.options
-            assert layer.options[0] == Option(DENSE, 0.0)  # dense stays, and so does the fastest
-            assert Option("block:8x8", 0.95) in layer.options
+    assert sum(len(layer.options) for layer in likely.layers) < 0.6 * sum(len(it.options) for it in whole.layers)
+    for layer in likely.layers:  # dense stays, and so does the fastest
+        assert {Option(DENSE, 0.0), Option("block:8x8", 0.95)} <= set(layer.options)
+    weighted = {
+        name: {option: error * (factor if name == "0" else 1) for option, error in own.items()}
+        for name, own in estimate_errors(whole, task, model).items()
+    }
+    best, found = (it.with_errors(weighted).solve(target).error for it in (whole, likely))
+    assert best <= found <= 1.2 * best
 
 
 def test_shuffled_vectors_are_estimated_as_vectors(task: Task) -> None:
