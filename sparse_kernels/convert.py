@@ -73,6 +73,9 @@ def convert(
 ) -> nn.Module:
     """Return a copy of a model for inference in which every named layer runs its sparse kernel.
 
+    The copy has no gradients: call it as any module, in any thread, also without `torch.no_grad()`. An input that
+    requires grad is refused while gradients are on. A process may fork after it was converted or called.
+
     Parts that can be traced become `torch.fx.GraphModule`s. They keep only their `forward`, as it computed on the
     example inputs; later changes of plain attributes have no effect. Modules with hooks stay as they are.
 
@@ -103,6 +106,17 @@ def convert(
     ValueError
         If a name is no prunable layer, if no part of the model calls it as a module, or if the model cannot be
         copied or converted. The message names the layer if one is at fault.
+
+    Examples
+    --------
+    >>> import latbench as lb
+    >>> import torch
+    >>> dense, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()), torch.randn(8, 64)
+    >>> pattern = lb.patterns.parse("vector:32")
+    >>> mask = pattern.mask(dense[0].weight.detach().numpy() ** 2, sparsity=0.5)
+    >>> fast = lb.convert(dense, {"0": lb.LayerPattern(pattern, mask)}, (x,))
+    >>> fast(x).shape
+    torch.Size([8, 64])
     """
     example = _Example(example_inputs, dict(example_keywords or {}))
     _refuse_missing(model)
@@ -141,7 +155,17 @@ def _convert_copy(
     given = [*example.inputs, *example.keywords.values()]
     if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
         _prove(converted, example, run.calls[""].result)
+    _freeze(converted)
     return converted
+
+
+def _freeze(model: nn.Module) -> None:
+    """Let no tensor of the model ask for gradients, so that plain calls work outside of `torch.no_grad()`, too."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                value.requires_grad_(False)
 
 
 @dataclass(frozen=True)

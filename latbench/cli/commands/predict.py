@@ -103,18 +103,11 @@ def _build_query(
     layer: _Layer, measured: pd.DataFrame, choices: dict[str, Any], where: dict[str, str]
 ) -> pd.DataFrame:
     """Build the one row that a cost model predicts; columns that nobody gave come from the measured rows."""
-    import pandas as pd
+    from cost_models.rows.build_rows import build_rows
 
-    from latbench.workloads.points import convert_shape_to_columns
-
-    asked = {
-        **convert_shape_to_columns(layer.shape),
-        "pattern": str(layer.pattern),
-        "sparsity_target": layer.sparsity,
-    }
-    asked |= {name: value for name, value in choices.items() if value is not None}
-    asked |= _values(measured, where)
-    return pd.DataFrame([_settled(measured, asked) | asked])
+    given = {name: value for name, value in choices.items() if value is not None} | _values(measured, where)
+    layers = {"shape": layer.shape, "pattern": layer.pattern, "sparsity": layer.sparsity}
+    return build_rows(**layers, measured=measured, **given)
 
 
 def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage: float) -> None:
@@ -205,19 +198,3 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
             raise UsageError(f"--where {name}={text}: no measured row has it; known are {', '.join(sorted(values))}")
         found[name] = values[text]
     return found
-
-
-def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the key columns with one value in all measured rows that fit the query but for sizes and sparsity.
-
-    A table of one device, for example, predicts for that device.
-    """
-    from cost_models.rows.row_keys import SHAPE
-    from latbench.tables.schema import KEY_COLUMNS
-
-    rows = measured
-    for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
-        fitting = rows[rows[name] == asked[name]]
-        rows = fitting if len(fitting) else rows
-    names = [field.name for field in KEY_COLUMNS if field.name not in asked]
-    return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}
