@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latbench.base.files import hash_file
+from latbench.base.own_packages import share_names
 from latbench.errors import BadData, UsageError
 from search.problem.limits import Limits, parse_limits
 from search.user_code import call_user_code, describe_error
@@ -259,7 +260,8 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    """Let a task import the files beside it, as Python lets a script."""
+    """Let a task import the files beside it, as Python lets a script, also those with names of our packages."""
+    share_names(folder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

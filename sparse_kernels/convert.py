@@ -140,7 +140,7 @@ def _convert_copy(
     traces: bool,
 ) -> nn.Module:
     """Do what `convert` does, with traced parts or by replacing layers alone."""
-    model = _copy(model).eval()
+    model = copy_model(model).eval()
     bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
     _leave_fast_paths(model, chosen)
@@ -185,7 +185,7 @@ def _refuse_missing(model: nn.Module) -> None:
             raise ValueError(f"{name} has no numbers (device meta): load them before the model is converted")
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of the model. Raises ValueError if something in it cannot be copied.
 
     torch copies no tensor that was computed with gradients, such as the weight of a layer under `weight_norm`. Its
