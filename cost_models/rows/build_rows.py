@@ -44,8 +44,7 @@ def build_rows(
     Returns
     -------
     DataFrame
-        Columns of `latbench.tables.schema.KEY_COLUMNS`, as far as they are known. The order is that of the arguments;
-        the sparsity changes fastest.
+        Columns of `latbench.tables.schema.KEY_COLUMNS`, as far as they are known; the sparsity changes fastest.
 
     Raises
     ------

@@ -11,7 +11,7 @@ take a new Numba, run that test, then raise the upper bounds of `numba` and `llv
 - `WITHOUT_COUNTS`: kernels that do not count references to their arrays (the option `_nrt` of `numba.njit`)
 - `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
 - `find_openmp_library`: the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
-- `restart_queue`: the threads of Numba's queue in a forked process (`numba.np.ufunc.workqueue`)
+- `start_queue`: the threads of Numba's queue in a forked process (`numba.np.ufunc.workqueue`)
 
 Intrinsics (`numba.extending.intrinsic`, public) also rely on this, which has no import to gather here:
 
@@ -43,8 +43,8 @@ __all__ = [
     "find_openmp_library",
     "find_thread_counter",
     "read_compile_target",
-    "restart_queue",
     "serialize",
+    "start_queue",
 ]
 
 
@@ -100,7 +100,7 @@ def find_openmp_library() -> str:
     return path
 
 
-def restart_queue(threads: int) -> None:
+def start_queue(threads: int) -> None:
     """Start the threads of Numba's queue in a forked process, where Numba takes them for started."""
     from numba.np.ufunc import workqueue  # type: ignore[attr-defined]
 

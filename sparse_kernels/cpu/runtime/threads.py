@@ -6,9 +6,8 @@ Numba uses a queue of its own, which ends the process when two threads of the ca
 take turns.
 
 A process that has run kernels may fork, as servers do that load a model before they start workers. A fork copies no
-threads, so the pool of the thread that forks ends before, and starts anew at its next kernel, in parent and child.
-That costs the parent about as long as the start of its threads. An OpenMP from before GCC 9 cannot end its pool: then
-a child runs kernels with one thread, and warns of it.
+threads. So the thread that forks ends its pool before, and both processes start theirs at the next kernel. An OpenMP
+from before GCC 9 cannot end its pool: then a child runs kernels with one thread, and warns of it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 import numba
 from llvmlite import binding
 
-from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter, restart_queue
+from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter, start_queue
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ def link_openmp() -> bool:
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
                 binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            _end_pool_before_forks(library, use_one_thread)
+            _end_pool_before_forks(library, set_one_thread)
             return True
     return False
 
@@ -92,7 +91,7 @@ def _end_pool_before_forks(library: Any, otherwise: Callable[[], None] = lambda:
     os.register_at_fork(before=end_pool, after_in_child=lambda: None if ended else otherwise())
 
 
-def use_one_thread() -> None:
+def set_one_thread() -> None:
     """Let all callers in this process run kernels with one thread, and warn at the first one that wants more."""
     global _ask, _most
     _most, warned = 1, False
@@ -119,7 +118,7 @@ def _share_queue() -> threading.Lock:
     turn = threading.Lock()
 
     def start() -> None:
-        restart_queue(_most)
+        start_queue(_most)
         turn.release()
 
     os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=start)

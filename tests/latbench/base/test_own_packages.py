@@ -1,4 +1,4 @@
-"""A user's files with the names of our packages, beside a task or a script: both are found, or one is to be renamed."""
+"""A user's files with the names of our packages: both are found, or one must be renamed."""
 
 import ast
 import os

@@ -96,7 +96,7 @@ import warnings
 from sparse_kernels.cpu.runtime import threads
 
 def alone():
-    threads.use_one_thread()  # as after the fork of an OpenMP that cannot end its pool
+    threads.set_one_thread()  # as after the fork of an OpenMP that cannot end its pool
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         right = all(torch.allclose(model(x), expected, atol=1e-5) for _ in range(2))  # other sums than of two

@@ -59,7 +59,7 @@ def test_columns_with_one_measured_value_are_filled_and_given_ones_stay(table: C
         ({"shape": (64, 48)}, r"\(m, k, n\)"),
         ({"shape": (0, 48, 1)}, r"\(m, k, n\)"),
         ({"color": "red"}, "color is no key column"),
-        ({"pattern": "shflbw:32", "shape": (65, 48, 1)}, "cannot be shflbw:32"),
+        ({"pattern": "block:64x64"}, "cannot be block:64x64: one block"),
     ],
 )
 def test_what_is_no_layer_is_refused(changed: dict[str, object], reason: str) -> None:
