@@ -236,9 +236,12 @@ class _LongEnough(BaseException):
     """Ends a score that works so far; no `except Exception` of a user stops it."""
 
 
-def score_briefly(task: Task, model: nn.Module) -> float | None:
-    """Return the score of a model; None if that was ended after SCORE_SECONDS, or one call of the model."""
-    end = time.monotonic() + SCORE_SECONDS
+def score_briefly(task: Task, model: nn.Module, most_seconds: float | None = None) -> float | None:
+    """Return the score of a model; None if that was ended: at the first call of the model after the time limit.
+
+    most_seconds: the time limit, by default SCORE_SECONDS.
+    """
+    end = time.monotonic() + (SCORE_SECONDS if most_seconds is None else most_seconds)
 
     def stop_when_late(*_: object) -> None:
         if time.monotonic() > end:

@@ -98,7 +98,8 @@ class Task:
 
         model = self._call("model", self.implementation.model)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"task {self.name}: model() returned {_kind(model)}, not a torch.nn.Module")
+            found = f"the class {model.__name__}" if isinstance(model, type) else _kind(model)
+            raise UsageError(f"task {self.name}: model() returned {found}, not an object of torch.nn.Module")
         model = remove_compilation(model)
         call_user_code(f"task {self.name}: eval() of its model", model.eval)
         call_user_code(f"task {self.name}: the weights of its model", lambda: bake_weights(model))
@@ -239,7 +240,7 @@ def list_interface_faults(implementation: Any) -> dict[str, str]:
     missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
     if missing:
         calls = [f"{name}({', '.join(REQUIRED[name])})" for name in missing]
-        faults[missing[0]] = f"lacks {', '.join(calls)}"
+        faults[missing[0]] = f"lacks {', '.join(calls)}; `latbench new FILE.py` writes a file with all of them"
     for name, arguments in (REQUIRED | OPTIONAL).items():
         function = getattr(implementation, name, None)
         if not callable(function):

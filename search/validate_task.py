@@ -24,6 +24,7 @@ from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import hash_model
 from search.check_task import (
+    SCORE_SECONDS,
     TIMEOUT_SECONDS,
     check_copy,
     check_example,
@@ -151,16 +152,18 @@ class _Steps:
         self.model: nn.Module | None = None
         self.example: ExampleInputs | None = None
         self.hash_of_data: str | None = None
-        faults = list_interface_faults(task.implementation)
-        for member, sentence in faults.items():
-            self.add(member, f"the task {sentence}")
         names = [name for name in (*REQUIRED, *OPTIONAL) if callable(getattr(task.implementation, name, None))]
         self.found.functions = names
+        faults = list_interface_faults(task.implementation)
         self.usable = set(names) - set(faults)
+        for member, sentence in faults.items():
+            self.add(member, f"the task {sentence}")
 
     def add(self, member: str, sentence: str) -> None:
         """Note a fault of a member of the task."""
-        sentence = sentence.removeprefix(f"task {self.task.name}: ")
+        sentence = " ".join(sentence.split()).removeprefix(f"task {self.task.name}: ")
+        begins = sentence.partition("()")[0]
+        member = begins if begins in self.found.functions else member
         fault = TaskFault(_find_definition(self.task.implementation, member), sentence)
         if sentence not in {known.sentence for known in self.found.faults}:
             self.found.faults.append(fault)
@@ -222,7 +225,7 @@ class _Steps:
             [name for name in names if name not in self.found.layers], "the task excludes it"
         )
         if not self.found.layers:
-            self.add("model", "the model has no layer that can be pruned; `latbench trace` names the reasons")
+            self.add("model", "the model has no layer that can be pruned; the list of its layers says why")
             return
         flop = sum(shape.flop for shape in self.found.layers.values())
         share = self.found.share = flop / max(_count_flop(model, example), flop)
@@ -352,8 +355,8 @@ def _note_sizes(example: ExampleInputs, batch: Any) -> list[str]:
     if alike and sizes[0]:
         return []
     return [
-        f"The first tensor of example() has the shape {sizes[0]}, and that of a calibration batch {sizes[1]}. Usually "
-        "only the first dimension differs, which is the batch."
+        f"The first tensor of example() has the shape {sizes[0]}, and that of a calibration batch {sizes[1]}. "
+        "Usually only the first dimension differs, which is the batch."
     ]
 
 
@@ -383,7 +386,8 @@ def examine_task(reference: str, layers: Sequence[str], has_loss: bool, has_scor
         seen["seconds"] = time.monotonic() - start
         if converted is not None and not any(member == "score" for member, _ in faults):
             why = "with a converted model, which keeps its forward alone; let score() only call it"
-            _try(faults, "score", lambda: score_briefly(task, converted), f", {why}")
+            limit = SCORE_SECONDS if seen["score"] is not None else 0.0
+            _try(faults, "score", lambda: score_briefly(task, converted, limit), f", {why}")
     if not faults:
         for name in layers:
             layer = model.get_submodule(name)

@@ -252,7 +252,10 @@ DETACHED = (LOSS, "def loss(model, batch): return torch.tensor(1.0) if model(bat
 
 def test_a_loss_without_gradients_is_said_where_they_are_needed(tmp_path: Path) -> None:
     joint = failed(tmp_path, NO_GRAD, ["layer_gradients"])
-    assert "loss() runs without gradients, as under torch.no_grad," in joint and "prune with --no-global" in joint
+    assert (
+        "loss() runs without gradients, as under torch.no_grad, and the joint" in joint
+        and "prune with --no-global" in joint
+    )
     trained = failed(tmp_path, NO_GRAD, ["training"])
     assert "loss() returned a tensor without a gradient, and training needs one" in trained
     assert "leave --recipe out" in trained
