@@ -363,8 +363,8 @@ def _note_sizes(example: ExampleInputs, batch: Any) -> list[str]:
 def examine_task(reference: str, layers: Sequence[str], has_loss: bool, has_score: bool) -> dict[str, Any]:
     """Build a task's model here, convert it, and score it as it is, converted, and with zeros in its layers.
 
-    Returns hashes of the model and of the calibration data, scores and losses by name, None for each that failed, and
-    the faults as pairs of a member of the task and a sentence.
+    Returns hashes of the model and of the calibration data, scores and losses by name; each is None if it failed. The
+    faults are pairs of a member of the task and a sentence.
     """
     task = find_task(reference)
     faults: list[tuple[str, str]] = []

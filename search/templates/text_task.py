@@ -19,7 +19,7 @@ WEIGHTS = Path(__file__).with_suffix(".pt")  # REPLACE: the file with your train
 Batch = tuple[dict[str, Tensor], Tensor]  # REPLACE: what your loss() reads
 
 
-class Block(nn.Module):  # REPLACE: your architecture. Linear layers can be pruned; nn.MultiheadAttention cannot
+class EncoderBlock(nn.Module):  # REPLACE: your architecture. Linear layers can be pruned; nn.MultiheadAttention cannot
     def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -36,7 +36,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(200, 128), nn.Linear(128, 4)
-        self.blocks = nn.ModuleList(Block(128) for _ in range(2))
+        self.blocks = nn.ModuleList(EncoderBlock(128) for _ in range(2))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.tokens(ids)
