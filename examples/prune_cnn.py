@@ -9,11 +9,13 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sparse_kernels import parse
-from sparse_kernels.convert import LayerPattern, convert
+import latbench as lb
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
-PATTERN, SPARSITY = parse("vector:16"), 0.9  # each group of 16 output channels keeps a tenth of its inputs
+PATTERN, SPARSITY = (
+    lb.patterns.parse("vector:16"),
+    0.9,
+)  # each group of 16 output channels keeps a tenth of its inputs
 data = load_digits()
 images, labels = torch.tensor(data.images / 16, dtype=torch.float32)[:, None], torch.tensor(data.target)
 
@@ -39,16 +41,16 @@ def score(model):
 parts = []
 for c_in, c_out, stride in ((1, 32, 1), (32, 64, 2), (64, 128, 1), (128, 128, 1)):
     parts += [nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU()]
-dense = train(nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)), 100, {})
+dense = train(nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)), 80, {})
 
 # Keep the largest weights of the three large convolutions, then train on to recover.
 pruned = copy.deepcopy(dense)
 masks = {name: PATTERN.mask(weight_matrix(pruned[int(name)]).numpy() ** 2, SPARSITY) for name in ("3", "6", "9")}
-train(pruned, 60, {pruned[int(name)]: mask for name, mask in masks.items()})
+train(pruned, 40, {pruned[int(name)]: mask for name, mask in masks.items()})
 
 # The conversion proves on the example that the fast model gives the same results as the pruned one.
 x = images[-16:]
-fast = convert(pruned, {name: LayerPattern(PATTERN, mask) for name, mask in masks.items()}, (x,))
+fast = lb.convert(pruned, {name: lb.LayerPattern(PATTERN, mask) for name, mask in masks.items()}, (x,))
 with torch.inference_mode():  # in turns, so that both see the same machine
     pairs = [(timeit(lambda: dense(x), number=1), timeit(lambda: fast(x), number=1)) for _ in range(100)][10:]
 ratio = statistics.median(slow / quick for slow, quick in pairs)

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from search import solve
-from sparse_kernels import pack, parse, prepare
-from sparse_kernels.convert import LayerPattern, convert
+import latbench as lb
+from sparse_kernels import pack, prepare
 from sparse_kernels.prunable_layers import weight_matrix
 
-PATTERN, SPARSITIES = parse("vector:16"), (0.0, 0.5, 0.75, 0.9)
+PATTERN, SPARSITIES = lb.patterns.parse("vector:16"), (0.0, 0.5, 0.75, 0.9)
 
 
 class Block(nn.Module):
@@ -49,11 +48,11 @@ for layer in layers.values():
 
 # The least error in a time that is halfway between no zeros and the fastest options.
 seconds = [times[weight_matrix(layer).shape] for layer in layers.values()]
-chosen = solve(seconds, errors, budget=sum(options[0] + min(options) for options in seconds) / 2)
+chosen = lb.solve(seconds, errors, budget=sum(options[0] + min(options) for options in seconds) / 2)
 for name, choice in zip(layers, chosen.choice, strict=True):
     print(f"{name:8} {SPARSITIES[choice]:4.0%} of the weights are zero")
-choices = {name: LayerPattern(PATTERN, masks[i][chosen.choice[i]]) for i, name in enumerate(layers)}
-fast = convert(dense, choices, (ids,))
+choices = {name: lb.LayerPattern(PATTERN, masks[i][chosen.choice[i]]) for i, name in enumerate(layers)}
+fast = lb.convert(dense, choices, (ids,))
 with torch.inference_mode():  # in turns, so that both see the same machine
     pairs = [(timeit(lambda: dense(ids), number=1), timeit(lambda: fast(ids), number=1)) for _ in range(60)][10:]
 print(f"the pruned model is {statistics.median(a / b for a, b in pairs):.2f} times as fast as dense torch")
