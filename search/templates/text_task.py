@@ -66,7 +66,7 @@ def model() -> nn.Module:
 
 def example() -> dict[str, Tensor]:
     """Return the keywords of the call that is timed. The first dimension is the batch."""
-    return draw_batch(0, 16)[0]  # REPLACE: inputs of the size that you deploy with
+    return draw_batch(0, 64)[0]  # REPLACE: inputs of the size that you deploy with
 
 
 def calibration() -> list[Batch]:

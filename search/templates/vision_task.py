@@ -36,7 +36,7 @@ def model() -> nn.Module:
 
 def example() -> tuple[Tensor]:
     """Return the arguments of the call that is timed. The first dimension is the batch."""
-    return (images[-16:],)  # REPLACE: inputs of the size that you deploy with
+    return (images[-64:],)  # REPLACE: inputs of the size that you deploy with
 
 
 def calibration() -> list[tuple[Tensor, Tensor]]:
