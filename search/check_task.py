@@ -97,30 +97,31 @@ def check_task(task: Task, steps: Collection[str] = STEPS, *, threads: int = 1) 
         A weight is missing, not finite or not float32.
     """
     model, example = task.model(), task.example()
-    _check_example(task, model, example)
+    check_example(task, model, example)
     found = example.find_batch()
     assert found is not None  # by Task.example
     batches = conditions = None
     if "copy" in steps:
-        _check_copy(task, model, example)
+        check_copy(task, model, example)
     if "loss" in steps:
         calibration = task.calibration()
         batches, conditions = len(calibration), find_conditions(task, model, calibration)
     if "layer_gradients" in steps:
-        _check_layer_gradients(task, model)
+        check_layer_gradients(task, model)
     if "training" in steps:
-        _check_training(task, model)
+        check_training(task, model)
     if "score" in steps:
         _check_score_in_worker(task, model, threads)
     return TaskFacts(example, *found, batches, conditions)
 
 
-def _check_example(task: Task, model: nn.Module, example: ExampleInputs) -> None:
+def check_example(task: Task, model: nn.Module, example: ExampleInputs) -> None:
+    """Raise UsageError if the model does not run on the inputs of example()."""
     with torch.no_grad():
         task.run(model, example)
 
 
-def _check_copy(task: Task, model: nn.Module, example: ExampleInputs) -> None:
+def check_copy(task: Task, model: nn.Module, example: ExampleInputs) -> None:
     """Raise UsageError if the model cannot be copied, or its copy does not run as it is timed, or changes."""
     try:
         twin = copy.deepcopy(model)
@@ -164,7 +165,7 @@ def _find_uncopyable(model: nn.Module) -> str:
     return "it"
 
 
-def _check_layer_gradients(task: Task, model: nn.Module) -> None:
+def check_layer_gradients(task: Task, model: nn.Module) -> None:
     """Raise UsageError if no output of a layer has a gradient while `loss()` runs."""
     layers = {name: module for name, module in model.named_modules() if is_layer(module)}
     if not any(parameter.requires_grad for layer in layers.values() for parameter in layer.parameters()):
@@ -178,14 +179,14 @@ def _check_layer_gradients(task: Task, model: nn.Module) -> None:
     with torch.enable_grad(), register_forward_hooks(model, dict.fromkeys(layers, note)):
         task.loss(model, batch)
     if not any(found):
-        reason = "runs without gradients, as under torch.no_grad," if found else "calls no layer of the model"
+        reason = "runs without gradients, as under torch.no_grad" if found else "calls no layer of the model"
         raise UsageError(
             f"task {task.name}: loss() {reason}, and the joint tuning of all layers needs gradients; change loss(), "
             "or prune with --no-global"
         )
 
 
-def _check_training(task: Task, model: nn.Module) -> None:
+def check_training(task: Task, model: nn.Module) -> None:
     """Raise UsageError if a training batch has no loss with a gradient, in training mode."""
     twin = task.model()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -223,9 +224,9 @@ def check_score(reference: str, layers: Sequence[str]) -> None:
     except ValueError as error:
         raise UsageError(f"task {task.name}: its model cannot be converted to latbench's kernels: {error}") from error
     try:
-        _score_briefly(task, converted)
+        score_briefly(task, converted)
     except LatbenchError as error:
-        _score_briefly(task, model)  # a score that fails for the dense model too is not the conversion's fault
+        score_briefly(task, model)  # a score that fails for the dense model too is not the conversion's fault
         raise UsageError(
             f"{error}; this happened with a converted model, which keeps its forward alone: let score() only call it"
         ) from error
@@ -235,9 +236,12 @@ class _LongEnough(BaseException):
     """Ends a score that works so far; no `except Exception` of a user stops it."""
 
 
-def _score_briefly(task: Task, model: nn.Module) -> None:
-    """Score a model, but for SCORE_SECONDS and one call of the model at most."""
-    end = time.monotonic() + SCORE_SECONDS
+def score_briefly(task: Task, model: nn.Module, most_seconds: float | None = None) -> float | None:
+    """Return the score of a model; None if that was ended: at the first call of the model after the time limit.
+
+    most_seconds: the time limit, by default SCORE_SECONDS.
+    """
+    end = time.monotonic() + (SCORE_SECONDS if most_seconds is None else most_seconds)
 
     def stop_when_late(*_: object) -> None:
         if time.monotonic() > end:
@@ -245,8 +249,8 @@ def _score_briefly(task: Task, model: nn.Module) -> None:
 
     handle = model.register_forward_hook(stop_when_late)
     try:
-        task.score(model)
+        return task.score(model)
     except _LongEnough:
-        pass
+        return None
     finally:
         handle.remove()

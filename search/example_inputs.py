@@ -50,6 +50,13 @@ class ExampleInputs:
         """Return the inputs with shapes in place of tensors, for a file: a list, or a mapping of keywords."""
         return _describe(dict(self.keywords) if self.keywords else list(self.arguments))
 
+    def describe_tensors(self) -> dict[str, str]:
+        """Return the shape and the element type of each tensor, such as 16x1x8x8 float32, by its place."""
+        return {
+            place: f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+            for place, tensor in self._walk()
+        }
+
     def _walk(self) -> Iterator[tuple[str, Tensor]]:
         for number, value in enumerate(self.arguments, start=1):
             yield from _walk(value, f"argument {number}")

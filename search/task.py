@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import pkgutil
 import sys
@@ -35,6 +36,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latbench.base.files import hash_file
+from latbench.base.own_packages import share_names
 from latbench.errors import BadData, UsageError
 from search.problem.limits import Limits, parse_limits
 from search.user_code import call_user_code, describe_error
@@ -45,7 +47,11 @@ if TYPE_CHECKING:
 
     from search.example_inputs import ExampleInputs
 
-REQUIRED = ("model", "example", "calibration", "loss", "score")
+REQUIRED = {"model": (), "example": (), "calibration": (), "loss": ("model", "batch"), "score": ("model",)}
+"""The functions that every task has, with their arguments."""
+
+OPTIONAL = {"train_batches": ("rng",)}
+"""Functions that a task may have, with their arguments."""
 
 Result = TypeVar("Result")
 
@@ -92,7 +98,8 @@ class Task:
 
         model = self._call("model", self.implementation.model)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"task {self.name}: model() returned {_kind(model)}, not a torch.nn.Module")
+            found = f"the class {model.__name__}" if isinstance(model, type) else _kind(model)
+            raise UsageError(f"task {self.name}: model() returned {found}, not an object of torch.nn.Module")
         model = remove_compilation(model)
         call_user_code(f"task {self.name}: eval() of its model", model.eval)
         call_user_code(f"task {self.name}: the weights of its model", lambda: bake_weights(model))
@@ -145,7 +152,10 @@ class Task:
 
         loss = self._call("loss", lambda: self.implementation.loss(model, batch))
         if not torch.is_tensor(loss) or loss.numel() != 1:
-            raise UsageError(f"task {self.name}: loss() must return a scalar tensor, not {_kind(loss)}")
+            advice = "return its mean" if torch.is_tensor(loss) else "item() and float() drop its gradients"
+            raise UsageError(f"task {self.name}: loss() must return a scalar tensor, not {_kind(loss)}; {advice}")
+        if loss.is_meta:
+            raise UsageError(f"task {self.name}: loss() returned a tensor on the meta device, which has no value")
         return loss
 
     def score(self, model: torch.nn.Module) -> float:
@@ -157,7 +167,7 @@ class Task:
         try:
             score = float(found)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"task {self.name}: score() must return a number, not {_kind(found)}") from error
+            raise UsageError(f"task {self.name}: score() must return one number, not {_kind(found)}") from error
         if not math.isfinite(score):
             raise BadData(f"task {self.name}: score() returned {score}")
         return score
@@ -195,6 +205,14 @@ def load_task(reference: str) -> Task:
     UsageError
         There is no such task, its import fails, or it lacks a member.
     """
+    task = find_task(reference)
+    if faults := list_interface_faults(task.implementation):
+        raise UsageError(f"task {reference} {' and '.join(faults.values())}")
+    return task
+
+
+def find_task(reference: str) -> Task:
+    """Return the task of this name, whatever functions it lacks. Raises as `load_task` does."""
     source, _, attribute = reference.partition(":")
     if source in list_bundled_tasks():
         module = importlib.import_module(f"search.tasks.{source}")
@@ -206,9 +224,6 @@ def load_task(reference: str) -> Task:
     implementation = getattr(module, attribute, None) if attribute else module
     if implementation is None:
         raise UsageError(f"{source} has no {attribute!r} to be a task")
-    missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
-    if missing:
-        raise UsageError(f"task {reference} lacks {', '.join(f'{name}()' for name in missing)}")
     return Task(
         reference=f"{source}:{attribute}" if attribute else source,
         name=str(getattr(implementation, "name", attribute or Path(source).stem.rpartition(".")[2])),
@@ -217,6 +232,29 @@ def load_task(reference: str) -> Task:
         limits=_read_limits(implementation, reference),
         source=hash_file(Path(module.__file__)) if module.__file__ else "",
     )
+
+
+def list_interface_faults(implementation: Any) -> dict[str, str]:
+    """Return what is wrong with the functions of a task by name: those that lack, or take other arguments."""
+    faults = {}
+    missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
+    if missing:
+        calls = [f"{name}({', '.join(REQUIRED[name])})" for name in missing]
+        faults[missing[0]] = f"lacks {', '.join(calls)}; `latbench new FILE.py` writes a file with all of them"
+    for name, arguments in (REQUIRED | OPTIONAL).items():
+        function = getattr(implementation, name, None)
+        if not callable(function):
+            continue
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of some functions that are not written in Python
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            shown = str(signature).partition(" ->")[0]
+            faults[name] = f"has {name}{shown}, and it is called as {name}({', '.join(arguments)})"
+    return faults
 
 
 def _read_limits(implementation: Any, reference: str) -> Limits:
@@ -259,7 +297,8 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    """Let a task import the files beside it, as Python lets a script."""
+    """Let a task import the files beside it, as Python lets a script, also those with names of our packages."""
+    share_names(folder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -274,5 +313,10 @@ def _report_import(source: str, function: Callable[[], ModuleType]) -> ModuleTyp
         raise UsageError(f"the import of task {source} raised {describe_error(error)}") from error
 
 
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+def _kind(value: Any) -> str:
+    """Return what a value is, as a noun with its article: a dict, a Tensor of shape (8, 4)."""
+    if value is None:
+        return "None"
+    shape = f" of shape {tuple(value.shape)}" if type(value).__name__ == "Tensor" else ""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{shape}"

@@ -73,6 +73,8 @@ def convert(
 ) -> nn.Module:
     """Return a copy of a model for inference in which every named layer runs its sparse kernel.
 
+    The copy has no gradients: call it in any thread, also without `torch.no_grad()`. Its process may fork.
+
     Parts that can be traced become `torch.fx.GraphModule`s. They keep only their `forward`, as it computed on the
     example inputs; later changes of plain attributes have no effect. Modules with hooks stay as they are.
 
@@ -103,6 +105,15 @@ def convert(
     ValueError
         If a name is no prunable layer, if no part of the model calls it as a module, or if the model cannot be
         copied or converted. The message names the layer if one is at fault.
+
+    Examples
+    --------
+    >>> import torch, latbench as lb
+    >>> dense, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()), torch.randn(8, 64)
+    >>> pattern = lb.patterns.parse("vector:32")
+    >>> mask = pattern.mask(dense[0].weight.detach().numpy() ** 2, sparsity=0.5)
+    >>> fast = lb.convert(dense, {"0": lb.LayerPattern(pattern, mask)}, (x,))
+    >>> y = fast(x)
     """
     example = _Example(example_inputs, dict(example_keywords or {}))
     _refuse_missing(model)
@@ -126,7 +137,7 @@ def _convert_copy(
     traces: bool,
 ) -> nn.Module:
     """Do what `convert` does, with traced parts or by replacing layers alone."""
-    model = _copy(model).eval()
+    model = copy_model(model).eval()
     bake_weights(model)
     chosen = _apply_choices(model, choices, backend)
     _leave_fast_paths(model, chosen)
@@ -141,7 +152,17 @@ def _convert_copy(
     given = [*example.inputs, *example.keywords.values()]
     if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
         _prove(converted, example, run.calls[""].result)
+    _freeze(converted)
     return converted
+
+
+def _freeze(model: nn.Module) -> None:
+    """Let no tensor of the model ask for gradients, so that plain calls work outside of `torch.no_grad()`, too."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                value.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -161,7 +182,7 @@ def _refuse_missing(model: nn.Module) -> None:
             raise ValueError(f"{name} has no numbers (device meta): load them before the model is converted")
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of the model. Raises ValueError if something in it cannot be copied.
 
     torch copies no tensor that was computed with gradients, such as the weight of a layer under `weight_norm`. Its

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparse_kernels import shuffle
 from sparse_kernels.shapes import Conv2dShape, Shape
+from sparse_kernels.shuffle import group_rows
 from sparse_kernels.top_units import (
     Mask,
     Scores,
@@ -247,13 +247,13 @@ class ShflBW:
         return f"shflbw:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """Return the vectors of most score among the row groups that `shuffle.group_rows` finds.
+        """Return the vectors of most score among the row groups that `group_rows` finds.
 
         Consecutive rows are among the groupings it compares, so this never retains less score than VectorWise(v). The
         same scores give the same mask every time on one machine; the rounding of another's BLAS may lead to another.
         """
         _check(scores, sparsity)
-        order = shuffle.group_rows(scores, self.v, sparsity, np.random.default_rng(0))
+        order = group_rows(scores, self.v, sparsity, np.random.default_rng(0))
         kept, _, heights = select_top_vectors(scores[order], self.v, sparsity)
         mask = np.empty(scores.shape, bool)
         mask[order] = kept.repeat(heights, axis=0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparse_kernels import registry
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, CONV2D_LAYOUTS, LAYOUTS, Array, Plan
+from sparse_kernels.registry import find_kernel
 from sparse_kernels.shapes import Conv2dShape
 
 
@@ -53,7 +53,7 @@ def prepare(
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n must be a number of columns of at least 0, not {n}")
-    function = registry.find_kernel(packed.pattern.format, "linear", backend)
+    function = find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
         if tune or precision != "float32":
             setting = "tune=True" if tune else f"precision={precision!r}"
@@ -100,7 +100,7 @@ def prepare_conv2d(
         raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
-    function = registry.find_kernel(packed.pattern.format, "conv2d", backend)
+    function = find_kernel(packed.pattern.format, "conv2d", backend)
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
     if backend == "numba":

@@ -246,7 +246,7 @@ def find_repeated_names(trees: Mapping[Path, ast.Module]) -> list[str]:
     """Return the names that public functions of three rooms or more share: one verb has one meaning."""
     rooms: defaultdict[str, set[str]] = defaultdict(set)
     for path, tree in trees.items():
-        for node in tree.body:
+        for node in tree.body if path.parent != COMMANDS else ():
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in SAME_MEANING:
                 rooms[node.name].add("/".join(path.parts[:2]) if len(path.parts) > 2 else str(path))
     return [f"{name}: {', '.join(sorted(them))}" for name, them in rooms.items() if len(them) > 2]

@@ -66,6 +66,7 @@ def test_a_wheel_brings_four_typed_packages_their_licences_and_the_datasets(dist
     assert {name.split("/")[0] for name in names} == {*NAMES, information}
     assert {f"{package}/py.typed" for package in NAMES} <= names
     assert {"latbench/datasets/LICENSE", "latbench/datasets/workloads/resnet50.yaml"} <= names
+    assert {"search/templates/vision_task.py", "search/templates/text_task.py"} <= names
     assert {f"{information}/licenses/{name}" for name in ("LICENSE", "datasets/LICENSE")} <= names
     metadata = zipfile.ZipFile(distributions[0]).read(f"{information}/METADATA").decode()
     assert "License-Expression: Apache-2.0 AND CC-BY-4.0\n" in metadata
@@ -78,7 +79,14 @@ def test_a_source_distribution_brings_what_a_reader_of_the_repository_looks_for(
     with tarfile.open(distributions[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"LICENSE", "datasets/LICENSE", "README.md", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md"}
-    wanted |= {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".pre-commit-config.yaml"}
+    wanted |= {
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        ".ci/run",
+        ".pre-commit-config.yaml",
+        "examples/prune_cnn.py",
+    }
     assert wanted <= names
     assert {f"{package}/py.typed" for package in NAMES} <= names
 

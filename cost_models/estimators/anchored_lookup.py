@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy.interpolate import PchipInterpolator
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
+from cost_models.estimators.scored_regressor import ScoredRegressor
 from cost_models.refusals import Unanchored, Uncalibrated
 from cost_models.rows.row_keys import CURVE, FloatArray, RowMask, describe_point, extract_keys, extract_sparsities
 from cost_models.rows.training_rows import check_seconds
@@ -90,7 +91,7 @@ class LeaveOneOutErrors:
         return cls(errors, _compute_distances(x), without)
 
 
-class AnchoredLookup(RegressorMixin, BaseEstimator):
+class AnchoredLookup(ScoredRegressor, BaseEstimator):
     """Measured curves, interpolated over sparsity. Rows without a measured curve are refused.
 
     Parameters

@@ -12,15 +12,16 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from cost_models.estimators.anchored_lookup import AnchoredLookup
 from cost_models.estimators.boosted import Boosted
+from cost_models.estimators.scored_regressor import ScoredRegressor
 from cost_models.rows.row_keys import FloatArray, RowMask
 
 
-class Hybrid(RegressorMixin, BaseEstimator):
+class Hybrid(ScoredRegressor, BaseEstimator):
     """A look-up of measured curves and boosted trees for the rest, for one device, backend and way of measuring.
 
     Parameters

@@ -14,9 +14,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
+from cost_models.estimators.scored_regressor import ScoredRegressor
 from cost_models.features import measured_ranges
 from cost_models.features.feature_encoder import FeatureEncoder
 from cost_models.features.layer_work import SIZES
@@ -35,7 +36,7 @@ LogPredictor = Callable[[pd.DataFrame], FloatArray]
 """Returns the logarithm of the seconds of every row, (rows,)."""
 
 
-class LearnedModel(RegressorMixin, BaseEstimator, ABC):
+class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
     """A model of one device, backend and way of measuring that predicts unmeasured shapes.
 
     Parameters

@@ -21,7 +21,7 @@ INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
 # In the order a user meets them: the commands of a job, then those for tables and machines.
 COMMANDS = [
-    "run", "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
+    "new", "check", "run", "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
     "solve", "compare", "validate", "merge", "import", "layers", "doctor", "setup",
 ]  # fmt: skip
 _MODULES = {"import": "import_timings"}  # of commands whose names are keywords of Python

@@ -178,9 +178,9 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
 
 
 def _read_model(path: Path) -> ModelFile:
-    import cost_models
+    from cost_models.model_file import read
 
-    return cost_models.read(path)
+    return read(path)
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from latbench.base.own_packages import share_names
 from latbench.timing.sampling import Timer, WallClock
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -109,6 +110,7 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, Timer]) -> Any:
             return prepared[key].burst(seconds)
         case ("path", entries):
             sys.path[:] = entries  # the worker imports from the same places as the parent
+            share_names()
             return None
         case ("drop", keys):
             for key in keys:

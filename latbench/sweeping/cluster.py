@@ -14,18 +14,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-import latbench
-import sparse_kernels
 from latbench.backends import installed_engines
 from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_versions import Versions
+from latbench.base.own_packages import FOLDER
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_discovery import find_gpu
@@ -124,8 +122,8 @@ def inspect_node(gpu: str | None) -> NodeInventory:
 def hash_sources() -> str:
     """Return the hash of the sources of latbench and its kernels, which must be equal on all nodes."""
     found = hashlib.sha256()
-    for package in (latbench, sparse_kernels):
-        root = Path(package.__path__[0])
+    for name in ("latbench", "sparse_kernels"):
+        root = FOLDER / name
         for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cu", ".cuh")):
             found.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return found.hexdigest()[:16]

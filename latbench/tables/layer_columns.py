@@ -8,7 +8,7 @@ import numpy as np
 
 from latbench.errors import BadData
 from latbench.tables.schema import COLUMNS
-from sparse_kernels import patterns
+from sparse_kernels.patterns import NM, BlockWise, ShflBW, VectorNM, VectorWise, parse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,15 +22,15 @@ def derive_pattern_columns(pattern: str) -> dict[str, Any]:
     empty: dict[str, Any] = dict.fromkeys(("format", "block_h", "block_w", "v", "nm_n", "nm_m"))
     if pattern == "profile":
         return empty
-    parsed = patterns.parse(pattern)
+    parsed = parse(pattern)
     match parsed:
-        case patterns.BlockWise():
+        case BlockWise():
             sizes = {"block_h": parsed.rows, "block_w": parsed.cols}
-        case patterns.VectorNM():
+        case VectorNM():
             sizes = {"v": parsed.v, "nm_n": parsed.keep, "nm_m": parsed.of}
-        case patterns.VectorWise() | patterns.ShflBW():
+        case VectorWise() | ShflBW():
             sizes = {"v": parsed.v}
-        case patterns.NM():
+        case NM():
             sizes = {"nm_n": parsed.keep, "nm_m": parsed.of}
         case _:
             sizes = {}

@@ -15,8 +15,7 @@ from latbench.base.engine_registry import CPU_ENGINES, ROUNDED_KERNELS, CpuLayer
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
-from sparse_kernels import patterns
-from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 STANDARD_ENGINES = list_standard(CPU_ENGINES)
@@ -228,7 +227,7 @@ def select_sparsities(pattern: Pattern, sparsities: Sequence[float]) -> Sequence
 def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
     """Parse specs of patterns, several in one text separated by commas. Raises UsageError for an unknown one."""
     try:
-        return [patterns.parse(text.strip()) for given in texts for text in given.split(",")]
+        return [parse(text.strip()) for given in texts for text in given.split(",")]
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import cost_models
+from cost_models.model_file import load
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
@@ -195,7 +195,7 @@ def build_layers(
     rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
     engine = select_engine_rows(rows, backend=backend, threads=threads)
     return build_predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
+        load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
         sparsities=candidates.sparsities, coverage=coverage,
     )  # fmt: skip
 

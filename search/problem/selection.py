@@ -43,7 +43,9 @@ class Selection:
 
     def __repr__(self) -> str:
         proof = ", proven least" if self.bound == self.error else ""
-        return f"<Selection: {self.speedup.low:.4g}x, total error {self.error:.6g}{proof}>"
+        value, low, high = self.speedup.ends
+        interval = "" if low == high else f" ({low:.4g} to {high:.4g})"
+        return f"<Selection: {value:.4g}x{interval}, total error {self.error:.6g}{proof}>"
 
     @property
     def seconds(self) -> float:

@@ -14,8 +14,8 @@ Capture again after its weights have changed, because a graph keeps the plan tha
 
 On a CPU a layer keeps a plan for small and one for large batches, or one for each of the latest image sizes. A
 SparseLinear with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.plans.autotune`. It
-tries again for about twice or half as many tokens. After a call on a CPU, start child processes that run layers anew,
-do not fork them (`cpu.runtime.threads`).
+tries again for about twice or half as many tokens. A process that has called layers may fork, and its children may
+call them (`cpu.runtime.threads`).
 
 Whatever watches torch's operators sees a layer as one of them (`nn.layer_operators`): `torch.compile`,
 `torch.export`, `torch.jit.trace`, `make_fx`, vmap. What they make holds the packed weight, and needs

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels import prepare_conv2d
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
@@ -18,6 +17,7 @@ from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
 from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, SparseLayer, machine_of, pack_layer
 from sparse_kernels.patterns import Pattern
+from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.prunable_layers import ConvolutionGeometry, find_geometry
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.tensors.padded_conv import finished, framable, unframe

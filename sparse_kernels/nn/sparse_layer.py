@@ -211,7 +211,10 @@ class SparseLayer(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(f"a layer takes a tensor, not a {type(x).__name__}")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise RuntimeError("sparse layers are for inference: call the model under torch.no_grad()")
+            raise RuntimeError(
+                "sparse layers are for inference, and an input requires grad: call the model under torch.no_grad(), "
+                "or give it x.detach()"
+            )
         if self._on_gpu:
             if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels import prepare
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_linear, call_operator
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, SparseLayer, machine_of, pack_layer
 from sparse_kernels.patterns import Pattern
+from sparse_kernels.planner import prepare
 from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 from sparse_kernels.tensors.torch_tiles import TokenTiles, tiles_shape, worthwhile
 

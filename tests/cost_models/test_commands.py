@@ -582,7 +582,7 @@ def test_trace_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     assert "running the model raised RuntimeError" in refused(f"{file}:net", "--input-shape", "1x3")
     assert "has no attribute 'nett'" in refused(f"{file}:nett", "--input-shape", "1x3x8x8")
     assert "returned a int, not a torch.nn.Module" in refused(f"{file}:not_a_model", "--input-shape", "1x3x8x8")
-    assert "whole numbers joined by x" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
+    assert "takes sizes joined by x such as 1x3x224x224, or" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
     assert "TARGET is the function that makes the model" in refused("net", "--input-shape", "1x3x8x8")
     assert "No module named" in refused("no_such_module:net", "--input-shape", "1x3x8x8")
     assert "no layer can be timed" in refused("torch.nn:Identity", "--input-shape", "1x3")

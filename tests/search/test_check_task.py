@@ -234,7 +234,7 @@ def test_a_batch_that_cannot_be_hashed_is_said(tmp_path: Path) -> None:
             r"calibration\(\) must return a list of batches, not a Tensor",
         ),
         ((DATA, "def calibration(): return {'x': 1}"), "must return a list of batches, not a dict"),
-        ((DATA, "def calibration(): return 3"), "must return a list of batches, not a int"),
+        ((DATA, "def calibration(): return 3"), "must return a list of batches, not an int"),
         (
             (DATA, "def calibration():\n    yield batches()[0]\n    raise OSError('lost')"),
             r"calibration\(\) raised OSError: lost \(mine.py:23\)",
@@ -252,7 +252,10 @@ DETACHED = (LOSS, "def loss(model, batch): return torch.tensor(1.0) if model(bat
 
 def test_a_loss_without_gradients_is_said_where_they_are_needed(tmp_path: Path) -> None:
     joint = failed(tmp_path, NO_GRAD, ["layer_gradients"])
-    assert "loss() runs without gradients, as under torch.no_grad," in joint and "prune with --no-global" in joint
+    assert (
+        "loss() runs without gradients, as under torch.no_grad, and the joint" in joint
+        and "prune with --no-global" in joint
+    )
     trained = failed(tmp_path, NO_GRAD, ["training"])
     assert "loss() returned a tensor without a gradient, and training needs one" in trained
     assert "leave --recipe out" in trained
@@ -305,7 +308,7 @@ def test_a_score_that_a_converted_model_breaks_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["None", "'high'", "torch.ones(2)"])
 def test_a_score_that_is_no_number_is_said_without_blaming_the_conversion(code: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"score\(\) must return a number, not") as caught:
+    with pytest.raises(UsageError, match=r"score\(\) must return one number, not") as caught:
         check_score(written(tmp_path, (SCORE, f"def score(model): return {code}")), ["first", "head"])
     assert "converted" not in str(caught.value)
 

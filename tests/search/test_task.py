@@ -59,7 +59,7 @@ def test_an_attribute_of_a_module_is_a_task(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"lacks calibration\(\), loss\(\), score\(\)"):
+    with pytest.raises(UsageError, match=r"lacks calibration\(\), loss\(model, batch\), score\(model\)"):
         load_task(written(tmp_path, "def model(): ...\ndef example(): ...\n"))
 
 

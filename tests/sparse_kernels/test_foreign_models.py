@@ -1,5 +1,6 @@
 """What models of timm and transformers do with their layers, in models of a few lines."""
 
+import copy
 import sys
 from types import ModuleType
 
@@ -192,4 +193,39 @@ def test_what_cannot_be_traced_prints_nothing(rng: np.random.Generator, capfd: p
     converted = convert(model, {"fc": LayerPattern(Dense())}, (x,))
     with torch.no_grad():
         torch.testing.assert_close(converted(x), model(x))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("keywords", [{}, {"mask": None}, {"mask": torch.ones(8)}], ids=["absent", "none", "given"])
+def test_an_optional_mask_prints_nothing(
+    keywords: dict[str, torch.Tensor | None], rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, x = Optional().eval(), torch.from_numpy(rng.standard_normal((2, 8), np.float32))
+    converted = convert(model, {"inner.0": LayerPattern(Dense())}, (x,), example_keywords=keywords)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x, **keywords), model(x, **keywords))
+    assert capfd.readouterr() == ("", "")
+
+
+class Copying(Optimistic):
+    """It copies what it computes on, which torch.fx cannot without a remark."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copy.deepcopy(x)
+        return super().forward(x)
+
+
+def test_a_copy_of_a_value_while_a_model_is_traced_prints_nothing(
+    rng: np.random.Generator, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Copying().eval(), torch.from_numpy(rng.standard_normal((2, 8), np.float32))
+    convert(model, {"fc": LayerPattern(Dense())}, (x,))
+    assert capfd.readouterr() == ("", "") and caplog.text == ""
+
+
+def test_a_conversion_that_fails_is_one_sentence(rng: np.random.Generator, capfd: pytest.CaptureFixture[str]) -> None:
+    model, x = Optimistic().eval(), torch.from_numpy(rng.standard_normal((2, 8), np.float32))
+    with pytest.raises(ValueError, match="no layer 'lost'") as caught:
+        convert(model, {"lost": LayerPattern(Dense())}, (x,))
+    assert len(str(caught.value).splitlines()) == 1
     assert capfd.readouterr() == ("", "")

@@ -31,7 +31,7 @@ from latbench.base.engine_registry import DEEPSPARSE
 from latbench.errors import EnvironmentUnusable
 from latbench.timing.sampling import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
 from latbench.workloads.points import Point
-from sparse_kernels import oracle
+from sparse_kernels.oracle import WrongResult, check
 from sparse_kernels.patterns import Unstructured
 from sparse_kernels.shapes import LinearShape
 
@@ -210,8 +210,8 @@ def check_environment(environment: Environment) -> None:
         with load_model(path, [layer.x], threads=1, environment=environment) as model:
             [y] = model.outputs()
     try:
-        oracle.check(y, layer.packed, layer.x, bias=layer.bias, layout="token_major")
-    except oracle.WrongResult as error:
+        check(y, layer.packed, layer.x, bias=layer.bias, layout="token_major")
+    except WrongResult as error:
         raise EnvironmentUnusable(f"DeepSparse computes something else than it should: {error}") from error
 
 

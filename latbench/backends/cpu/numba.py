@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-import sparse_kernels
 from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.plan_protocol import Plan
+from sparse_kernels.planner import prepare as prepare_linear
+from sparse_kernels.planner import prepare_conv2d
+from sparse_kernels.registry import UnknownKernel
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 PRECISIONS = {
@@ -37,15 +39,13 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
         raise Unsupported(str(error)) from error
     try:
         if isinstance(point.shape, Conv2dShape):
-            plan = sparse_kernels.prepare_conv2d(
-                layer.packed, point.shape, "numba", point.layout, precision=precision
-            )
+            plan = prepare_conv2d(layer.packed, point.shape, "numba", point.layout, precision=precision)
         else:
-            plan = sparse_kernels.prepare(
+            plan = prepare_linear(
                 layer.packed, "numba", point.layout, point.shape.n,
                 tune=point.kernel == "tuned", precision=precision,
             )  # fmt: skip
-    except sparse_kernels.UnknownKernel as error:
+    except UnknownKernel as error:
         raise Unsupported(str(error)) from error
     room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
     plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room) - 1))]

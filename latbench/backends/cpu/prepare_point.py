@@ -24,10 +24,10 @@ from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES
 from latbench.machines.devices import read_memory_bytes
 from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
-from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import Packed, pack, round_packed
+from sparse_kernels.oracle import BFLOAT16_ROUNDOFF, check, check_conv2d
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -119,7 +119,7 @@ def count_cold_bytes() -> int:
 def prepare_point(point: Point) -> Rotation:
     """Build `point` in this process and check its results.
 
-    Raises Unsupported where the pattern or the engine does not run it. Raises oracle.WrongResult where a copy's
+    Raises Unsupported where the pattern or the engine does not run it. Raises WrongResult where a copy's
     result is further from the float64 product than float32 arithmetic explains. Rounded weights and activations are
     allowed where the point has them.
     """
@@ -129,7 +129,7 @@ def prepare_point(point: Point) -> Rotation:
     engine = importlib.import_module(CPU_ENGINES[point.backend].module).prepare(point, layer)
     first = engine.output(engine.calls[0]())
     packed = round_packed(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
-    roundoff = oracle.BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
+    roundoff = BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
     error = _check(point.shape, layer, packed, first, roundoff)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
         y = engine.output(call())
@@ -187,6 +187,6 @@ def build_synthetic_mask(
 def _check(shape: Shape, layer: SyntheticLayer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
     """Return the largest relative error of `y`; a large batch is checked by its first and last image."""
     if not isinstance(shape, Conv2dShape):
-        return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
+        return check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
     images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
-    return oracle.check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias, roundoff=roundoff)
+    return check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias, roundoff=roundoff)

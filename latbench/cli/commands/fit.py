@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
-    from cost_models import CostModel
-    from cost_models.evaluation.held_out_errors import Figures
+    from cost_models.evaluation.held_out_errors import CostModel, Figures
 
 
 def fit(
@@ -42,8 +41,9 @@ def fit(
     """Fit a cost model, and show its errors on held-out points beside the noise of the table."""
     from rich.console import Console
 
-    import cost_models
+    from cost_models.model_file import save
     from cost_models.rows.shape_groups import count_shapes
+    from cost_models.rows.training_rows import read_training_rows
     from latbench.errors import UsageError
     from latbench.tables.table import hash_table
 
@@ -51,7 +51,7 @@ def fit(
         raise UsageError("--estimator transfer needs the --device to predict, and no other estimator takes one")
     table_hash = hash_table(table)
     rows = parse_column_values("--where", where) | ({} if backend is None else {"backend": backend})
-    X, y = cost_models.read_training_rows(table, rows)
+    X, y = read_training_rows(table, rows)
     _warn_of_versions(X)
     backends = sorted(set(X["backend"]))
     if estimator is not Estimator.lookup and len(backends) > 1:
@@ -61,7 +61,7 @@ def fit(
     same = validation is not None
     if validation is None:
         validation = _validate(model.fit(X, y), X, y)
-        cost_models.save(output, model, table_hash, where=rows, validation=validation)
+        save(output, model, table_hash, where=rows, validation=validation)
     Console().print(validation_table(validation))
     if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
         typer.echo(
@@ -75,12 +75,12 @@ def _known_validation(
     path: Path, model: CostModel, table_hash: str, rows: dict[str, str]
 ) -> Mapping[str, Figures] | None:
     """Return the validation in the model file if that holds this very model of this table; else None."""
-    import cost_models
-    from cost_models.model_file import find_library_versions
+    from cost_models.model_file import find_library_versions, read
+    from cost_models.refusals import BadModel
 
     try:
-        saved = cost_models.read(path)
-    except cost_models.BadModel:
+        saved = read(path)
+    except BadModel:
         return None
     settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.where)
     same = (
@@ -103,19 +103,23 @@ def _warn_of_versions(X: pd.DataFrame) -> None:
 
 
 def _build_model(estimator: Estimator, device: str | None, random_state: int) -> CostModel:
-    import cost_models
+    from cost_models.estimators.anchored_lookup import AnchoredLookup
+    from cost_models.estimators.boosted import Boosted
+    from cost_models.estimators.hybrid import Hybrid
+    from cost_models.estimators.roofline import Roofline
+    from cost_models.estimators.transfer import Transfer
 
     match estimator:
         case Estimator.lookup:
-            return cost_models.AnchoredLookup()
+            return AnchoredLookup()
         case Estimator.roofline:
-            return cost_models.Roofline(random_state=random_state)
+            return Roofline(random_state=random_state)
         case Estimator.boosted:
-            return cost_models.Boosted(random_state=random_state)
+            return Boosted(random_state=random_state)
         case Estimator.hybrid:
-            return cost_models.Hybrid(random_state=random_state)
+            return Hybrid(random_state=random_state)
         case Estimator.transfer:
-            return cost_models.Transfer(device or "", random_state=random_state)
+            return Transfer(device or "", random_state=random_state)
 
 
 def _validate(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, Figures]:
@@ -125,29 +129,33 @@ def _validate(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, Fig
     """
     import numpy as np
 
-    import cost_models
-    from cost_models import AnchoredLookup, Hybrid, Roofline, Transfer
+    from cost_models.estimators.anchored_lookup import AnchoredLookup
+    from cost_models.estimators.hybrid import Hybrid
+    from cost_models.estimators.roofline import Roofline
+    from cost_models.estimators.transfer import Transfer
+    from cost_models.evaluation.held_out_errors import evaluate, evaluate_held_out
+    from cost_models.evaluation.hold_outs import build_hold_outs
 
     sparsities = "held-out sparsities of measured shapes"
     if isinstance(model, AnchoredLookup):
-        return {sparsities: cost_models.evaluate(model, X, y)}
+        return {sparsities: evaluate(model, X, y)}
     every, times = X, y
     # A transfer holds out anchors of its new device only; the rows of other devices stay.
     ours = X["device"].eq(model.device).to_numpy() if isinstance(model, Transfer) else np.ones(len(X), bool)
     X, y = X[ours].reset_index(drop=True), y[ours]
-    found = {"held-out shapes": cost_models.evaluate(model, X, y)}
+    found = {"held-out shapes": evaluate(model, X, y)}
     learned = model.learned_ if isinstance(model, Hybrid) else model
     within = {
         name: [np.isin(np.arange(len(ours)), np.flatnonzero(ours)[mask]) for mask in masks]
-        for name, masks in cost_models.build_hold_outs(X).items()
+        for name, masks in build_hold_outs(X).items()
         if name != "shapes"
     }
     # Trees take seconds a fit, and use one core; to start processes takes as long as all fits of a roofline.
     jobs = None if isinstance(learned, Roofline) else -1
-    found |= cost_models.evaluate_held_out(learned, every, times, within, n_jobs=jobs)
+    found |= evaluate_held_out(learned, every, times, within, n_jobs=jobs)
     if not isinstance(model, Roofline):
-        found[f"{OTHERS[0]}held-out shapes"] = cost_models.evaluate(Roofline().fit(X, y), X, y)
-    found[f"{OTHERS[1]}{sparsities}"] = cost_models.evaluate(AnchoredLookup().fit(X, y), X, y)
+        found[f"{OTHERS[0]}held-out shapes"] = evaluate(Roofline().fit(X, y), X, y)
+    found[f"{OTHERS[1]}{sparsities}"] = evaluate(AnchoredLookup().fit(X, y), X, y)
     return found
 
 

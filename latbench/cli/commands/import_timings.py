@@ -144,11 +144,11 @@ def _read_spdy(path: Path, options: _SpdyOptions, device: str) -> list[dict[str,
     from latbench.importers.text_formats import convert_spdy_to_rows, read_spdy
     from latbench.workloads.points import convert_shape_to_columns, parse_patterns, select_sparsities
     from latbench.workloads.workload import read_workload
-    from sparse_kernels import patterns
+    from sparse_kernels.patterns import Dense
 
     pattern, workload = options.pattern or "unstructured", options.workload
     [parsed] = parse_patterns([pattern])
-    if isinstance(parsed, patterns.Dense):
+    if isinstance(parsed, Dense):
         raise UsageError("--pattern names the pattern of the sparse rows; rows at sparsity 0 are dense in any case")
     timings = read_spdy(path)
     found = sorted({sparsity for points in timings.layers.values() for _, sparsity in points if sparsity})

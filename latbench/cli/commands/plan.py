@@ -101,7 +101,7 @@ class _PlannedDevice(NamedTuple):
 
 def _anchors(points: list[Point], adaptive: bool) -> list[Point]:
     """Return the points whose number is known beforehand: of an adaptive sweep its anchors, else all."""
-    from cost_models import AdaptivePlanner
+    from cost_models.adaptive_planner import AdaptivePlanner
 
     return AdaptivePlanner(points).anchors if adaptive else points
 

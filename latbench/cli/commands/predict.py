@@ -30,7 +30,7 @@ from latbench.cli.options.option_texts import check_share, parse_column_values, 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cost_models import CostModel
+    from cost_models.evaluation.held_out_errors import CostModel
     from sparse_kernels.patterns import Pattern
     from sparse_kernels.shapes import Shape
 
@@ -54,16 +54,18 @@ def predict(
     allow_extrapolation: AllowExtrapolation = False,
 ) -> None:
     """Print the microseconds of one layer with their interval. Exit 5 where no measurement supports a prediction."""
-    import cost_models
+    from cost_models.estimators.transfer import Transfer
+    from cost_models.model_file import load, read
+    from cost_models.rows.training_rows import read_training_rows
     from latbench.workloads.points import format_shape
 
     layer = _parse_layer(
         pattern, sparsity, kind, shape, image, {"stride": stride, "padding": padding, "dilation": dilation}
     )
     check_share("--coverage", coverage)
-    fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
-    measured, _ = cost_models.read_training_rows(table, cost_models.read(model).where)
-    device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
+    fitted = load(model, table).set_params(allow_extrapolation=allow_extrapolation)
+    measured, _ = read_training_rows(table, read(model).where)
+    device = fitted.device if isinstance(fitted, Transfer) else None
     choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
     query = _build_query(layer, measured, choices, parse_column_values("--where", where))
     name = f"linear {shape}" if kind is LayerKind.linear else format_shape(layer.shape)
@@ -103,23 +105,17 @@ def _build_query(
     layer: _Layer, measured: pd.DataFrame, choices: dict[str, Any], where: dict[str, str]
 ) -> pd.DataFrame:
     """Build the one row that a cost model predicts; columns that nobody gave come from the measured rows."""
-    import pandas as pd
+    from cost_models.rows.build_rows import build_rows
 
-    from latbench.workloads.points import convert_shape_to_columns
-
-    asked = {
-        **convert_shape_to_columns(layer.shape),
-        "pattern": str(layer.pattern),
-        "sparsity_target": layer.sparsity,
-    }
-    asked |= {name: value for name, value in choices.items() if value is not None}
-    asked |= _values(measured, where)
-    return pd.DataFrame([_settled(measured, asked) | asked])
+    given = {name: value for name, value in choices.items() if value is not None} | _values(measured, where)
+    return build_rows(
+        shape=layer.shape, pattern=layer.pattern, sparsity=layer.sparsity, measured=measured, **given
+    )  # fmt: skip
 
 
 def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage: float) -> None:
     """Print the predicted time and its interval. Raises UsageError where the query is ambiguous."""
-    import cost_models
+    from cost_models.refusals import Uncalibrated
     from latbench.base.number_format import format_percent
     from latbench.errors import LatbenchError, UsageError
 
@@ -130,7 +126,7 @@ def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage
             [low], [high] = model.predict_interval(query, coverage)
             certainty = f"with {coverage * 100:g}%" if model.covers(query)[0] else "with unknown coverage"
             typer.echo(f"{text} ({low * 1e6:.2f} to {high * 1e6:.2f} {certainty})")
-        except cost_models.Uncalibrated as reason:
+        except Uncalibrated as reason:
             typer.echo(text)
             typer.echo(f"latbench: no interval: {reason}", err=True)
         _warn_of_extrapolation(model, query)
@@ -142,7 +138,8 @@ def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage
 
 def _warn_of_extrapolation(model: CostModel, query: pd.DataFrame) -> None:
     """Warn where a prediction is an extrapolation, and in which feature."""
-    from cost_models import AnchoredLookup, Hybrid
+    from cost_models.estimators.anchored_lookup import AnchoredLookup
+    from cost_models.estimators.hybrid import Hybrid
     from cost_models.features.measured_ranges import find_furthest
 
     if isinstance(model, AnchoredLookup):
@@ -205,19 +202,3 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
             raise UsageError(f"--where {name}={text}: no measured row has it; known are {', '.join(sorted(values))}")
         found[name] = values[text]
     return found
-
-
-def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the key columns with one value in all measured rows that fit the query but for sizes and sparsity.
-
-    A table of one device, for example, predicts for that device.
-    """
-    from cost_models.rows.row_keys import SHAPE
-    from latbench.tables.schema import KEY_COLUMNS
-
-    rows = measured
-    for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
-        fitting = rows[rows[name] == asked[name]]
-        rows = fitting if len(fitting) else rows
-    names = [field.name for field in KEY_COLUMNS if field.name not in asked]
-    return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}

@@ -119,10 +119,10 @@ def _check_options(
 
 def _read_problem(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
     """Read the layers and their times as a problem."""
-    import cost_models
+    from cost_models.model_file import load
     from search.inputs import read_problem
 
-    learned = cost_models.load(model, source) if model else None
+    learned = load(model, source) if model else None
     return read_problem(source, layers=workload, model=learned, **settings)
 
 

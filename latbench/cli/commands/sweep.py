@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from cost_models import AdaptivePlanner
+    from cost_models.adaptive_planner import AdaptivePlanner
     from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
     from latbench.sweeping.sweep import PointChooser
     from latbench.tables.storage import Place
@@ -196,7 +196,7 @@ def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOpti
 
 
 def _adaptive_choice(points: Sequence[Point]) -> AdaptivePlanner:
-    from cost_models import AdaptivePlanner
+    from cost_models.adaptive_planner import AdaptivePlanner
 
     return AdaptivePlanner(points)
 

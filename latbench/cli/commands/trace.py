@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from latbench.cli.options.sweep_options import Batch, InputShape, TraceTarget, WorkloadOutput
+from latbench.cli.options.sweep_options import Batch, InputShapes, TraceTarget, WorkloadOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from latbench.cli.options.option_texts import ModelInput
     from latbench.workloads.workload import Workload
     from search.example_inputs import ExampleInputs
     from search.problem.limits import Limits
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 def trace(
     target: TraceTarget,
-    input_shape: InputShape = None,
+    input_shape: InputShapes = None,
     batch: Batch = None,
     output: WorkloadOutput = None,
 ) -> None:
     """List the shapes of a model's linear layers and 2-d convolutions, and why other layers are left out."""
     from latbench.errors import UsageError
 
-    traced = _load_task(target, batch) if input_shape is None else _load_model(target, input_shape, batch)
+    traced = _load_task(target, batch) if not input_shape else _load_model(target, input_shape, batch)
     workload, left_out = _trace_layers(traced, target)
     _print_layers(workload, left_out)
     if not workload.layers:
@@ -59,18 +60,28 @@ def _load_task(target: str, batch: int | None) -> _TracedModel:
     return _TracedModel(task.name, task.model(), facts.example, task.limits)
 
 
-def _load_model(target: str, input_shape: str, batch: int | None) -> _TracedModel:
-    """Load the model that `module:factory` returns, with zeros of a shape as input."""
-    import torch
-
-    from latbench.cli.options.option_texts import parse_sizes
+def _load_model(target: str, input_shapes: Sequence[str], batch: int | None) -> _TracedModel:
+    """Load the model that `module:factory` returns, with inputs of these shapes."""
+    from latbench.cli.options.option_texts import parse_model_inputs
     from search.example_inputs import ExampleInputs
     from search.model_weights import remove_compilation
 
+    inputs = parse_model_inputs("--input-shape", input_shapes)
     model = remove_compilation(_call_factory(target))
-    size = parse_sizes("--input-shape", "whole numbers joined by x, such as 1x3x224x224", input_shape)
-    inputs = torch.zeros([batch or size[0], *size[1:]])
-    return _TracedModel(target.rpartition(":")[2], model, ExampleInputs((inputs,)))
+    tensors = [(given.name, _build_tensor(given, batch)) for given in inputs]
+    positional = tuple(tensor for name, tensor in tensors if name is None)
+    keywords = {name: tensor for name, tensor in tensors if name is not None}
+    return _TracedModel(target.rpartition(":")[2], model, ExampleInputs(positional, keywords))
+
+
+def _build_tensor(given: ModelInput, batch: int | None) -> torch.Tensor:
+    """Return random integers below the input's bound; without one, zeros for floats and ones for other types."""
+    import torch
+
+    sizes, dtype = [batch or given.sizes[0], *given.sizes[1:]], getattr(torch, given.dtype)
+    if given.bound is not None:
+        return torch.randint(given.bound, sizes, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return torch.full(sizes, 0 if dtype.is_floating_point else 1, dtype=dtype)
 
 
 def _trace_layers(traced: _TracedModel, target: str) -> tuple[Workload, list[tuple[str, str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from latbench.cli.options.solve_options import SECOND_SETTINGS
 from latbench.errors import UsageError
@@ -67,6 +67,45 @@ def parse_sizes(option: str, form: str, text: str, count: int | None = None) -> 
     if min(numbers) < 1:
         raise UsageError(f"{option} takes numbers of at least 1, not {text}")
     return numbers
+
+
+class ModelInput(NamedTuple):
+    """One input of a model: name (None: by position), sizes, element type, and the integer that all values are below.
+
+    Without `bound`, floats are zeros, and all others are ones, as in a mask.
+    """
+
+    name: str | None
+    sizes: list[int]
+    dtype: str
+    bound: int | None
+
+
+INPUT_TYPES = ("float32", "int64", "int32", "bool")
+_INPUT_FORM = "sizes joined by x such as 1x3x224x224, or NAME:SIZES:TYPE:BOUND such as ids:1x128:int64:30522"
+
+
+def parse_model_inputs(option: str, texts: Sequence[str]) -> list[ModelInput]:
+    """Return the inputs of a repeated option. Raises UsageError for another text, or a name that comes twice."""
+    inputs = [_parse_model_input(option, text) for text in texts]
+    names = [given.name for given in inputs if given.name is not None]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{option} gives the input {twice[0]} twice; each name is one argument of the model")
+    return inputs
+
+
+def _parse_model_input(option: str, text: str) -> ModelInput:
+    first, *rest = text.split(":")
+    named = first.isidentifier() and bool(rest)
+    sizes, dtype, bound, *more = [*(rest if named else [first, *rest]), "", ""]
+    if any(more):
+        raise UsageError(f"{option} takes {_INPUT_FORM}, not {text!r}")
+    if (dtype or INPUT_TYPES[0]) not in INPUT_TYPES:
+        raise UsageError(f"{option} takes the types {', '.join(INPUT_TYPES)}, not {dtype!r} as in {text!r}")
+    if bound and not (dtype.startswith("int") and bound.isdecimal() and int(bound) > 0):
+        raise UsageError(f"{option}: a bound is a positive whole number after int64 or int32, not as in {text!r}")
+    numbers = parse_sizes(option, _INPUT_FORM, sizes)
+    return ModelInput(first if named else None, numbers, dtype or INPUT_TYPES[0], int(bound) if bound else None)
 
 
 def check_share(option: str, value: float, *, zero: bool = False) -> None:

@@ -68,14 +68,18 @@ TraceTarget = Annotated[
         "module:factory."
     ),
 ]
-InputShape = Annotated[
-    str | None,
+InputShapes = Annotated[
+    list[str] | None,
     typer.Option(
-        "--input-shape", help="Shape of the model's input, such as 1x3x224x224. Default: the task's own example."
+        "--input-shape",
+        metavar="[NAME:]SIZES[:TYPE[:BOUND]]",
+        help="Input of the model, repeatable: 1x3x224x224 by position, or ids:1x128:int64:30522 by name. Types: "
+        "float32 (zeros), int64, int32, bool (ones). BOUND: random integers below it, as token ids are. Default: the "
+        "task's own example.",
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Batch size. Default: the first number of --input-shape.")
+    int | None, typer.Option("--batch", min=1, help="Batch size. Default: the first number of each --input-shape.")
 ]
 WorkloadOutput = Annotated[
     Path | None, typer.Option("--output", "-o", help="Workload file to write (YAML). Default: none.")

@@ -24,19 +24,19 @@ from latbench.report import point_frames
 from latbench.report.elements import Cell, FigureTile, Section, Table, build_table
 from latbench.report.report_data import ReportData
 from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
-from sparse_kernels import patterns
+from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise, parse
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
     from search.pipeline.speedup_verdict import SpeedupVerdict
 
 MEANINGS = {
-    patterns.Unstructured: "single weights",
-    patterns.NM: "{keep} of {of} neighbours in a row are kept",
-    patterns.VectorWise: "{v} rows of a column at once",
-    patterns.VectorNM: "{v} rows of a column at once, {keep} of {of} neighbours are kept",
-    patterns.ShflBW: "{v} rows of a column at once, after a reordering of rows",
-    patterns.BlockWise: "blocks of {rows} rows and {cols} columns",
+    Unstructured: "single weights",
+    NM: "{keep} of {of} neighbours in a row are kept",
+    VectorWise: "{v} rows of a column at once",
+    VectorNM: "{v} rows of a column at once, {keep} of {of} neighbours are kept",
+    ShflBW: "{v} rows of a column at once, after a reordering of rows",
+    BlockWise: "blocks of {rows} rows and {cols} columns",
 }
 MOST_CEILING = 100.0  # shown at most: a higher ceiling only says that almost nothing is fixed
 
@@ -278,7 +278,7 @@ def format_glossary(names: Iterable[str]) -> str:
     texts = []
     for name in sorted(names):
         try:
-            pattern = patterns.parse(name)
+            pattern = parse(name)
         except ValueError:  # of a table from elsewhere
             continue
         texts.append(f"{name}: {MEANINGS[type(pattern)].format(**vars(pattern))}")

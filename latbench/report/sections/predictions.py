@@ -49,7 +49,8 @@ def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     """
     from sklearn.base import clone
 
-    from cost_models import AnchoredLookup, Transfer
+    from cost_models.estimators.anchored_lookup import AnchoredLookup
+    from cost_models.estimators.transfer import Transfer
     from cost_models.evaluation.held_out_errors import split_by_sparsity
     from cost_models.rows.shape_groups import group_by_shape, split_by_shape
     from cost_models.rows.training_rows import select_training_rows
@@ -90,7 +91,7 @@ def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
 
 
 def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray) -> pd.DataFrame:
-    from cost_models import Unanchored, Uncalibrated
+    from cost_models.refusals import Unanchored, Uncalibrated
 
     try:
         model.fit(X[~held_out].reset_index(drop=True), y[~held_out])

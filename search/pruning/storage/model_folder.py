@@ -81,11 +81,14 @@ def save_pruned(
     Raises
     ------
     UsageError
-        The folder holds something else than a pruned model. Or the named layer's mask is missing, does not have the
-        profile's pattern along either axis, is far from its sparsity, or drops weights that are not zero.
+        The folder holds something else than a pruned model, or the profile has no layer. Or the named layer's mask is
+        missing, does not have the profile's pattern along either axis, is far from its sparsity, or drops weights
+        that are not zero.
     EnvironmentUnusable
         The disk refuses the write.
     """
+    if not profile.layers:
+        raise UsageError("the profile has no layer, so nothing is pruned: give the options of at least one layer")
     model, _ = unwrap_model(model)
     folder = Path(folder).resolve()
     check_writable(folder)
@@ -268,7 +271,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     folder : Path
         Folder of a pruned model.
     model : Module
-        The task's dense model. It stays unchanged if the folder does not fit it.
+        The dense model that was pruned. It stays unchanged if the folder does not fit it.
 
     Returns
     -------
@@ -287,16 +290,22 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     read_manifest(folder)
     profile = read_profile(folder / "profile.json")
     state, _ = read_state(folder / "model.safetensors")
-    shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
-    if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):
-        there, here = (found.get(unlike[0], "missing") for found in (shapes, own))
-        raise BadData(f"{folder}: pruned from another model than this task's: {unlike[0]} is {there}, here {here}")
+    saved, own = ({name: _describe(it) for name, it in each.items()} for each in (state, model.state_dict()))
+    if unlike := sorted(name for name in {*saved, *own} if saved.get(name) != own.get(name)):
+        there, here = (found.get(unlike[0], "missing") for found in (saved, own))
+        raise BadData(f"{folder}: pruned from another model than the given one: {unlike[0]} is {there}, here {here}")
     model.load_state_dict(state)
     masks = read_masks(folder)
     choices = {
         layer: build_layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()
     }
     return model.eval(), set_precision(choices, profile.backend)
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 def set_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:

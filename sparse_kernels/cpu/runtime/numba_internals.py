@@ -11,6 +11,7 @@ take a new Numba, run that test, then raise the upper bounds of `numba` and `llv
 - `WITHOUT_COUNTS`: kernels that do not count references to their arrays (the option `_nrt` of `numba.njit`)
 - `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
 - `find_openmp_library`: the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
+- `start_queue`: the threads of Numba's queue in a forked process (`numba.np.ufunc.workqueue`)
 
 Intrinsics (`numba.extending.intrinsic`, public) also rely on this, which has no import to gather here:
 
@@ -23,6 +24,7 @@ Intrinsics (`numba.extending.intrinsic`, public) also rely on this, which has no
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ __all__ = [
     "find_thread_counter",
     "read_compile_target",
     "serialize",
+    "start_queue",
 ]
 
 
@@ -95,3 +98,10 @@ def find_openmp_library() -> str:
 
     path: str = omppool.__file__
     return path
+
+
+def start_queue(threads: int) -> None:
+    """Start the threads of Numba's queue in a forked process, where Numba takes them for started."""
+    from numba.np.ufunc import workqueue  # type: ignore[attr-defined]
+
+    ctypes.CFUNCTYPE(None, ctypes.c_int)(workqueue.launch_threads)(threads)

@@ -5,9 +5,9 @@ imported before the first kernel was made: to alternate between them costs nothi
 Numba uses a queue of its own, which ends the process when two threads of the caller use it at once. Only then kernels
 take turns.
 
-A process that has run a kernel must not fork and run one in the child with more than one thread, as libgomp cannot:
-that is refused. Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the
-first kernel.
+A process that has run kernels may fork, as servers do that load a model before they start workers. A fork copies no
+threads. So the thread that forks ends its pool before, and both processes start theirs at the next kernel. An OpenMP
+from before GCC 9 cannot end its pool: then a child runs kernels with one thread, and warns of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -22,13 +23,11 @@ from typing import Any, TypeVar
 import numba
 from llvmlite import binding
 
-from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter
+from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter, start_queue
 
 T = TypeVar("T")
 
-_MOST: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-
-_turn = threading.Lock()
+_most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 _ask: Callable[[], int] | None = None
 
@@ -46,7 +45,7 @@ def count_threads() -> int:
 
 def set_thread_count(wanted: int) -> None:
     """Let kernels use so many threads, or as many as there are."""
-    wanted = min(wanted, _MOST)
+    wanted = min(wanted, _most)
     if count_threads() != wanted:
         numba.set_num_threads(wanted)
 
@@ -60,43 +59,81 @@ _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 def link_openmp() -> bool:
     """Start Numba's threads, which kernels take for granted, and let kernels call GNU's OpenMP if they are its."""
     numba.get_num_threads()
-    if numba.threading_layer() != "omp":
-        return False
     # Look where the loader looks. Torch shows its own OpenMP to all, and a second pool beside it would compete with
     # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
-    for path in (None, find_openmp_library()):
-        library = ctypes.CDLL(path)
+    seen = ctypes.CDLL(None)
+    if numba.threading_layer() != "omp":
+        _end_pool_before_forks(seen)  # torch's
+        return False
+    for library in (seen, ctypes.CDLL(find_openmp_library())):
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
                 binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            os.register_at_fork(after_in_child=_refuse_threads)
+            _end_pool_before_forks(library, set_one_thread)
             return True
     return False
 
 
-def _refuse_threads() -> None:
-    """Let nobody wait for threads that stayed in the process that this one was forked from."""
-    global _ask
+_SOFT = 1  # omp_pause_soft
+
+
+def _end_pool_before_forks(library: Any, otherwise: Callable[[], None] = lambda: None) -> None:
+    """End the pool of a thread before it forks; where that fails, call `otherwise` in the child."""
+    ended = True
+
+    def end_pool() -> None:
+        nonlocal ended
+        try:
+            ended = library.omp_pause_resource(_SOFT, library.omp_get_initial_device()) == 0
+        except AttributeError:  # no OpenMP, or one before 5.0
+            ended = False
+
+    os.register_at_fork(before=end_pool, after_in_child=lambda: None if ended else otherwise())
+
+
+def set_one_thread() -> None:
+    """Let all callers in this process run kernels with one thread, and warn at the first one that wants more."""
+    global _ask, _most
+    _most, warned = 1, False
 
     def ask() -> int:
+        nonlocal warned
         if numba.get_num_threads() > 1:
-            raise RuntimeError(
-                "this process was forked from one that had run kernels, whose threads it lacks: start processes anew "
-                "(spawn or forkserver), fork before the first kernel, or set one thread"
-            )
+            numba.set_num_threads(1)
+            if not warned:
+                warned = True
+                warnings.warn(
+                    "kernels run with one thread: this process was forked from one that had run them, and its OpenMP "
+                    "is older than GCC 9; start processes with spawn or forkserver, or convert after the fork",
+                    stacklevel=2,
+                )
         return 1
 
     _ask = ask
+
+
+@cache
+def _share_queue() -> threading.Lock:
+    """Return the lock of those who use Numba's queue; in a forked child it is free, and the queue has its threads."""
+    turn = threading.Lock()
+
+    def start() -> None:
+        start_queue(_most)
+        turn.release()
+
+    os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=start)
+    return turn
 
 
 def take_turns(kernel: Callable[..., T]) -> Callable[..., T]:
     """Return the kernel, which two callers never run at once where Numba's threads must not be used by two."""
     if numba.threading_layer() != "workqueue":
         return kernel
+    turn = _share_queue()
 
     @wraps(kernel)
     def alone(*arguments: Any) -> T:
-        with _turn:
+        with turn:
             return kernel(*arguments)
 
     return alone

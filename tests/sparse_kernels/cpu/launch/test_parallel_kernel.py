@@ -279,45 +279,6 @@ def test_kernels_use_the_threads_that_torch_has(tmp_path: Path) -> None:
     assert after == before
 
 
-# Prints what a child that is forked after a kernel has run can do with two threads, and with one.
-FORKED = """
-import os
-import numba, numpy as np
-from sparse_kernels.cpu.runtime import threads
-from sparse_kernels.cpu.launch.parallel_kernel import build_parallel_kernel
-
-@build_parallel_kernel
-def fill(part, x, parts):
-    x[part] = 1
-
-numba.set_num_threads(2)
-x = np.zeros(2)
-fill(x, threads.count_threads())
-if os.fork() == 0:
-    try:
-        fill(x, threads.count_threads())
-    except RuntimeError as error:
-        print(error)
-    numba.set_num_threads(1)
-    x[:] = 0
-    fill(x, threads.count_threads())
-    print(x.tolist(), flush=True)
-    os._exit(0)
-os.wait()
-"""
-
-
-@pytest.mark.slow  # two processes
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
-@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread may go on")
-def test_a_forked_process_is_refused_threads_that_it_lacks(tmp_path: Path) -> None:
-    if numba.threading_layer() != "omp":
-        pytest.skip("Numba's own threads are started anew")
-    refused, right = printed(FORKED, tmp_path).splitlines()
-    assert refused.startswith("this process was forked from one that had run kernels, whose threads it lacks")
-    assert right == "[1.0, 0.0]"
-
-
 def test_a_bound_kernel_cannot_be_copied() -> None:
     run = build_parallel_kernel(write).bound(
         "value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1

@@ -1,0 +1,1 @@
+"""Templates of task files, which `latbench new` copies."""
