@@ -48,10 +48,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def build_installed(
-    distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Path]:
-    """Makes an environment that holds the wheel, with our dependencies on its path but not our checkout: its Python."""
+def build_installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Returns the Python of a new environment with the wheel, our dependencies on its path, but not our checkout."""
 
     def build() -> Path:
         folder = tmp_path_factory.mktemp("installed") / "venv"
@@ -61,7 +59,8 @@ def build_installed(
         subprocess.run(install, check=True)
         (site,) = (folder / "lib").glob("python*/site-packages")
         here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
-        (site / "dependencies.pth").write_text(str(here))  # the .pth file of our checkout, in that folder, is not read
+        # The .pth file of our checkout, in that folder, is not read.
+        (site / "dependencies.pth").write_text(str(here))
         return python
 
     return build

@@ -122,8 +122,8 @@ def _read_lines(format: str, path: Path, only: Mapping[str, str]) -> pd.DataFram
     if path.suffix.lower() in SPREADSHEETS and path.exists():
         kind = "Parquet" if lines_of is _parquet else "CSV"
         raise BadData(
-            f"{path} is a spreadsheet, and {format} timings are read from {kind}: write its kernels to a {kind} file, "
-            f"one per line, with the columns {', '.join(columns)}"
+            f"{path} is a spreadsheet, and {format} timings are read from {kind}: write its kernels to a {kind} "
+            f"file, one per line, with the columns {', '.join(columns)}"
         )
     frame = lines_of(path)
     if missing := [name for name in columns if name not in frame.columns]:
