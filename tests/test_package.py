@@ -125,6 +125,7 @@ else:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it compiles
 def test_an_uninstall_leaves_nothing_however_much_was_compiled(
     build_installed: Callable[[], Path], tmp_path: Path
 ) -> None:
