@@ -6,26 +6,39 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+DEV_READY := .venv/dev-ready
 CUDA_READY := .venv/cuda-ready
 SITE_READY := .venv/site-ready
 DEMO := build/demo
 MODELS := build/models
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# torch first and by its exact version: an open range would take the newest build with several GB of CUDA.
+# Builds of torch for CPUs, 200 MB. With TORCH_INDEX= pip takes its usual one: on Linux it brings 4 GB of CUDA.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# What the demo needs: all fast dense engines, so that the baseline is the best one, and what draws the report. Of 9,000
+# modules it imports a quarter, so pip compiles none of them to bytecode.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("latbench needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[onnx,openvino,report,notebooks,dev]'
+	$(BIN)/python -m pip install -q --no-compile --no-deps -c constraints.txt $(if $(TORCH_INDEX),--retries 2 --index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[onnx,openvino,report]'
+	touch $@
+
+# Beside that, what tests, checks and notebooks need. Tests start hundreds of processes, which may be told to write no
+# bytecode; files of packages that are no Python stop nothing.
+$(DEV_READY): $(READY)
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[figures,notebooks,dev]'
+	-$(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 # What compiles CUDA kernels, no GPU needed; half a gigabyte that the demo does without.
-$(CUDA_READY): $(READY)
+$(CUDA_READY): $(DEV_READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cuda13,gate]'
 	touch $@
 
 # The main job on the embedded default. Each command is one a user would type for a model of their own.
+demo: export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/latbench trace digits -o $(DEMO)/workload.yaml
 	$(BIN)/latbench sweep --cpu --workload $(DEMO)/workload.yaml -o $(DEMO)/table
@@ -65,7 +78,7 @@ test-long: $(CUDA_READY)
 test-models: $(MODELS)/ready
 	$(SIDE_BY_SIDE) PYTHONPATH=$(MODELS) $(BIN)/python tests/models/model_coverage.py
 
-$(MODELS)/ready: $(READY)
+$(MODELS)/ready: $(DEV_READY)
 	$(BIN)/python -m pip install -q -c constraints.txt transformers
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(MODELS) timm torchvision
 	touch $@
@@ -77,7 +90,7 @@ gate: $(CUDA_READY)
 # On a machine with a GPU, with its own Python and nothing installed: a smoke test, then the standard sweep, in nine
 # minutes. ARGS="--seconds 200 --tests none" changes that; called again, it goes on. Results: build/gpu, or LATBENCH_OUT.
 gpu:
-	@$(PYTHON) -c 'import numpy, pandas, pyarrow, torch' 2>/dev/null || { echo "latbench: $(PYTHON) lacks numpy, pandas, pyarrow or torch: make .venv/ready, then make gpu PYTHON=.venv/bin/python" >&2; exit 3; }
+	@$(PYTHON) -c 'import numpy, pandas, pyarrow, torch' 2>/dev/null || { echo "latbench: $(PYTHON) lacks numpy, pandas, pyarrow or torch: make .venv/ready TORCH_INDEX=, then make gpu PYTHON=.venv/bin/python" >&2; exit 3; }
 	LATBENCH_OUT="$${LATBENCH_OUT:-build/gpu}" PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(PYTHON) -P -m latbench.cli.gpu_session $(ARGS)
 
 check: $(CUDA_READY)

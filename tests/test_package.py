@@ -1,10 +1,12 @@
 """What is installed, what importing it costs, and what may import what."""
 
+import os
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,17 +48,28 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that holds the wheel, with our dependencies on its path but not our checkout."""
-    folder = tmp_path_factory.mktemp("installed") / "venv"
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", distributions[0]]
-    subprocess.run(install, check=True)
-    (site,) = (folder / "lib").glob("python*/site-packages")
-    here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
-    (site / "dependencies.pth").write_text(str(here))  # the .pth file of our checkout, in that folder, is not read
-    return python
+def build_installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Returns the Python of a new environment with the wheel, our dependencies on its path, but not our checkout."""
+
+    def build() -> Path:
+        folder = tmp_path_factory.mktemp("installed") / "venv"
+        venv.create(folder, with_pip=True)
+        python = folder / "bin" / "python"
+        install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", distributions[0]]
+        subprocess.run(install, check=True)
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
+        # The .pth file of our checkout, in that folder, is not read.
+        (site / "dependencies.pth").write_text(str(here))
+        return python
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def installed(build_installed: Callable[[], Path]) -> Path:
+    """The Python of an environment that holds the wheel."""
+    return build_installed()
 
 
 @pytest.mark.slow
@@ -99,6 +112,43 @@ def test_an_installed_wheel_runs_and_finds_its_workloads(installed: Path, tmp_pa
     where = [installed, "-c", "import latbench.workloads.workload as w; print(w.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert Path(found.strip()).is_relative_to(installed.parents[1])
+
+
+# Compiles a function of each package that has compiled ones, and one in a process that it starts.
+COMPILING_SCRIPT = """\
+import subprocess, sys
+import numpy as np, torch
+import search
+from sparse_kernels import VectorWise, pack, prepare
+
+seconds = [np.array([2.0, 1.0]), np.array([4.0, 3.0])]
+search.solve(seconds, [np.array([0.0, 0.5]), np.array([0.0, 0.1])], 5.0)
+if sys.argv[1:] != ["worker"]:
+    subprocess.run([sys.executable, __file__, "worker"], check=True)
+else:
+    weight = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    packed = pack(weight, VectorWise(32).mask(weight**2, 0.75), VectorWise(32))
+    prepare(packed, backend="numba", layout="token_major", n=16)(np.ones((16, 64), np.float32))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it compiles
+def test_an_uninstall_leaves_nothing_however_much_was_compiled(
+    build_installed: Callable[[], Path], tmp_path: Path
+) -> None:
+    python = build_installed()
+    (site,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    before = set(site.rglob("*"))
+    (tmp_path / "script.py").write_text(COMPILING_SCRIPT)
+    settings = {**os.environ, "NUMBA_CACHE_DIR": "", "LATBENCH_CACHE": str(tmp_path / "cache")}
+    subprocess.run([python, "script.py"], cwd=tmp_path, env=settings, check=True)
+    kernels = {path.name.split("-")[0] for path in (tmp_path / "cache" / "kernels").glob("*.nbc")}
+    assert any(name.startswith("states.") for name in kernels), kernels
+    assert any(not name.startswith("states.") for name in kernels), kernels
+    assert not [path for path in set(site.rglob("*")) - before if path.suffix in {".nbc", ".nbi"}]
+    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "latbench"], check=True)
+    assert not [path for path in site.iterdir() if path.name.startswith(tuple(NAMES))]
 
 
 USER_SCRIPT = """\

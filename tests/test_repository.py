@@ -57,6 +57,20 @@ def test_the_hooks_before_a_commit_are_the_commands_of_make_check() -> None:
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in repository["hooks"])
 
 
+def test_the_demo_installs_engines_and_the_report_but_no_tools_of_developers() -> None:
+    rules = dict(re.findall(r"^(\S+): ?(.*\n(?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    installed = {
+        name: set(",".join(re.findall(r"'\.\[([a-z0-9,]+)\]'", rule)).split(",")) for name, rule in rules.items()
+    }
+    assert rules["demo"].startswith("$(READY)\n")
+    assert installed["$(READY)"] == {"onnx", "openvino", "report"}
+    assert rules["$(DEV_READY)"].startswith("$(READY)\n")
+    assert {"dev", "notebooks", "figures"} <= installed["$(DEV_READY)"]
+    assert all(extras - {""} <= set(PROJECT["optional-dependencies"]) for extras in installed.values())
+    engines = {word for name in ("onnx", "openvino") for word in PROJECT["optional-dependencies"][name]}
+    assert {"onnxruntime", "openvino"} <= {re.split("[<>=]", word)[0] for word in engines}
+
+
 def test_the_named_python_versions_begin_with_the_least_one_that_is_allowed() -> None:
     named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
     assert PROJECT["requires-python"] == f">={named[0]}"

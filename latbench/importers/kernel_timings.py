@@ -8,7 +8,7 @@ image.
 DeepBench (Baidu), csv made from its spreadsheets: file, sheet, kind (gemm, sparse_gemm), M (output features), N
 (tokens), K, a_t and b_t (T where transposed), sparsity, time_ms, or sparse_ms and dense_ms. The file names the
 device, and the sheet its precision. Where it names several, as for all published sparse times, `dtype` has to name
-it.
+it. The spreadsheets themselves are not read: nearly every one has a layout of its own.
 
 aiconfigurator (NVIDIA), Parquet: framework, version, device, op_name, kernel_source, gemm_dtype, m (tokens), n
 (output features), k, latency.
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = dict[str, Any]
+
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 
@@ -117,6 +119,12 @@ def read_kernel_timings(
 def _read_lines(format: str, path: Path, only: Mapping[str, str]) -> pd.DataFrame:
     """Return the lines of a file with the values of `only`. Raises as `read_kernel_timings`."""
     columns, lines_of, _ = FORMATS[format]
+    if path.suffix.lower() in SPREADSHEETS and path.exists():
+        kind = "Parquet" if lines_of is _parquet else "CSV"
+        raise BadData(
+            f"{path} is a spreadsheet, and {format} timings are read from {kind}: write its kernels to a {kind} "
+            f"file, one per line, with the columns {', '.join(columns)}"
+        )
     frame = lines_of(path)
     if missing := [name for name in columns if name not in frame.columns]:
         raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")

@@ -76,7 +76,7 @@ def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> li
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EnvironmentUnusable(
-            "--figures needs matplotlib, which is not installed: pip install 'latbench[report]'"
+            "--figures needs matplotlib, which is not installed: pip install 'latbench[figures]'"
         ) from error
     written = []
     for name, drawing in list_drawings(content, inputs).items():

@@ -72,7 +72,9 @@ def judge_change(
 ) -> ChangeVerdict:
     """Compare the samples `after` with the samples `before`, both in seconds and in the order of measurement.
 
-    The same samples always give the same verdict.
+    The same samples always give the same verdict. Where both sides have the same samples, nothing has changed. Such
+    are two copies of a published time. Any other difference between too few samples is unclear, however small: how
+    much such a time varies is not known.
 
     Parameters
     ----------
@@ -88,7 +90,8 @@ def judge_change(
     -------
     ChangeVerdict
         SLOWER or FASTER if the 95% interval of the ratio lies beyond 1 + `threshold` or below its inverse, SAME if it
-        lies between them, UNCLEAR if it contains either or a side has fewer than six samples.
+        lies between them, UNCLEAR if it contains either or a side has fewer than six samples. SAME for the same
+        samples, however few.
 
     Raises
     ------
@@ -98,6 +101,8 @@ def judge_change(
     if not threshold > 0:
         raise ValueError(f"a threshold is a positive share such as 0.02, not {threshold}")
     old, new = _times(before, "before"), _times(after, "after")
+    if np.array_equal(old, new):
+        return ChangeVerdict(SAME, 1.0, 1.0, 1.0)
     ratio = float(np.median(new) / np.median(old))
     if min(len(old), len(new)) < FEWEST_SAMPLES:
         return ChangeVerdict(UNCLEAR, ratio, float(new.min() / old.max()), float(new.max() / old.min()))

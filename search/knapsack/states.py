@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from search.knapsack.arrays import Floats, Indices, OptionArrays, RelaxationArrays
+from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 MOST_STATES = 2**18
 """A layer may hold this many states, or four times as many as it keeps, before it drops the least promising ones."""
@@ -38,7 +38,7 @@ StateTable = tuple[Floats, Floats, NDArray[np.int64]]
 """Seconds and error of the states after each number of layers: those of d layers from begin[d] to begin[d + 1]."""
 
 
-@numba.njit(cache=True)
+@compile_cached
 def find_lower_hull(seconds: Floats, errors: Floats, first: Indices) -> Indices:
     """Return the options on each layer's lower convex hull (Andrew's monotone chain).
 
@@ -61,7 +61,7 @@ def find_lower_hull(seconds: Floats, errors: Floats, first: Indices) -> Indices:
     return hull[:count]
 
 
-@numba.njit(cache=True, nogil=True)
+@compile_cached
 def merge_states(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) -> tuple[Floats, Floats]:
     """Return the efficient states of two sorted lists.
 
@@ -93,7 +93,7 @@ def merge_states(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Flo
     return spent[:count], error[:count]
 
 
-@numba.njit(cache=True, nogil=True)
+@compile_cached
 def count_below(spent: Floats, seconds: float, end: float) -> int:
     """Return how many sums of a state and `seconds` are below `end`. They are the first ones, because sums rise."""
     low, high = 0, len(spent)
@@ -106,7 +106,7 @@ def count_below(spent: Floats, seconds: float, end: float) -> int:
     return low
 
 
-@numba.njit(cache=True, nogil=True)
+@compile_cached
 def extend_between(
     spent: Floats, error: Floats, seconds: Floats, errors: Floats, start: float, end: float
 ) -> tuple[Floats, Floats]:
@@ -155,7 +155,7 @@ def extend_between(
     return select_efficient(kept_spent[:kept], kept_error[:kept])
 
 
-@numba.njit(cache=True, nogil=True)
+@compile_cached
 def select_efficient(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
     """Return the efficient states of a list in any order, by rising seconds."""
     front_spent, front_error = np.empty(len(spent)), np.empty(len(spent))
@@ -169,7 +169,7 @@ def select_efficient(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
     return front_spent[:count], front_error[:count]
 
 
-@numba.njit(cache=True)
+@compile_cached
 def interpolate_error(x: float, curve: LeastError, k: int) -> float:
     """Return the curve's error within x seconds, where `k` is its last corner with at most x seconds."""
     seconds, error = curve
@@ -178,7 +178,7 @@ def interpolate_error(x: float, curve: LeastError, k: int) -> float:
     return float(error[k] + (error[k + 1] - error[k]) * ((x - seconds[k]) / (seconds[k + 1] - seconds[k])))
 
 
-@numba.njit(cache=True)
+@compile_cached
 def select_most_promising(
     states: States, curve: LeastError, horizon: float, width: int
 ) -> tuple[Floats, Floats, float]:
@@ -206,7 +206,7 @@ def select_most_promising(
     return spent[keep], error[keep], limit
 
 
-@numba.njit(cache=True)
+@compile_cached
 def extend_states(
     states: States, seconds: Floats, errors: Floats, curve: LeastError, horizon: float, ceiling: float, width: int
 ) -> tuple[Floats, Floats, float]:
@@ -243,7 +243,7 @@ def extend_states(
     return front_spent, front_error, least_dropped
 
 
-@numba.njit(cache=True)
+@compile_cached
 def build_states(
     options: OptionArrays, relaxation: RelaxationArrays, horizon: float, ceiling: float, width: int
 ) -> tuple[StateTable, float]:
@@ -280,7 +280,7 @@ def build_states(
     return (all_spent[: begin[-1]], all_error[: begin[-1]], begin), least_dropped
 
 
-@numba.njit(cache=True)
+@compile_cached
 def trace_back(options: OptionArrays, states: StateTable, last: int) -> Indices:
     """Return the options that lead to the state with index `last`. Equal additions give equal floats."""
     seconds, errors, first = options
@@ -301,7 +301,7 @@ def trace_back(options: OptionArrays, states: StateTable, last: int) -> Indices:
     return taken
 
 
-@numba.njit(cache=True)
+@compile_cached
 def find_efficient_in_three(spent: Floats, other: Floats, error: Floats) -> NDArray[np.bool_]:
     """Return which states no other state beats in all three values; of equal states the first.
 

@@ -30,7 +30,7 @@ def doctor(as_json: Json = False) -> None:
     table.add_column(overflow="fold")
     for heading, text in _lines(facts):
         table.add_row(heading, text)
-    console = Console()
+    console = Console(markup=False)  # [cuda13] in an advice is no markup
     console.print(table)
     if not facts["advice"]:
         console.print("nothing was found that would disturb a measurement")

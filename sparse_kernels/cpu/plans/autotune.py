@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import platform
 import tempfile
 import warnings
@@ -34,6 +33,7 @@ from sparse_kernels.cpu.kernels import row_panels
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.plans.linear import Choice, LinearLayer
+from sparse_kernels.cpu.runtime.cache_folder import find_user_cache
 from sparse_kernels.cpu.runtime.kernel_cache import VERSION
 from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 from sparse_kernels.formats import Packed
@@ -82,7 +82,7 @@ def choose_fastest(layer: LinearLayer, folder: Path | None = None, clock: Clock 
     if len(choices) == 1:
         return choices[0]
     key = _key(layer)
-    path = _path(key, folder or find_cache_folder())
+    path = _path(key, folder or find_user_cache("tuning"))
     choice = _read_choice(path, key, choices)
     if choice is None:
         choice = choices[find_fastest(_calls(layer, choices), clock)]
@@ -215,13 +215,6 @@ def _calls(layer: LinearLayer, choices: Sequence[Choice]) -> list[Call]:
 
 
 # ------------------------------------------------------------------------------------------------ what was found
-
-
-def find_cache_folder() -> Path:
-    """Return where results are kept: LATBENCH_CACHE or the user's cache folder."""
-    if given := os.environ.get("LATBENCH_CACHE"):
-        return Path(given) / "tuning"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench" / "tuning"
 
 
 @cache

@@ -4,6 +4,9 @@ Numba's own cache numbers its files, and an index says which number is which ker
 tiles of one kernel at the same time may take the same number. From then on one tile is loaded for the other: wrong
 results, and no error. Here a file's name says what it holds, so processes that race write the same file, each in one
 step. A file is loaded only if it is whole.
+
+Numba would also put them beside the sources, where an uninstall leaves them. Ours lie in the user's cache folder, and
+installations of the same version share them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from sparse_kernels.cpu.runtime.numba_internals import FunctionCache, attach_cache, serialize
+from sparse_kernels.cpu.runtime.cache_folder import find_user_cache
+from sparse_kernels.cpu.runtime.numba_internals import (
+    FunctionCache,
+    attach_cache,
+    build_cache_implementation,
+    serialize,
+)
 
 # Sources of all kernels: after a change of one, kernels on disk are out of date.
 SOURCES = Path(__file__).parents[1]
@@ -60,11 +69,14 @@ def cache_on_disk(dispatcher: Any, function: Callable[..., Any], suffix: str = "
 class _Cache(FunctionCache):
     """Numba's `cache=True` with files of our own, for disks that may refuse to write."""
 
+    _impl_class = build_cache_implementation(lambda: find_user_cache("kernels"))
+
     def __init__(self, function: Callable[..., Any], suffix: str) -> None:
         inherited: Any = super()  # Numba's class has no types
         inherited.__init__(function)
         name = ".".join(filter(None, [self._impl.filename_base, suffix]))
-        self._cache_file = _KernelFiles(Path(self._cache_path), name)  # type: ignore[assignment]
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _KernelFiles(Path(self._cache_path), name, stamp)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -77,8 +89,8 @@ class _Cache(FunctionCache):
 class _KernelFiles:
     """A file for each kernel, signature and processor: a checksum, then what Numba rebuilds the kernel from."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: Path, name: str, stamp: bytes = b"") -> None:
+        self._folder, self._name, self._stamp = folder, name, stamp
 
     def load(self, key: tuple[Any, ...]) -> Any:
         """Return what was saved for the key; None if nothing was saved, or the file is damaged."""
@@ -103,15 +115,16 @@ class _KernelFiles:
 
     def _path(self, key: tuple[Any, ...]) -> Path:
         # The text of the signature names its types. The rest of the key is the processor, and hashes of the
-        # function's code and of the constants in it.
+        # function's code and of the constants in it. The stamp is of the function's source file: those of other
+        # packages are not in VERSION.
         signature, *rest = key
-        text = repr((VERSION, numba.__version__, str(signature), rest))
+        text = repr((VERSION, self._stamp, numba.__version__, str(signature), rest))
         return self._folder / f"{self._name}.{hashlib.sha256(text.encode()).hexdigest()[:32]}.nbc"
 
 
 def _warn(error: Exception) -> None:
     warnings.warn(
         f"compiled kernels cannot be kept ({error}), so every process compiles them anew, which takes seconds each: "
-        "set NUMBA_CACHE_DIR to a folder for them",
+        "set LATBENCH_CACHE to a folder for them",
         stacklevel=3,
     )

@@ -7,6 +7,7 @@ take a new Numba, run that test, then raise the upper bounds of `numba` and `llv
 - `cgutils`: stack slots, fields of structures, loops, declarations of LLVM code (`numba.core.cgutils`)
 - `read_compile_target`: processor and features that Numba generates code for (`numba.core.registry.cpu_target`)
 - `FunctionCache`, `attach_cache`: our own files of compiled kernels (`numba.core.caching`, `dispatcher._cache`)
+- `build_cache_implementation`: the folder of these files (`numba.core.caching.UserProvidedCacheLocator`)
 - `serialize`: the content of these files (`numba.core.serialize.dumps`)
 - `WITHOUT_COUNTS`: kernels that do not count references to their arrays (the option `_nrt` of `numba.njit`)
 - `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -39,6 +41,7 @@ __all__ = [
     "CompileTarget",
     "FunctionCache",
     "attach_cache",
+    "build_cache_implementation",
     "cgutils",
     "find_openmp_library",
     "find_thread_counter",
@@ -76,6 +79,28 @@ def read_compile_target() -> CompileTarget:
 def attach_cache(dispatcher: Any, cache: FunctionCache) -> None:
     """Let a compiled function load from and save to this cache."""
     dispatcher._cache = cache
+
+
+def build_cache_implementation(find_folder: Callable[[], Path]) -> type[Any]:
+    """Return the `_impl_class` of a FunctionCache whose files lie in NUMBA_CACHE_DIR, else in the folder found."""
+
+    class Locator(caching.UserProvidedCacheLocator):
+        def __init__(self, function: Any, source: str) -> None:
+            inherited: Any = super()  # Numba's classes have no types
+            inherited.__init__(function, source)
+            if not numba.config.CACHE_DIR:  # type: ignore[attr-defined]
+                self._cache_path = str(find_folder())
+
+        @classmethod
+        def from_function(cls, function: Any, source: str) -> Any:
+            # Not that of UserProvidedCacheLocator, which is for NUMBA_CACHE_DIR alone.
+            inherited: Any = super(caching.UserProvidedCacheLocator, cls)
+            return inherited.from_function(function, source)
+
+    class Implementation(caching.CompileResultCacheImpl):
+        _locator_classes = [Locator]  # noqa: RUF012
+
+    return Implementation
 
 
 def serialize(value: Any) -> bytes:

@@ -182,6 +182,15 @@ def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPat
     assert out.count("\n! ") == 3
 
 
+def test_doctor_prints_the_extra_that_an_advice_names(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are markup to what prints the table."""
+    advice = "pip install 'latbench[cuda13]'"
+    monkeypatch.setattr("latbench.machines.gpu_discovery.list_gpus", lambda: ([], advice))
+    monkeypatch.setattr("latbench.machines.noise_sources.list_advice", lambda host: [advice])
+    out = latbench("doctor").out
+    assert f"none: {advice}" in out and f"! {advice}" in out
+
+
 def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = Host(**{**vars(QUIET), "virtual": True, "clock_hertz": 2.6e9})
     monkeypatch.setattr("latbench.machines.noise_sources.read_host", lambda steal: hidden)

@@ -51,6 +51,20 @@ def test_a_convolution_is_its_implicit_product(tmp_path: Path) -> None:
     assert row["samples_seconds"] == [2e-3]
 
 
+@pytest.mark.parametrize("name", ["DeepBench_NV_V100.xlsx", "OLD.XLS"])
+def test_a_spreadsheet_is_told_which_file_is_read_instead(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with pytest.raises(BadData, match="no such file"):
+        read_kernel_timings("deepbench", path, only={})
+    path.write_bytes(b"PK\x03\x04 not read")
+    with pytest.raises(BadData) as refused:
+        read_kernel_timings("deepbench", path, only={})
+    assert f"{path} is a spreadsheet, and deepbench timings are read from CSV" in str(refused.value)
+    assert f"with the columns {DEEPBENCH.splitlines()[0].replace(',', ', ')}" in str(refused.value)
+    with pytest.raises(BadData, match="aiconfigurator timings are read from Parquet"):
+        read_kernel_timings("aiconfigurator", path, only={})
+
+
 def test_deepbench_gives_dense_and_sparse_times_and_leaves_out_what_has_no_one_precision(tmp_path: Path) -> None:
     rows = _read("deepbench", DEEPBENCH, tmp_path)
     assert [(row["kernel_requested"], row["pattern"], row["sparsity_target"]) for row in rows] == [

@@ -488,7 +488,7 @@ def test_a_missing_matplotlib_is_said_before_anything_is_written(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run(files.table, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
     assert isinstance(result.exception, EnvironmentUnusable)
-    assert "pip install 'latbench[report]'" in str(result.exception)
+    assert "pip install 'latbench[figures]'" in str(result.exception)
     assert not (tmp_path / "report.html").exists()
 
 

@@ -181,6 +181,19 @@ def test_too_few_samples_are_unclear_whatever_they_say(latbench: Any, table: Any
     assert "1 UNCLEAR" in latbench("compare", before, after, "--fail-on", "slower").out
 
 
+def test_a_published_table_is_the_same_as_itself(latbench: Any, tmp_path: Path) -> None:
+    """Its times have one sample each. Another time of a point, as in a corrected file, is no change for certain."""
+    text = "base\n0.02\nprunable\n0.0158\nconv1\n0.0138 0.0\n0.0120 0.5\nconv2\n0.002 0.0\n"
+    for name, content in (("one", text), ("other", text.replace("0.0120", "0.0121"))):
+        (tmp_path / f"{name}.txt").write_text(content)
+        told = "--network", "net", "-o", tmp_path / name
+        assert latbench("import", "spdy", tmp_path / f"{name}.txt", *told).code == 0
+    counts = json.loads(latbench("compare", tmp_path / "one", tmp_path / "one", "--json").out)["counts"]
+    assert counts == dict.fromkeys(KINDS, 0) | {"SAME": 4}
+    counts = json.loads(latbench("compare", tmp_path / "one", tmp_path / "other", "--json").out)["counts"]
+    assert counts == dict.fromkeys(KINDS, 0) | {"SAME": 3, "UNCLEAR": 1}
+
+
 @pytest.mark.parametrize("flag", ["preempted", "in_cache+slow_spell"])
 def test_what_was_disturbed_in_every_try_is_no_measure_of_a_change(
     latbench: Any, table: Any, at: Any, flag: str

@@ -51,6 +51,18 @@ def test_few_samples_are_unclear_however_far_apart():
     assert (judged.low, judged.high) == (9 / 1.2, 9.5 / 1)
 
 
+def test_a_time_without_an_interval_is_the_same_only_as_itself():
+    assert judge_change([0.0138], [0.0138]) == ChangeVerdict("SAME", 1.0, 1.0, 1.0)
+    for other in (0.0138001, 0.0137, 9.0):  # how much a single time varies is not known
+        assert judge_change([0.0138], [other]).kind == judge_change([other], [0.0138]).kind == "UNCLEAR"
+
+
+def test_what_is_compared_with_itself_is_the_same_however_noisy():
+    times = noise(np.random.default_rng(9), 60, 0.3)
+    assert judge_change(times, times, between=0.5).kind == "SAME"
+    assert judge_change(times, times[::-1]).kind == "UNCLEAR"
+
+
 def test_the_same_samples_get_the_same_verdict():
     rng = np.random.default_rng(4)
     before, after = noise(rng, 999), noise(rng, 77)

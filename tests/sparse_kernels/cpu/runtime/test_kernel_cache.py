@@ -102,9 +102,18 @@ def test_a_kernel_from_disk_finds_its_threads_whoever_compiled_it(tmp_path: Path
 
 
 @pytest.mark.slow  # three processes
+def test_kernels_lie_in_the_cache_folder_and_those_of_another_source_are_not_loaded(tmp_path: Path) -> None:
+    where = {"NUMBA_CACHE_DIR": "", "LATBENCH_CACHE": str(tmp_path / "own")}
+    assert [run(tmp_path, 5, **where).strip() for _ in range(2)] == ["5 5 5 0", "5 5 5 1"]
+    assert {path.parent for path in tmp_path.rglob("*.nbc")} == {tmp_path / "own" / "kernels"}
+    (tmp_path / "program.py").write_text(PROGRAM + "# changed\n")
+    assert run(tmp_path, 5, **where).strip() == "5 5 5 0"
+
+
+@pytest.mark.slow  # three processes
 def test_where_nothing_can_be_kept_kernels_run_all_the_same_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("a file, not a folder")
     assert run(tmp_path, 5).splitlines()[0] == "5 5 5 0"
-    text = run(tmp_path, 5, NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator", NUMBA_CACHE_DIR="")
+    text = run(tmp_path, 5, LATBENCH_CACHE=str(tmp_path / "kernels"), NUMBA_CACHE_DIR="")
     assert text.startswith("5 5 5 0\nwarned: compiled kernels cannot be kept (cannot cache function")
-    assert "set NUMBA_CACHE_DIR to a folder for them" in text
+    assert "set LATBENCH_CACHE to a folder for them" in text

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+import pytest
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -85,6 +86,22 @@ def test_a_function_loads_from_and_saves_to_a_cache_of_ours() -> None:
     assert sum(again.stats.cache_hits.values()) == 1, (
         "a dispatcher no longer loads from what is attached as its cache"
     )
+
+
+def test_a_cache_s_files_lie_in_a_folder_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    def find_path() -> str:
+        own = numba_internals.build_cache_implementation(lambda: tmp_path / "own")
+        cache = type("Cache", (numba_internals.FunctionCache,), {"_impl_class": own})(double)
+        assert cache._impl.locator.get_source_stamp(), "a locator no longer says which source a function is from"
+        return str(cache._cache_path)
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    assert find_path() == str(tmp_path / "own"), "a cache no longer asks its locator for a folder"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given"))
+    assert find_path().startswith(str(tmp_path / "given")), "NUMBA_CACHE_DIR no longer decides where files lie"
 
 
 def test_a_function_without_counts_calls_no_counter_of_references() -> None:
