@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import math
 import pkgutil
 import sys
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     import torch
 
     from search.example_inputs import ExampleInputs
+
+_LOG = logging.getLogger(__name__)
 
 REQUIRED = ("model", "example", "calibration", "loss", "score")
 
@@ -195,6 +198,7 @@ def load_task(reference: str) -> Task:
     UsageError
         There is no such task, its import fails, or it lacks a member.
     """
+    _LOG.info(f"reading the task {reference}")
     source, _, attribute = reference.partition(":")
     if source in list_bundled_tasks():
         module = importlib.import_module(f"search.tasks.{source}")

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from latbench.cli.verbosity import is_quiet
+
 Tell = Callable[[str, int | None, int | None], None]
 """Told what is done now, and how much of how much, if that is known."""
 
@@ -17,7 +19,10 @@ SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def live(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
-    """Yield a function that shows progress while the context is open; no bar is left behind."""
+    """Yield a function that shows progress while the context is open; no bar is left behind. --quiet shows none."""
+    if is_quiet():
+        yield lambda what, done, total: None
+        return
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _lines(console, clock)

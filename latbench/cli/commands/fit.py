@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from cost_models import CostModel
     from cost_models.evaluation.held_out_errors import Figures
+
+_LOG = logging.getLogger(__name__)
 
 
 def fit(
@@ -64,9 +67,7 @@ def fit(
         cost_models.save(output, model, table_hash, where=rows, validation=validation)
     Console().print(validation_table(validation))
     if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
-        typer.echo(
-            "latbench: no point could be held out, so the model's error is unknown: measure more points", err=True
-        )
+        _LOG.warning("no point could be held out, so the model's error is unknown: measure more points")
     shapes = count_shapes(X)
     typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
 
@@ -95,10 +96,9 @@ def _warn_of_versions(X: pd.DataFrame) -> None:
     for (device, backend), own in known.groupby(["device", "backend"], sort=True):
         if len(own) > 1:
             versions = " and ".join(sorted(own["backend_version"]))
-            typer.echo(
-                f"latbench: times of {backend} {versions} on {device} are used together; --where "
-                "backend_version=... selects one version",
-                err=True,
+            _LOG.warning(
+                f"times of {backend} {versions} on {device} are used together; --where backend_version=... selects "
+                "one version"
             )
 
 
