@@ -122,7 +122,6 @@ def read_batches(path: str | Place, columns: Sequence[str] | None = None) -> Ite
     wanted = list(SCHEMA.names if columns is None else columns)
     judged = list(dict.fromkeys([*wanted, "status", "median_seconds"]))
     for part in list_parts(path):
-        _LOG.info(f"reading {hide_secrets(str(part))}")
         for start, table in read_part_batches(part, judged):
             if (untimed := np.flatnonzero(find_untimed(table))).size:
                 status = table["status"][untimed[0]]
@@ -250,6 +249,7 @@ def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Fiel
 @contextmanager
 def _opened(path: Place) -> Iterator[parquet.ParquetFile]:
     """Open the Parquet file at `path` and check its content against its name. Raises BadData for any fault."""
+    _LOG.info(f"reading {hide_secrets(str(path))}")
     with open_input(path) as stream:
         content = pa.BufferReader(stream.read()) if stream.size() <= _READ_WHOLE_BYTES else stream
         named = PART_NAME.fullmatch(path.name)

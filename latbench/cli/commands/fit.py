@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options.common_options import TableArgument
+from latbench.cli.json_output import print_json
+from latbench.cli.options.common_options import Json, TableArgument
 from latbench.cli.options.model_options import (
     Estimator,
     EstimatorName,
@@ -41,6 +42,7 @@ def fit(
     where: FitWhere = None,
     device: TransferDevice = None,
     random_state: FitSeed = 0,
+    as_json: Json = False,
 ) -> None:
     """Fit a cost model, and show its errors on held-out points beside the noise of the table."""
     from rich.console import Console
@@ -65,11 +67,16 @@ def fit(
     if validation is None:
         validation = _validate(model.fit(X, y), X, y)
         cost_models.save(output, model, table_hash, where=rows, validation=validation)
-    Console().print(validation_table(validation))
     if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
         _LOG.warning("no point could be held out, so the model's error is unknown: measure more points")
     shapes = count_shapes(X)
-    typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
+    name = type(model).__name__
+    if as_json:
+        document = {"output": output, "up_to_date": same, "estimator": name, "points": len(X), "shapes": shapes}
+        print_json({**document, "table_hash": table_hash, "where": rows, "validation": validation})
+        return
+    Console().print(validation_table(validation))
+    typer.echo(f"{output}: {'up to date' if same else name}, {len(X)} points of {shapes} shapes")
 
 
 def _known_validation(
