@@ -152,7 +152,7 @@ def _misuse(error: Any) -> str | None:
 
 def _fail(error: LatbenchError) -> int:
     """Print the error as one line and return its exit code; --verbose shows what raised it before."""
-    if is_verbose() and error.__cause__ is not None:
+    if is_verbose() and error.__cause__ is not None and not isinstance(error.__cause__, LatbenchError):
         traceback.print_exception(error.__cause__)
     line = " ".join(str(error).split())
     sys.stderr.write(f"latbench: {line}\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from latbench.cli.options.common_options import TaskArgument
 from latbench.cli.options.pruning_options import (
     DatabaseInput,
@@ -68,10 +70,12 @@ def prune(
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
         last_line += f", and {save_packed(output)}"
+    notes = [] if onnx is None else _export(loaded, output, onnx)
     if onnx is not None:
-        _export(loaded, output, onnx)
         last_line += f", and {onnx}"
     _print_stages(model_folder.read_manifest(output), searched, last_line)
+    for note in notes:
+        typer.echo(note)
 
 
 def _prune_unless_same(
@@ -81,10 +85,8 @@ def _prune_unless_same(
     import hashlib
     import json
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from latbench.base.files import is_left_behind
+    from latbench.cli.progress_bar import live
     from search.check_task import check_task
     from search.pruning import prune_model as pipeline
     from search.pruning.storage import model_folder
@@ -96,13 +98,11 @@ def _prune_unless_same(
     model_folder.check_writable(output)
     checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
     run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("reading the model and its data", total=None)
+    with live() as tell:
+        tell("reading the model and its data", None, None)
         check_task(task, _list_steps(task, settings["global"], recipe))
-        result = pipeline.prune_model(
-            task, profile, layers, run, checkpoint=checkpoint,
-            progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
-        )  # fmt: skip
+        tell("pruning", None, None)
+        result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=tell)
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts)
     # Checkpoints of earlier recipes go, too.
@@ -138,15 +138,22 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
     }
 
 
-def _export(task: Task, pruned: Path, onnx: Path) -> None:
-    """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
-    from search.artifacts.onnx_export import export_onnx
-    from search.example_inputs import convert_to_tensor_call
+def _export(task: Task, pruned: Path, onnx: Path) -> list[str]:
+    """Write the pruned model of a folder as an ONNX file, and return what users of the file need to know."""
+    from latbench.cli.progress_bar import live
     from search.pruning.storage.model_folder import load_pruned
+    from search.whole_model.flexible_onnx import export_flexible_onnx
 
-    model, _ = load_pruned(pruned, task.model())
-    called = convert_to_tensor_call(model, task.example())
-    export_onnx(called.model, called.tensors, onnx)
+    with live() as tell:
+        tell("exporting to ONNX", None, None)
+        model, _ = load_pruned(pruned, task.model())
+        example = task.example()
+        reason = export_flexible_onnx(model, example, onnx)
+    batch = "batches of any size" if reason is None else f"batches of {example.batch} only, because {reason}"
+    return [
+        f"{onnx} takes {batch}",
+        "ONNX Runtime gains no speed from zeros; `latbench verify` measures the pruned model on latbench's kernels",
+    ]
 
 
 def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:
