@@ -49,7 +49,8 @@ Against = Annotated[
     typer.Option(
         "--against",
         metavar="TABLE",
-        help="Second table to compare with, of another device or of an earlier version. Default: none.",
+        help="Second table to compare with, of another device or of an earlier version; with --output and --figures "
+        "only. Default: none.",
     ),
 ]
 FiguresFolder = Annotated[
