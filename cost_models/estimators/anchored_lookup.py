@@ -327,9 +327,9 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
             return curves[0]
         if curves:
             known = {name: {curve.key[i] for curve in curves} for i, name in enumerate(self.columns_)}
-            differ = {name: _format_values(values) for name, values in known.items() if len(values) > 1}
-            which = "; ".join(f"{name} {values}" for name, values in differ.items())
-            ways = [{name: curve.key[self.columns_.index(name)] for name in differ} for curve in curves]
+            open_columns = {name: values for name, values in known.items() if len(values) > 1}
+            which = "; ".join(f"{name} {_format_values(values)}" for name, values in open_columns.items())
+            ways = [{name: curve.key[self.columns_.index(name)] for name in open_columns} for curve in curves]
             raise Ambiguous(f"{describe_point(key)} was measured in several ways: say which {which}", ways)
         measured = [dict(zip(self.columns_, values, strict=True)) for values in self.curves_]
         nearest = min(measured, key=lambda curve: _compute_key_distance(key, curve))

@@ -24,8 +24,8 @@ EXAMPLES = {
     ),
     "predict": (
         "latbench predict cost_model.json --table table --pattern vector:32 --sparsity 0.9 --shape 768x768x128",
-        "latbench predict cost_model.json --table table --pattern dense --backend torch --kernel prepacked "
-        "--kind conv2d --shape 64x64x3x3 --input 1x56x56 --json",
+        "latbench predict cost_model.json --table table --pattern dense --backend numba --kind conv2d "
+        "--shape 64x64x3x3 --input 1x56x56 --json",
     ),
     "search": (
         "latbench search my_task.py --target 1.5 --table table --cost-model cost_model.json --database database "

@@ -69,18 +69,8 @@ def export_onnx(
             f"{MAX_BYTES / 1e9:.2f} GB at most"
         )
 
-    axes = {name: {0: "batch"} for name, flexible in (names or {}).items() if flexible}
-
     def write(temporary: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter's advice to its users and its developers
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            # Verbose or not, an exporter that fails prints the whole graph to stdout.
-            with mock.patch.object(torch._C, "_jit_onnx_log", create=True):
-                torch.onnx.export(
-                    model, inputs, str(temporary), opset_version=OPSET, dynamo=False, verbose=False,
-                    input_names=None if names is None else list(names), dynamic_axes=axes or None,
-                )  # fmt: skip
+        _export(model, inputs, temporary, names)
         written = onnx.load(temporary)
         remove_copies(written.graph)
         if transposes_once:
@@ -92,6 +82,20 @@ def export_onnx(
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         raise LatbenchError(f"the model cannot be exported to ONNX: {type(error).__name__}: {first}") from error
+
+
+def _export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, names: Mapping[str, bool] | None) -> None:
+    """Write what torch's older exporter makes of the model, without its messages."""
+    axes = {name: {0: "batch"} for name, flexible in (names or {}).items() if flexible}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's advice to its users and its developers
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        # Verbose or not, an exporter that fails prints the whole graph to stdout.
+        with mock.patch.object(torch._C, "_jit_onnx_log", create=True):
+            torch.onnx.export(
+                model, inputs, str(path), opset_version=OPSET, dynamo=False, verbose=False,
+                input_names=None if names is None else list(names), dynamic_axes=axes or None,
+            )  # fmt: skip
 
 
 def find_layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from latbench.base.files import write_atomically
+from latbench.base.files import write_bytes_atomically
 from latbench.errors import LatbenchError
 from search.artifacts.onnx_export import export_onnx
 from search.example_inputs import ExampleInputs, convert_to_tensor_call
@@ -55,7 +54,7 @@ def export_flexible_onnx(model: nn.Module, example: ExampleInputs, path: Path) -
         except LatbenchError as error:
             reason = str(error)
         if reason is None:
-            write_atomically(path, lambda temporary: shutil.copyfile(trial, temporary))
+            write_bytes_atomically(path, trial.read_bytes())
             return None
     export_onnx(called.model, called.tensors, path, names=dict.fromkeys(flexible, False))
     return " ".join(reason.split())

@@ -342,10 +342,8 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     several = refused(*_query(sparsity=0, pattern="dense"), code=2)
     assert "linear 256x320x37 dense was measured in several ways: add --backend (numba or torch)" in several
     again = several.rpartition("such as ")[2].split()  # the example in the message is one that works
-    assert (
-        latbench("predict", tmp_path / "m.json", "--table", swept, *_query(sparsity=0, pattern="dense"), *again)[0]
-        == 0
-    )
+    query = (*_query(sparsity=0, pattern="dense"), *again)
+    assert latbench("predict", tmp_path / "m.json", "--table", swept, *query)[0] == 0
     assert "not measured with --pattern block:8x8, only with " in refused(*_query(pattern="block:8x8"))
     assert "not measured with --threads 9, only with " in refused(*_query(), "--threads", 9)
     assert "not measured with --backend torch, only with numba" in refused(*_query(), "--backend", "torch")

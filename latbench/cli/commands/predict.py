@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -70,7 +71,7 @@ def predict(
     pairs = {"stride": stride, "padding": padding, "dilation": dilation}
     layer = _parse_layer(pattern, sparsity, kind, shape, image, pairs, measured)
     fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
-    choices = {"pattern": pattern, "backend": backend, "kernel_requested": kernel, "threads": threads}
+    choices = {"backend": backend, "kernel_requested": kernel, "threads": threads}
     given = {name: value for name, value in choices.items() if value is not None}
     given |= _values(measured, parse_column_values("--where", where))
     device = {"device": fitted.device} if isinstance(fitted, cost_models.Transfer) else {}
@@ -179,7 +180,7 @@ def _explain(
     from latbench.errors import LatbenchError, UsageError
 
     asked = query.iloc[0].to_dict()
-    ways = error.ways if isinstance(error, Ambiguous) else []
+    ways: Sequence[Mapping[str, Any]] = error.ways if isinstance(error, Ambiguous) else []
     if isinstance(error, MissingColumns):
         ways = predict_advice.list_ways(measured, asked, error.columns)
     if len(ways) > 1:
@@ -188,7 +189,7 @@ def _explain(
     if isinstance(error, Unanchored):
         if str(error).endswith("allow extrapolation"):
             return Unanchored(f"{error} by --allow-extrapolation")
-        unmeasured = predict_advice.describe_unmeasured(measured, asked, given)
+        unmeasured = predict_advice.describe_unmeasured(measured, asked, [*given, "pattern"])
         return Unanchored(unmeasured or f"{error}{predict_advice.suggest_estimator(model)}")
     return error if isinstance(error, LatbenchError) else UsageError(str(error))
 
