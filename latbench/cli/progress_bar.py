@@ -31,7 +31,7 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
         BarColumn(20),
         TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("", total=None, count="")
@@ -51,6 +51,7 @@ def _lines(console: Console, clock: Callable[[], float]) -> Tell:
         kind = what.partition(":")[0]  # what follows a colon is a figure that moves
         if kind != last_what or clock() - last >= SECONDS_BETWEEN_LINES:
             last, last_what = clock(), kind
-            console.print(what if done is None else f"{done}/{total} {what}", highlight=False, soft_wrap=True)
+            line = what if done is None else f"{done}/{total} {what}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     return tell
