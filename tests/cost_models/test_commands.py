@@ -393,7 +393,7 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
     half = latbench(*predict)[1]
     # A look-up of everything has to be told.
     latbench("fit", swept, "-o", tmp_path / "m.json")
-    assert "say which dtype_w bfloat16 or float32" in _refused(latbench(*predict), 5)
+    assert "add --where dtype_w= (bfloat16 or float32), such as --where dtype_w=" in _refused(latbench(*predict), 2)
     looked_up = [latbench(*predict, "--where", f"dtype_w={dtype}")[1] for dtype in ("bfloat16", "float32")]
     times = [float(out.split(": ")[1].split()[0]) for out in (half, *looked_up)]
     assert times[0] == pytest.approx(times[1], rel=0.1) == pytest.approx(times[2] / 2, rel=0.1)
