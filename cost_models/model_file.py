@@ -11,6 +11,7 @@ hash. It also refuses other versions of the libraries than those of the validati
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -29,6 +30,8 @@ from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, UsageError
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 4  # also rises if the same settings give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # whose versions affect a fit
@@ -121,6 +124,7 @@ def read(path: str | Path) -> ModelFile:
         The file is missing, malformed or of another version.
     """
     path, advice = Path(path), "make it with latbench fit"
+    _LOG.info(f"reading {path}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

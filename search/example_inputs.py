@@ -7,6 +7,7 @@ batch is the first dimension of the first tensor that has one, in the order of t
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,6 +39,11 @@ class ExampleInputs:
     def find_batch(self) -> tuple[str, int] | None:
         """Return the place and the size of the batch; None without a tensor that has a dimension."""
         return next(((place, len(tensor)) for place, tensor in self._walk() if tensor.ndim), None)
+
+    def name_tensors(self) -> list[str]:
+        """Return a name for each tensor, in order: that of its keyword, or input_1, input_2, ... for arguments."""
+        places = (place.removeprefix("keyword ").replace("argument ", "input_") for place, _ in self._walk())
+        return [re.sub(r"\W+", "_", place).strip("_") for place in places]
 
     @property
     def batch(self) -> int:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import math
 import pkgutil
 import sys
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     import torch
 
     from search.example_inputs import ExampleInputs
+
+_LOG = logging.getLogger(__name__)
 
 REQUIRED = {"model": (), "example": (), "calibration": (), "loss": ("model", "batch"), "score": ("model",)}
 """The functions that every task has, with their arguments."""
@@ -213,6 +216,7 @@ def load_task(reference: str) -> Task:
 
 def find_task(reference: str) -> Task:
     """Return the task of this name, whatever functions it lacks. Raises as `load_task` does."""
+    _LOG.info(f"reading the task {reference}")
     source, _, attribute = reference.partition(":")
     if source in list_bundled_tasks():
         module = importlib.import_module(f"search.tasks.{source}")

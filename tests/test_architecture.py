@@ -40,7 +40,7 @@ def test_every_module_of_latbench_stands_on_one_of_at_most_twelve_floors() -> No
     assert max(named.values()) == 1
     found = [path for path in (ROOT / "latbench").iterdir() if path.is_dir() or path.suffix == ".py"]
     inside = {f"latbench.{path.stem}" for path in found}
-    rooms = {name for name in inside if not name.endswith(("__init__", "__pycache__"))}
+    rooms = {name for name in inside if not name.endswith(("__init__", "__main__", "__pycache__"))}
     assert rooms == {name for name in named if name.startswith("latbench")}
 
 

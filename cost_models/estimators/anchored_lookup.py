@@ -27,7 +27,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from cost_models.estimators.scored_regressor import ScoredRegressor
-from cost_models.refusals import Unanchored, Uncalibrated
+from cost_models.refusals import Ambiguous, Unanchored, Uncalibrated
 from cost_models.rows.row_keys import CURVE, FloatArray, RowMask, describe_point, extract_keys, extract_sparsities
 from cost_models.rows.training_rows import check_seconds
 from cost_models.uncertainty.conformal import compute_conformal_quantile, fit_error_growth
@@ -328,8 +328,10 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
             return curves[0]
         if curves:
             known = {name: {curve.key[i] for curve in curves} for i, name in enumerate(self.columns_)}
-            differ = [f"{name} {_format_values(values)}" for name, values in known.items() if len(values) > 1]
-            raise Unanchored(f"{describe_point(key)} was measured in several ways: say which {'; '.join(differ)}")
+            open_columns = {name: values for name, values in known.items() if len(values) > 1}
+            which = "; ".join(f"{name} {_format_values(values)}" for name, values in open_columns.items())
+            ways = [{name: curve.key[self.columns_.index(name)] for name in open_columns} for curve in curves]
+            raise Ambiguous(f"{describe_point(key)} was measured in several ways: say which {which}", ways)
         measured = [dict(zip(self.columns_, values, strict=True)) for values in self.curves_]
         nearest = min(measured, key=lambda curve: _compute_key_distance(key, curve))
         differ = [f"{name} is {nearest[name]}, not {key[name]}" for name in key if nearest[name] != key[name]]

@@ -22,7 +22,7 @@ from cost_models.features import measured_ranges
 from cost_models.features.feature_encoder import FeatureEncoder
 from cost_models.features.layer_work import SIZES
 from cost_models.features.pattern_structure import add_structure
-from cost_models.refusals import BadRows, MixedModes, Unanchored
+from cost_models.refusals import BadRows, MissingColumns, MixedModes, Unanchored
 from cost_models.rows.row_keys import FloatArray, RowMask, describe_point, extract_keys, extract_sparsities
 from cost_models.rows.shape_groups import group_by_shape, split_by_shape
 from cost_models.rows.training_rows import check_seconds
@@ -224,7 +224,7 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         return np.array([problem is None for problem in self._find_problems(X, extrapolate=False)], bool)
 
     def _check(self, X: pd.DataFrame) -> None:
-        """Raise Unanchored for the first unknown row, and ValueError for a missing column."""
+        """Raise Unanchored for the first unknown row, and MissingColumns for rows without a column."""
         check_shapes(X)
         for number, problem in enumerate(self._find_problems(X, self.allow_extrapolation)):
             if problem:
@@ -236,7 +236,7 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         known = {name: {value} for name, value in self.mode_.items()} | self.encoder_.levels
         needed = {*known, *self.encoder_.numbers, *SIZES, "pattern"} - {"format", "unit_rows", "unit_columns"}
         if missing := needed - set(X.columns):
-            raise ValueError(f"X has no column {', '.join(sorted(missing))}")
+            raise MissingColumns(sorted(missing))
         structured = add_structure(X)
         rows = zip(structured.to_dict("records"), extract_keys(structured, self.kind_columns_), strict=True)
         problems = [self._explain_unknown_kind(row, kind, known) for row, kind in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -98,14 +98,23 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
-def _find_settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the key columns with one value in all measured rows that fit what is asked, but for sizes and sparsity.
+def select_fitting_rows(measured: pd.DataFrame, asked: Mapping[str, Any]) -> pd.DataFrame:
+    """Select the measured rows that have the values asked for, but for sizes and sparsity.
 
-    A table of one device, for example, predicts for that device.
+    A value that no row has is ignored.
     """
     rows = measured
     for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
         fitting = rows[rows[name] == asked[name]]
         rows = fitting if len(fitting) else rows
+    return rows
+
+
+def _find_settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the key columns with one value in all measured rows that fit what is asked, but for sizes and sparsity.
+
+    A table of one device, for example, predicts for that device.
+    """
+    rows = select_fitting_rows(measured, asked)
     names = [name for name in KEY if name not in asked and name in rows.columns]
     return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}

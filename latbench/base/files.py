@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 import psutil
 
 from latbench.errors import EnvironmentUnusable, UsageError
+
+_LOG = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 3600.0  # a file takes seconds to write; clocks of machines that share a folder differ by less
 
@@ -52,6 +55,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
             temporary.replace(path)
+            _LOG.info(f"wrote {path}")
             _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)

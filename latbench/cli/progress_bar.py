@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from latbench.cli.verbosity import is_quiet
+
 Tell = Callable[[str, int | None, int | None], None]
 """Told what is done now, and how much of how much, if that is known."""
 
@@ -20,7 +22,10 @@ NOTE = "note: "
 
 @contextmanager
 def live(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
-    """Yield a function that shows progress while the context is open; no bar is left behind."""
+    """Yield a function that shows progress while the context is open; no bar is left behind. --quiet shows none."""
+    if is_quiet():
+        yield lambda what, done, total: None
+        return
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _lines(console, clock)
@@ -29,7 +34,7 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
         BarColumn(20),
         TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("", total=None, count="")
@@ -52,6 +57,7 @@ def _lines(console: Console, clock: Callable[[], float]) -> Tell:
         kind = what if what.startswith(NOTE) else what.partition(":")[0]  # behind a colon are figures that move
         if kind != last_what or clock() - last >= SECONDS_BETWEEN_LINES:
             last, last_what = clock(), kind
-            console.print(what if done is None else f"{done}/{total} {what}", highlight=False, soft_wrap=True)
+            line = what if done is None else f"{done}/{total} {what}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     return tell

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import typer
 
 from latbench.cli.sweep_points import Installed, select_engines
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
     from latbench.sweeping.gpu_machine import GpuMachine
     from latbench.sweeping.settings import SweepSummary
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,12 @@ def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: floa
     _check_needed(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
     # Processes that start would disturb a sweep that measures there now.
-    with lock_machine(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
-        typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
+    with lock_machine(machine, wait_seconds, lambda now: _LOG.warning(now.activity)):
+        _LOG.warning(f"{machine.gpu.name}: starting {', '.join(wanted)}")
         refusals |= machine.start(wanted)
     _check_needed(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     for name, reason in ({} if by_name else refusals).items():
-        typer.echo(f"latbench: {name} is left out: {reason}", err=True)
+        _LOG.warning(f"{name} is left out: {reason}")
     return [name for name in wanted if name not in refusals]
 
 
@@ -177,12 +178,9 @@ def open_cluster(
 
     _check_cluster(on, gpu)
 
-    def tell(line: str) -> None:
-        typer.echo(f"latbench: {line}", err=True)
-
-    cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, settings, tell)
+    cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, settings, _LOG.warning)
     try:
-        common = survey_nodes(cluster, gpu, tell)
+        common = survey_nodes(cluster, gpu, _LOG.warning)
         if threads is not None and threads > common.processors:
             raise UsageError(
                 f"--threads {threads}: one of the nodes may use {common.processors} processors only, and more "
@@ -205,7 +203,7 @@ def open_cluster(
     def close() -> None:
         cluster.close()
         while cluster.lost:
-            typer.echo(f"latbench: {cluster.lost.popitem()[1]}", err=True)
+            _LOG.warning(cluster.lost.popitem()[1])
 
     installed = Installed(common.backends, "on all nodes")
     return SweepDevice(common.device, threads, installed, run, close, gpu is not None, common.current)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
 if TYPE_CHECKING:
     from latbench.workloads.points import Point
+
+_LOG = logging.getLogger(__name__)
 
 QUICK_SECONDS = 300.0
 
@@ -21,7 +22,7 @@ class PointOptions:
     Attributes
     ----------
     workloads, patterns, sparsities, backends : sequence of str
-        Each text may hold several values separated by commas, but for workloads.
+        The values as texts.
     adaptive : bool
         Whether points are chosen during the sweep.
     tune, bf16 : bool
@@ -98,7 +99,7 @@ def select_first_blocks(blocks: Sequence[list[Point]], seconds: float) -> list[l
 
 
 def select_cpu_engines(given: Sequence[str], installed: Installed | None = None) -> list[str]:
-    """Select the CPU engines that are given, several in one text separated by commas; by default the standard ones.
+    """Select the CPU engines that are given; by default the standard ones.
 
     `installed` is by default what this machine has. Warns of standard engines that are not installed, because the
     fastest dense engine may be among them.
@@ -117,7 +118,7 @@ def select_cpu_engines(given: Sequence[str], installed: Installed | None = None)
     for name in standard:
         if name not in installed.engines:
             advice = f"pip install {' '.join(needed[name])}"
-            typer.echo(f"latbench: {name} is left out, it is not installed {installed.where}: {advice}", err=True)
+            _LOG.warning(f"{name} is left out, it is not installed {installed.where}: {advice}")
     return [name for name in standard if name in installed.engines]
 
 
@@ -128,17 +129,16 @@ def select_engines(given: Sequence[str], needed: Mapping[str, Sequence[str]], in
     """
     from latbench.errors import EnvironmentUnusable, UsageError
 
-    names = dict.fromkeys(name.strip() for text in given for name in text.split(","))
-    if "all" in names:
+    if "all" in given:
         return [name for name in needed if name in installed.engines]
-    for name in names:
+    for name in given:
         if name not in needed:
             raise UsageError(f"unknown backend {name!r}: known are {', '.join(needed)}, and all")
         if name not in installed.engines:
             raise EnvironmentUnusable(
                 f"{name} is not installed {installed.where}: pip install {' '.join(needed[name])}"
             )
-    return list(names)
+    return list(given)
 
 
 def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,12 @@ class Drawing:
 
 
 def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> list[Path]:
-    """Write NAME.pdf, NAME.svg and NAME.csv of every figure of the report, and return the paths.
+    """Write the files of every figure of the report, as `write_drawings`."""
+    return write_drawings(list_drawings(content, inputs), folder)
+
+
+def write_drawings(drawings: Mapping[str, Drawing], folder: Path) -> list[Path]:
+    """Write NAME.pdf, NAME.svg and NAME.csv of every figure, and return the paths.
 
     Raises EnvironmentUnusable where matplotlib is not installed or the disk refuses.
     """
@@ -79,7 +84,7 @@ def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> li
             "--figures needs matplotlib, which is not installed: pip install 'latbench[figures]'"
         ) from error
     written = []
-    for name, drawing in list_drawings(content, inputs).items():
+    for name, drawing in drawings.items():
         with mpl.rc_context(STYLE):
             figure = Figure(figsize=(drawing.width, drawing.height))
             drawing.draw(figure, drawing.rows)
@@ -168,8 +173,8 @@ def _frontier(figure: Any, rows: pd.DataFrame, chosen: tuple[float, float, float
         markeredgecolor="black", markeredgewidth=0.5, label="chosen",
     )  # fmt: skip
     axes.set(xlabel="whole model, ms", ylabel="total error of layers", xscale="log", yscale="log")
-    _plain_ticks(axes.xaxis)
-    _legend_above(figure, [axes], columns=3)
+    label_plain_ticks(axes.xaxis)
+    draw_legend_above(figure, [axes], columns=3)
 
 
 def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
@@ -188,9 +193,9 @@ def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
         if len(dense):
             axes.axhline(scale * dense["accuracy"].max(), color="black", linestyle="--", linewidth=0.8, label="dense")
         axes.set(title=method, ylabel="accuracy, %" if scale == 100 else "accuracy", xscale="log")
-        _plain_ticks(axes.xaxis)
+        label_plain_ticks(axes.xaxis)
     panels[-1].set_xlabel("measured speedup over the fastest dense engine (×)")
-    _legend_above(figure, panels, columns=3)
+    draw_legend_above(figure, panels, columns=3)
 
 
 def _style(look: Look) -> dict[str, Any]:
@@ -200,7 +205,7 @@ def _style(look: Look) -> dict[str, Any]:
     return {"color": look.colour, "linestyle": LINES[look.dash], "marker": MARKERS[shape], "fillstyle": fill}
 
 
-def _plain_ticks(axis: Any) -> None:
+def label_plain_ticks(axis: Any) -> None:
     """Label 1, 2, 5, 10 on a logarithmic axis, only 1 and 10 on a long one, without powers of ten."""
 
     def between(value: float, _: Any) -> str:
@@ -211,7 +216,7 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(between)
 
 
-def _legend_above(figure: Any, panels: Iterable[Any], columns: int) -> None:
+def draw_legend_above(figure: Any, panels: Iterable[Any], columns: int) -> None:
     """Draw one legend for all panels above them."""
     handles: dict[str, Any] = {}
     for axes in panels:
@@ -239,24 +244,33 @@ def _speedups(figure: Any, rows: pd.DataFrame) -> None:
                 )  # fmt: skip
         axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
         axes.set_yscale("log")
-        _plain_ticks(axes.yaxis)
+        label_plain_ticks(axes.yaxis)
         axes.set_title(point_frames.format_place(setting, shape), fontsize=6)
     for empty in range(len(places), len(panels)):  # the panel above one is the last of its column
         panels[empty].set_visible(False)
         panels[empty - columns].xaxis.set_tick_params(labelbottom=True)
     figure.supxlabel("sparsity, %", fontsize=8)
     figure.supylabel("speedup over the fastest dense engine", fontsize=8)
-    _legend_above(figure, panels[: len(places)], columns=4)
+    draw_legend_above(figure, panels[: len(places)], columns=4)
 
 
 def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
     axes = figure.subplots()
     columns = speedup_map.select_spread(point_frames.list_common_sparsities(rows))
     gains = {(row.setting, row.shape, row.sparsity): row.speedup for row in rows.itertuples()}
     starts = {(row.setting, row.shape): row.break_even for row in rows.itertuples()}
     grid = np.array([[gains.get((*place, sparsity), math.nan) for sparsity in columns] for place in places])
+    draw_ratio_grid(axes, grid, columns, places)
+    x = np.array([_position(starts[place], columns) for place in places])
+    axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
+    axes.set_title("speedup of the fastest pattern over the fastest dense engine")
+    axes.set_xlabel("sparsity (line: break-even)")
+
+
+def draw_ratio_grid(axes: Any, grid: np.ndarray, columns: list[float], places: list[tuple[str, str]]) -> None:
+    """Draw ratios (places, sparsities) as coloured cells with their numbers: blue above 1, orange below."""
+    from matplotlib.colors import LinearSegmentedColormap
+
     limit = max(0.1, float(np.nanmax(np.abs(np.log2(grid)))))
     scale = LinearSegmentedColormap.from_list("gain", [LOSS, "#f7f7f7", GAIN])
     axes.imshow(np.log2(grid), cmap=scale, vmin=-limit, vmax=limit, aspect="auto")
@@ -266,18 +280,14 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
             axes.text(
                 column,
                 row,
-                f"{gain:.1f}" if gain < 9.95 else f"{gain:.0f}",
+                f"{gain:.2f}" if gain < 0.95 else f"{gain:.1f}" if gain < 9.95 else f"{gain:.0f}",
                 ha="center",
                 va="center",
                 fontsize=6,
                 color="white" if dark else "black",
             )
-    x = np.array([_position(starts[place], columns) for place in places])
-    axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
-    axes.set_xticks(range(len(columns)), [format_percent(sparsity) for sparsity in columns])
+    axes.set_xticks(range(len(columns)), [format_percent(sparsity) if sparsity else "dense" for sparsity in columns])
     axes.set_yticks(range(len(places)), [point_frames.format_place(*place) for place in places])
-    axes.set_title("speedup of the fastest pattern over the fastest dense engine")
-    axes.set_xlabel("sparsity (line: break-even)")
 
 
 def _position(start: float, columns: list[float]) -> float:
@@ -317,8 +327,8 @@ def _predictions(figure: Any, rows: pd.DataFrame) -> None:
         )  # fmt: skip
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
     axes.set(xscale="log", xlabel="measured, µs", ylabel="predicted / measured")
-    _plain_ticks(axes.xaxis)
-    _legend_above(figure, [axes], columns=3)
+    label_plain_ticks(axes.xaxis)
+    draw_legend_above(figure, [axes], columns=3)
 
 
 def _noise(figure: Any, rows: pd.DataFrame) -> None:
@@ -329,5 +339,5 @@ def _noise(figure: Any, rows: pd.DataFrame) -> None:
             color=OTHER_COLOURS[index % len(OTHER_COLOURS)], linestyle=LINES[DASHES[index % len(DASHES)]],
         )  # fmt: skip
     axes.set(xscale="log", xlabel="width of the 95% interval, % of the median", ylabel="points, %")
-    _plain_ticks(axes.xaxis)
+    label_plain_ticks(axes.xaxis)
     axes.legend(frameon=False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.base.files import delay_interrupts, remove_abandoned
+from latbench.base.number_format import format_seconds
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.runners.device_lock import WAIT_SECONDS, lock_device
 from latbench.sweeping.bench import Bench
@@ -55,10 +57,20 @@ from latbench.workloads.points import Point, group_into_blocks
 if TYPE_CHECKING:
     import pandas as pd
 
+_LOG = logging.getLogger(__name__)
+
 PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """Names the points to measure next, given the table so far without its samples (None while there is none). It is
 called until it names nothing new."""
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
+
+
+def _describe_row(row: Mapping[str, Any]) -> str:
+    """Return a measured row as one line."""
+    layer = f"{row['pattern']} {row['sparsity_target']:g} {row['op']} {row['m']}x{row['k']} on {row['n']}"
+    samples = row.get("samples_seconds")
+    time = "" if samples is None or not len(samples) else f", {format_seconds(float(np.median(samples)))}"
+    return f"measured {row['backend']} {row['kernel_requested']} {layer}: {row['status']}{time}"
 
 
 def choose_in_order(blocks: Sequence[Sequence[Point]]) -> PointChooser:
@@ -323,6 +335,8 @@ class Sweep:
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
+            for row in rows:
+                _LOG.info(_describe_row(row))
             self.statuses |= {hash_key(row): row["status"] for row in rows}
             self.newest_starts |= {hash_key(row): row["started_at"] for row in rows}
             self.block += 1

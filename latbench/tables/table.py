@@ -7,6 +7,7 @@ Descriptions of environments, `env-<env_id>.json`, lie beside the parts; on this
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ from latbench.base.environments import ENVIRONMENT_FILE, parse_environment
 from latbench.errors import BadData
 from latbench.tables.row_hashes import hash_multiset, hash_rows
 from latbench.tables.schema import SCHEMA, SCHEMA_VERSION, TIMED
-from latbench.tables.storage import PART_NAME, UNFINISHED, Place, open_input, parse_place, read_bytes
+from latbench.tables.storage import PART_NAME, UNFINISHED, Place, hide_secrets, open_input, parse_place, read_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_LOG = logging.getLogger(__name__)
 
 # Limits of a piece: rows, and bytes in memory, because a row may have a hundred thousand samples.
 BATCH_ROWS, BATCH_BYTES = 1 << 15, 64 * 2**20
@@ -246,6 +249,7 @@ def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Fiel
 @contextmanager
 def _opened(path: Place) -> Iterator[parquet.ParquetFile]:
     """Open the Parquet file at `path` and check its content against its name. Raises BadData for any fault."""
+    _LOG.info(f"reading {hide_secrets(str(path))}")
     with open_input(path) as stream:
         content = pa.BufferReader(stream.read()) if stream.size() <= _READ_WHOLE_BYTES else stream
         named = PART_NAME.fullmatch(path.name)

@@ -225,17 +225,17 @@ def select_sparsities(pattern: Pattern, sparsities: Sequence[float]) -> Sequence
 
 
 def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
-    """Parse specs of patterns, several in one text separated by commas. Raises UsageError for an unknown one."""
+    """Parse specs of patterns. Raises UsageError for an unknown one."""
     try:
-        return [parse(text.strip()) for given in texts for text in given.split(",")]
+        return [parse(text) for text in texts]
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def parse_sparsities(texts: Sequence[str]) -> list[float]:
-    """Parse sparsities, several in one text separated by commas. Raises UsageError outside 0 < sparsity < 1."""
+    """Parse sparsities. Raises UsageError outside 0 < sparsity < 1."""
     values = []
-    for text in (part.strip() for given in texts for part in given.split(",")):
+    for text in texts:
         try:
             value = float(text)
         except ValueError:

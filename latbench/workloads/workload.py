@@ -13,6 +13,7 @@ are refused. The bundled workloads lie in `datasets/workloads` (in a wheel: `lat
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 if TYPE_CHECKING:
     import torch
+
+_LOG = logging.getLogger(__name__)
 
 
 UNNAMED = "the model is this one layer; wrap it in nn.Sequential to give the layer a name"
@@ -92,6 +95,7 @@ def read_workload(name_or_path: str | Path) -> Workload:
         The file is missing or no workload; the message names the file and the layer.
     """
     path = find_workload_file(name_or_path)
+    _LOG.info(f"reading {path}")
     document = read_yaml(path)
     with named_in_errors(path):
         return _parse_workload(document)

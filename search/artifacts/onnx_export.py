@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,15 @@ MAX_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes les
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
-def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, transposes_once: bool = True) -> None:
-    """Write the model to one ONNX file, for inputs of exactly these shapes; pruned weights are zeros in it.
+def export_onnx(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    path: Path,
+    *,
+    transposes_once: bool = True,
+    names: Mapping[str, bool] | None = None,
+) -> None:
+    """Write the model to one ONNX file; pruned weights are zeros in it. Shapes are those of the inputs.
 
     Equal weights are stored once.
 
@@ -42,6 +49,9 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, tra
     transposes_once
         Store a matrix once that is also read transposed, such as that of an embedding tied to the output. False where
         an engine must find the weight of each layer stored as the layer reads it.
+    names
+        The name of each input, and whether its first dimension is a batch of any size. None: the exporter's own
+        names, and no such dimension.
 
     Raises
     ------
@@ -60,12 +70,7 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, tra
         )
 
     def write(temporary: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter's advice to its users and its developers
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            # Verbose or not, an exporter that fails prints the whole graph to stdout.
-            with mock.patch.object(torch._C, "_jit_onnx_log", create=True):
-                torch.onnx.export(model, inputs, str(temporary), opset_version=OPSET, dynamo=False, verbose=False)
+        _export(model, inputs, temporary, names)
         written = onnx.load(temporary)
         remove_copies(written.graph)
         if transposes_once:
@@ -77,6 +82,20 @@ def export_onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, tra
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         raise LatbenchError(f"the model cannot be exported to ONNX: {type(error).__name__}: {first}") from error
+
+
+def _export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, names: Mapping[str, bool] | None) -> None:
+    """Write what torch's older exporter makes of the model, without its messages."""
+    axes = {name: {0: "batch"} for name, flexible in (names or {}).items() if flexible}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's advice to its users and its developers
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        # Verbose or not, an exporter that fails prints the whole graph to stdout.
+        with mock.patch.object(torch._C, "_jit_onnx_log", create=True):
+            torch.onnx.export(
+                model, inputs, str(path), opset_version=OPSET, dynamo=False, verbose=False,
+                input_names=None if names is None else list(names), dynamic_axes=axes or None,
+            )  # fmt: skip
 
 
 def find_layer_values(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ promised.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -17,6 +18,8 @@ from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.importers.text_formats import write_spdy_profile
 from sparse_kernels.patterns import parse
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 2
 
@@ -174,6 +177,7 @@ def read_profile(path: Path) -> Profile:
     BadData
         The file is missing, is no profile, has another version, or lacks an entry.
     """
+    _LOG.info(f"reading {path}")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

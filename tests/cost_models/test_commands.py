@@ -339,14 +339,23 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
 
     assert "m is 256, not 255" in refused(*_query("255x320x37"))
     assert "0.99 lies outside" in refused(*_query(sparsity=0.99))
-    assert "say which backend numba or torch" in refused(*_query(sparsity=0, pattern="dense"))
-    assert "nothing measured anchors linear 256x320x37 block:8x8" in refused(*_query(pattern="block:8x8"))
+    several = refused(*_query(sparsity=0, pattern="dense"), code=2)
+    assert "linear 256x320x37 dense was measured in several ways: add --backend (numba or torch)" in several
+    again = several.rpartition("such as ")[2].split()  # the example in the message is one that works
+    query = (*_query(sparsity=0, pattern="dense"), *again)
+    assert latbench("predict", tmp_path / "m.json", "--table", swept, *query)[0] == 0
+    assert "not measured with --pattern block:8x8, only with " in refused(*_query(pattern="block:8x8"))
+    assert "not measured with --threads 9, only with " in refused(*_query(), "--threads", 9)
+    assert "not measured with --backend torch, only with numba" in refused(*_query(), "--backend", "torch")
+    assert "allow extrapolation by --allow-extrapolation" in refused(*_query(sparsity=0.99))
+    assert "or predict it by a model of `latbench fit --estimator hybrid`" in refused(*_query("255x320x37"))
     assert "stripes" in refused(*_query(pattern="stripes"), code=2)
     assert "--shape takes m x k x n" in refused(*_query("256x320"), code=2)
     assert "nm:2:4 has a sparsity of 0.5 and no other" in refused(*_query(pattern="nm:2:4"), code=2)
     for share in (-0.2, 1, 1.5, "nan"):
         assert "--sparsity is a share from 0 up to, but not including, 1" in refused(*_query(sparsity=share), code=2)
-    assert "vector:32 needs a --sparsity" in refused("--shape", "1x2x3", "--pattern", "vector:32", code=2)
+    missing = refused("--shape", "1x2x3", "--pattern", "vector:32", code=2)
+    assert re.search(r"vector:32 needs a --sparsity: 0\.5, .* or 0\.9\d* were measured$", missing)
     allowed = latbench(
         "predict", tmp_path / "m.json", "--table", swept, *_query(sparsity=0.99), "--allow-extrapolation"
     )
@@ -384,7 +393,7 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
     half = latbench(*predict)[1]
     # A look-up of everything has to be told.
     latbench("fit", swept, "-o", tmp_path / "m.json")
-    assert "say which dtype_w bfloat16 or float32" in _refused(latbench(*predict), 5)
+    assert "add --where dtype_w= (bfloat16 or float32), such as --where dtype_w=" in _refused(latbench(*predict), 2)
     looked_up = [latbench(*predict, "--where", f"dtype_w={dtype}")[1] for dtype in ("bfloat16", "float32")]
     times = [float(out.split(": ")[1].split()[0]) for out in (half, *looked_up)]
     assert times[0] == pytest.approx(times[1], rel=0.1) == pytest.approx(times[2] / 2, rel=0.1)

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import Json
 from latbench.cli.options.table_options import (
     AcrossDevices,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def compare(
     before: BeforeTable,
     after: AfterTable,
-    fail_on: FailOn = "",
+    fail_on: FailOn = None,
     threshold: Threshold = 0.02,
     correct_drift: CorrectDrift = False,
     across_devices: AcrossDevices = False,
@@ -38,8 +37,6 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Judge every point of two tables SAME, FASTER, SLOWER or UNCLEAR. Exit 1 on what --fail-on names."""
-    import json
-
     from latbench.cli.options.option_texts import check_positive
     from latbench.errors import PromiseMissed
     from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
@@ -63,12 +60,13 @@ def compare(
             "counts": {kind: counts[kind] for kind in KINDS},
             "points": [vars(change) for change in changes],
         }
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+        print_json(document)
     else:
         _print_changes(changes, counts, rows)
     if found := [f"{counts[kind]} {kind}" for kind in KINDS if kind in wanted and counts[kind]]:
+        asked = ",".join(fail_on or ())
         raise PromiseMissed(
-            f"{', '.join(found)} of {len(changes)} points: {hide_secrets(after)} fails --fail-on {fail_on}"
+            f"{', '.join(found)} of {len(changes)} points: {hide_secrets(after)} fails --fail-on {asked}"
         )
 
 
@@ -95,12 +93,12 @@ def _columns_to_ignore(frames: Mapping[str, pd.DataFrame], devices: bool, modes:
     return across
 
 
-def _parse_kinds(text: str) -> set[str]:
+def _parse_kinds(texts: Sequence[str] | None) -> set[str]:
     """Return the kinds of changes that --fail-on names."""
     from latbench.errors import UsageError
     from latbench.tables.compare import KINDS
 
-    named = {word.strip().upper() for word in text.split(",") if word.strip()}
+    named = {text.upper() for text in texts or ()}
     if unknown := named - set(KINDS):
         known = ", ".join(kind.lower() for kind in KINDS)
         raise UsageError(f"--fail-on takes {known}, not {', '.join(sorted(unknown)).lower()}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import Json
 
 if TYPE_CHECKING:
@@ -16,11 +15,9 @@ STEAL_SECONDS = 1.0  # between two readings of stolen time, which is a rate
 
 def doctor(as_json: Json = False) -> None:
     """Show the CPU, the GPUs, the engines that can be timed, and what to change for less noise."""
-    import json
-
     facts = _find_facts()
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     from rich.console import Console
     from rich.table import Table
@@ -46,6 +43,7 @@ def _find_facts() -> dict[str, Any]:
     from latbench.backends import installed_engines
     from latbench.backends.cpu import deepsparse_environment
     from latbench.base.engine_registry import CPU_ENGINES
+    from latbench.base.files import find_cache_folder
     from latbench.machines.devices import describe_cpu_environment, read_cpu_times, read_telemetry
     from latbench.machines.gpu_discovery import list_gpus
     from latbench.machines.gpu_names import format_option
@@ -81,6 +79,7 @@ def _find_facts() -> dict[str, Any]:
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
         "lock_folder": str(find_lock_folder()),
+        "cache_folder": str(find_cache_folder()),
     }
     disturbed = [*list_advice(host), *_lock_advice(host.container)]
     unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
@@ -249,6 +248,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
         ("device lock", f"in {facts['lock_folder']}"),
+        ("cache", f"in {facts['cache_folder']}, which LATBENCH_CACHE moves"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.cli.options.common_options import TableArgument
+from latbench.cli.json_output import print_json
+from latbench.cli.options.common_options import Json, TableArgument
 from latbench.cli.options.model_options import (
     Estimator,
     EstimatorName,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from cost_models.evaluation.held_out_errors import CostModel, Figures
 
+_LOG = logging.getLogger(__name__)
+
 
 def fit(
     table: TableArgument,
@@ -37,6 +41,7 @@ def fit(
     where: FitWhere = None,
     device: TransferDevice = None,
     random_state: FitSeed = 0,
+    as_json: Json = False,
 ) -> None:
     """Fit a cost model, and show its errors on held-out points beside the noise of the table."""
     from rich.console import Console
@@ -62,13 +67,16 @@ def fit(
     if validation is None:
         validation = _validate(model.fit(X, y), X, y)
         save(output, model, table_hash, where=rows, validation=validation)
-    Console().print(validation_table(validation))
     if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
-        typer.echo(
-            "latbench: no point could be held out, so the model's error is unknown: measure more points", err=True
-        )
+        _LOG.warning("no point could be held out, so the model's error is unknown: measure more points")
     shapes = count_shapes(X)
-    typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
+    name = type(model).__name__
+    if as_json:
+        document = {"output": output, "up_to_date": same, "estimator": name, "points": len(X), "shapes": shapes}
+        print_json({**document, "table_hash": table_hash, "where": rows, "validation": validation})
+        return
+    Console().print(validation_table(validation))
+    typer.echo(f"{output}: {'up to date' if same else name}, {len(X)} points of {shapes} shapes")
 
 
 def _known_validation(
@@ -95,10 +103,9 @@ def _warn_of_versions(X: pd.DataFrame) -> None:
     for (device, backend), own in known.groupby(["device", "backend"], sort=True):
         if len(own) > 1:
             versions = " and ".join(sorted(own["backend_version"]))
-            typer.echo(
-                f"latbench: times of {backend} {versions} on {device} are used together; --where "
-                "backend_version=... selects one version",
-                err=True,
+            _LOG.warning(
+                f"times of {backend} {versions} on {device} are used together; --where backend_version=... selects "
+                "one version"
             )
 
 

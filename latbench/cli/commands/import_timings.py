@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,8 @@ from latbench.cli.options.table_options import (
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_LOG = logging.getLogger(__name__)
 
 
 class _SpdyOptions(NamedTuple):
@@ -89,7 +92,7 @@ def _read_kernel_timings(
         raise UsageError(f"--dtype: only for deepbench; a file of {format} contains this")
     rows, left_out = read_kernel_timings(format, path, only=only, device=device, dtype=dtype)
     for reason, lines in left_out.items():
-        typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
+        _LOG.warning(f"{path}: {lines} lines left out, {reason}")
     return rows
 
 

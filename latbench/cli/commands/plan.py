@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
@@ -156,7 +155,6 @@ def _count_shapes(points: list[Point]) -> int:
 
 
 def _print_json(device: _PlannedDevice, every: list[Point], each: dict[str, list[Point]], sessions: int) -> None:
-    import json
     from collections import Counter
 
     document = {
@@ -173,7 +171,7 @@ def _print_json(device: _PlannedDevice, every: list[Point], each: dict[str, list
             name: {"points": len(points), "shapes": _count_shapes(points)} for name, points in each.items()
         },
     }
-    typer.echo(json.dumps(document, indent=2))
+    print_json(document)
 
 
 def _print_table(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from latbench.base.number_format import format_percent
+from latbench.cli.json_output import print_json
+from latbench.cli.options.common_options import Json
 from latbench.cli.options.model_options import (
     AllowExtrapolation,
     Coverage,
@@ -31,8 +36,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cost_models.evaluation.held_out_errors import CostModel
+    from latbench.errors import LatbenchError
     from sparse_kernels.patterns import Pattern
     from sparse_kernels.shapes import Shape
+
+_LOG = logging.getLogger(__name__)
 
 
 def predict(
@@ -52,24 +60,49 @@ def predict(
     where: PredictWhere = None,
     coverage: Coverage = 0.9,
     allow_extrapolation: AllowExtrapolation = False,
+    as_json: Json = False,
 ) -> None:
     """Print the microseconds of one layer with their interval. Exit 5 where no measurement supports a prediction."""
     from cost_models.estimators.transfer import Transfer
     from cost_models.model_file import load, read
+    from cost_models.rows.build_rows import build_rows
     from cost_models.rows.training_rows import read_training_rows
     from latbench.workloads.points import format_shape
 
-    layer = _parse_layer(
-        pattern, sparsity, kind, shape, image, {"stride": stride, "padding": padding, "dilation": dilation}
-    )
     check_share("--coverage", coverage)
-    fitted = load(model, table).set_params(allow_extrapolation=allow_extrapolation)
     measured, _ = read_training_rows(table, read(model).where)
-    device = fitted.device if isinstance(fitted, Transfer) else None
-    choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
-    query = _build_query(layer, measured, choices, parse_column_values("--where", where))
-    name = f"linear {shape}" if kind is LayerKind.linear else format_shape(layer.shape)
-    _print_prediction(fitted, query, f"{name} {pattern}", coverage)
+    pairs = {"stride": stride, "padding": padding, "dilation": dilation}
+    layer = _parse_layer(pattern, sparsity, kind, shape, image, pairs, measured)
+    fitted = load(model, table).set_params(allow_extrapolation=allow_extrapolation)
+    choices = {"backend": backend, "kernel_requested": kernel, "threads": threads}
+    given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
+    given |= _values(measured, parse_column_values("--where", where))
+    device: dict[str, Any] = {"device": fitted.device} if isinstance(fitted, Transfer) else {}
+    query = build_rows(**layer._asdict(), measured=measured, **(device | given))
+    try:
+        found = _predict(fitted, query, coverage)
+    except ValueError as error:
+        raise _explain(error, fitted, measured, query, list(given)) from error
+    if as_json:
+        print_json({**query.iloc[0].to_dict(), **found._asdict()})
+    else:
+        name = f"linear {shape}" if kind is LayerKind.linear else format_shape(layer.shape)
+        _print_prediction(found, f"{name} {pattern} at {format_percent(layer.sparsity)}")
+
+
+class _Prediction(NamedTuple):
+    """A predicted time and its interval in seconds; None where the interval is unknown.
+
+    `coverage` is the probability that the interval holds a measurement, None where that is unknown. `extrapolated`
+    says how the layer lies outside the measured range, `no_interval` why there is none.
+    """
+
+    predicted_seconds: float
+    low_seconds: float | None = None
+    high_seconds: float | None = None
+    coverage: float | None = None
+    extrapolated: str | None = None
+    no_interval: str | None = None
 
 
 class _Layer(NamedTuple):
@@ -81,9 +114,16 @@ class _Layer(NamedTuple):
 
 
 def _parse_layer(
-    text: str, sparsity: float | None, kind: LayerKind, shape: str, image: str | None, pairs: dict[str, str | None]
+    text: str,
+    sparsity: float | None,
+    kind: LayerKind,
+    shape: str,
+    image: str | None,
+    pairs: dict[str, str | None],
+    measured: pd.DataFrame,
 ) -> _Layer:
     """Return the layer that the options describe; `text` names its pattern. Raises UsageError if there is none."""
+    from latbench.cli.predict_advice import describe_sparsities
     from latbench.errors import UsageError
     from latbench.workloads.points import parse_patterns, select_sparsities
 
@@ -92,7 +132,7 @@ def _parse_layer(
     [pattern] = parse_patterns([text])
     own = select_sparsities(pattern, () if sparsity is None else (sparsity,))
     if not own:
-        raise UsageError(f"{text} needs a --sparsity")
+        raise UsageError(f"{text} needs a --sparsity{describe_sparsities(measured, str(pattern))}")
     if sparsity is not None and abs(own[0] - sparsity) > 1e-6:
         raise UsageError(f"{text} has a sparsity of {own[0]:g} and no other, not {sparsity:g}")
     layer = _parse_shape(kind, shape, image, pairs)
@@ -101,57 +141,70 @@ def _parse_layer(
     return _Layer(pattern, own[0], layer)
 
 
-def _build_query(
-    layer: _Layer, measured: pd.DataFrame, choices: dict[str, Any], where: dict[str, str]
-) -> pd.DataFrame:
-    """Build the one row that a cost model predicts; columns that nobody gave come from the measured rows."""
-    from cost_models.rows.build_rows import build_rows
-
-    given = {name: value for name, value in choices.items() if value is not None} | _values(measured, where)
-    return build_rows(
-        shape=layer.shape, pattern=layer.pattern, sparsity=layer.sparsity, measured=measured, **given
-    )  # fmt: skip
-
-
-def _print_prediction(model: CostModel, query: pd.DataFrame, name: str, coverage: float) -> None:
-    """Print the predicted time and its interval. Raises UsageError where the query is ambiguous."""
+def _predict(model: CostModel, query: pd.DataFrame, coverage: float) -> _Prediction:
+    """Predict the one row. Raises ValueError where the query is ambiguous or unsupported."""
     from cost_models.refusals import Uncalibrated
-    from latbench.base.number_format import format_percent
+
+    [seconds] = model.predict(query)
+    outside = _describe_extrapolation(model, query)
+    try:
+        [low], [high] = model.predict_interval(query, coverage)
+    except Uncalibrated as reason:
+        return _Prediction(seconds, extrapolated=outside, no_interval=str(reason))
+    return _Prediction(seconds, low, high, coverage if model.covers(query)[0] else None, outside)
+
+
+def _explain(
+    error: ValueError, model: CostModel, measured: pd.DataFrame, query: pd.DataFrame, given: list[str]
+) -> LatbenchError:
+    """Return the error for the user: which option to add or to change, and its known values."""
+    from cost_models.refusals import Ambiguous, MissingColumns, Unanchored
+    from cost_models.rows.row_keys import describe_point
+    from latbench.cli import predict_advice
     from latbench.errors import LatbenchError, UsageError
 
-    try:
-        [seconds] = model.predict(query)
-        text = f"{name} at {format_percent(query['sparsity_target'].iloc[0])}: {seconds * 1e6:.2f} µs"
-        try:
-            [low], [high] = model.predict_interval(query, coverage)
-            certainty = f"with {coverage * 100:g}%" if model.covers(query)[0] else "with unknown coverage"
-            typer.echo(f"{text} ({low * 1e6:.2f} to {high * 1e6:.2f} {certainty})")
-        except Uncalibrated as reason:
-            typer.echo(text)
-            typer.echo(f"latbench: no interval: {reason}", err=True)
-        _warn_of_extrapolation(model, query)
-    except LatbenchError:
-        raise
-    except ValueError as error:
-        raise UsageError(f"{error}: the table holds several, so choose one with --where COLUMN=VALUE") from error
+    asked = query.iloc[0].to_dict()
+    ways: Sequence[Mapping[str, Any]] = error.ways if isinstance(error, Ambiguous) else []
+    if isinstance(error, MissingColumns):
+        ways = predict_advice.list_ways(measured, asked, error.columns)
+    if len(ways) > 1:
+        advice = predict_advice.describe_ways(ways)
+        return UsageError(f"{describe_point(asked)} was measured in several ways: {advice}")
+    if isinstance(error, Unanchored):
+        if str(error).endswith("allow extrapolation"):
+            return Unanchored(f"{error} by --allow-extrapolation")
+        unmeasured = predict_advice.describe_unmeasured(measured, asked, [*given, "pattern"])
+        return Unanchored(unmeasured or f"{error}{predict_advice.suggest_estimator(model)}")
+    return error if isinstance(error, LatbenchError) else UsageError(str(error))
 
 
-def _warn_of_extrapolation(model: CostModel, query: pd.DataFrame) -> None:
-    """Warn where a prediction is an extrapolation, and in which feature."""
+def _print_prediction(found: _Prediction, name: str) -> None:
+    """Print the predicted time and its interval, and note what makes it less certain."""
+    text = f"{name}: {found.predicted_seconds * 1e6:.2f} µs"
+    if found.low_seconds is not None and found.high_seconds is not None:
+        known = found.coverage is not None
+        certainty = f"with {found.coverage * 100:g}%" if known else "with unknown coverage"  # type: ignore[operator]
+        text += f" ({found.low_seconds * 1e6:.2f} to {found.high_seconds * 1e6:.2f} {certainty})"
+    typer.echo(text)
+    if found.no_interval is not None:
+        _LOG.warning(f"no interval: {found.no_interval}")
+    if found.extrapolated is not None:
+        _LOG.warning(f"extrapolated: {found.extrapolated}; measure it")
+
+
+def _describe_extrapolation(model: CostModel, query: pd.DataFrame) -> str | None:
+    """Return how the query lies outside what was measured, and in which feature; None if it lies inside."""
     from cost_models.estimators.anchored_lookup import AnchoredLookup
     from cost_models.estimators.hybrid import Hybrid
     from cost_models.features.measured_ranges import find_furthest
 
     if isinstance(model, AnchoredLookup):
-        outside = "" if model.covers(query)[0] else "this sparsity lies outside the measured range"
-    elif isinstance(model, Hybrid) and model.lookup_.covers(query)[0]:
-        outside = ""
-    else:
-        learned = model.learned_ if isinstance(model, Hybrid) else model
-        [(name, octaves)] = find_furthest(query, learned.ranges_)
-        outside = f"{name} is {octaves:.1f} octaves outside the measured range" if octaves > 0 else ""
-    if outside:
-        typer.echo(f"latbench: extrapolated: {outside}; measure it", err=True)
+        return None if model.covers(query)[0] else "this sparsity lies outside the measured range"
+    if isinstance(model, Hybrid) and model.lookup_.covers(query)[0]:
+        return None
+    learned = model.learned_ if isinstance(model, Hybrid) else model
+    [(name, octaves)] = find_furthest(query, learned.ranges_)
+    return f"{name} is {octaves:.1f} octaves outside the measured range" if octaves > 0 else None
 
 
 def _parse_shape(kind: LayerKind, shape: str, image: str | None, pairs: dict[str, str | None]) -> Shape:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from latbench.cli.options.common_options import TaskArgument
 from latbench.cli.options.pruning_options import (
     DatabaseInput,
@@ -54,10 +56,12 @@ def prune(
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
         last_line += f", and {save_packed(output)}"
+    notes = [] if onnx is None else _export(loaded, output, onnx)
     if onnx is not None:
-        _export(loaded, output, onnx)
         last_line += f", and {onnx}"
     _print_stages(model_folder.read_manifest(output), searched, last_line)
+    for note in notes:
+        typer.echo(note)
 
 
 def prune_unless_same(
@@ -115,8 +119,9 @@ def _prune(
     model_folder.check_writable(output)
     checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
     run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
-    tell("checking the task", None, None)
+    tell("reading the model and its data", None, None)
     check_task(task, _list_steps(task, settings["global"], recipe))
+    tell("pruning", None, None)
     result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=tell)
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts)
@@ -153,15 +158,22 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
     }
 
 
-def _export(task: Task, pruned: Path, onnx: Path) -> None:
-    """Write the pruned model of a folder as an ONNX file, for the task's example inputs."""
-    from search.artifacts.onnx_export import export_onnx
-    from search.example_inputs import convert_to_tensor_call
+def _export(task: Task, pruned: Path, onnx: Path) -> list[str]:
+    """Write the pruned model of a folder as an ONNX file, and return what users of the file need to know."""
+    from latbench.cli.progress_bar import live
     from search.pruning.storage.model_folder import load_pruned
+    from search.whole_model.flexible_onnx import export_flexible_onnx
 
-    model, _ = load_pruned(pruned, task.model())
-    called = convert_to_tensor_call(model, task.example())
-    export_onnx(called.model, called.tensors, onnx)
+    with live() as tell:
+        tell("exporting to ONNX", None, None)
+        model, _ = load_pruned(pruned, task.model())
+        example = task.example()
+        reason = export_flexible_onnx(model, example, onnx)
+    batch = "batches of any size" if reason is None else f"batches of {example.batch} only, because {reason}"
+    return [
+        f"{onnx} takes {batch}",
+        "ONNX Runtime gains no speed from zeros; `latbench verify` measures the pruned model on latbench's kernels",
+    ]
 
 
 def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:

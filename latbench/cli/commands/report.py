@@ -45,9 +45,9 @@ def report(
     import sys
 
     from rich.console import Console
-    from rich.markup import escape
 
     from latbench.base.files import write_text_atomically
+    from latbench.cli.progress_bar import live
     from latbench.errors import UsageError
     from latbench.report import report_data, report_inputs
     from latbench.report.pages import html_page
@@ -56,14 +56,17 @@ def report(
 
     console, command = Console(), ["latbench", *map(hide_secrets, sys.argv[1:])]
     if against is not None:
-        if any((model, profile, pruned, verify, database, workload, accuracy, figures, summary)):
-            raise UsageError("--against compares two tables and goes with --output alone")
-        with Console(stderr=True).status(escape(f"Comparing {table} with {against}")):
-            _compare(parse_place(table), parse_place(against), output, command)
-        console.print(f"{output} is written", highlight=False, soft_wrap=True, markup=False)
+        if any((model, profile, pruned, verify, database, workload, accuracy, summary)):
+            raise UsageError("--against compares two tables and goes with --output and --figures alone")
+        with live() as tell:
+            tell(f"comparing {hide_secrets(table)} with {hide_secrets(against)}", None, None)
+            _compare(parse_place(table), parse_place(against), output, figures, command)
+        drawn = "" if figures is None else f", and the figures in {figures}"
+        console.print(f"{output} is written{drawn}", highlight=False, soft_wrap=True, markup=False)
         return
     files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy)
-    with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
+    with live() as tell:
+        tell(f"reading {hide_secrets(table)} and drawing the report", None, None)
         inputs = report_inputs.read_inputs(parse_place(table), files)
         content = report_data.build_report_data(inputs)
         if figures is not None:  # first, so that a missing library is reported before anything is written
@@ -76,14 +79,18 @@ def report(
     console.print(build_summary_table(inputs, str(output)))
 
 
-def _compare(table: Place, against: Place, output: Path, command: list[str]) -> None:
-    """Write the page that compares two tables."""
+def _compare(table: Place, against: Place, output: Path, figures: Path | None, command: list[str]) -> None:
+    """Write the page that compares two tables, and before it the figures if there is a folder for them."""
     from latbench.base.files import write_text_atomically
     from latbench.report import report_inputs
     from latbench.report.pages import comparison, html_page
 
     first, second = comparison.build_sides(report_inputs.read_inputs(table), report_inputs.read_inputs(against))
     changes = _find_changes(first.inputs, second.inputs)
+    if figures is not None:
+        from latbench.report import comparison_figures, paper_figures
+
+        paper_figures.write_drawings(comparison_figures.list_comparison_drawings(first, second), figures)
     page = comparison.build_page(first, second, changes, command)
     write_text_atomically(output, html_page.build_html(page))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import typer
 
 from latbench.cli.options.engine_options import PythonProgram, RemoveEnvironment, SetupEngine
+
+_LOG = logging.getLogger(__name__)
 
 
 def setup(engine: SetupEngine, python: PythonProgram = None, remove: RemoveEnvironment = False) -> None:
@@ -23,8 +27,6 @@ def setup(engine: SetupEngine, python: PythonProgram = None, remove: RemoveEnvir
         return
     typer.echo(environment.LICENCE)
     started = time.monotonic()
-    made = environment.install_environment(
-        deepsparse.check_environment, python, lambda line: typer.echo(f"latbench: {line}", err=True)
-    )
+    made = environment.install_environment(deepsparse.check_environment, python, _LOG.warning)
     how = f"installed in {time.monotonic() - started:.0f} s" if made else "installed already"
     typer.echo(f"DeepSparse {environment.VERSION} is {how}, and its results are right: {environment.find_folder()}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from latbench.sweeping.sweep import PointChooser
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
+
+_LOG = logging.getLogger(__name__)
 
 
 def sweep(
@@ -164,18 +168,15 @@ def _run(
     folder = parse_place(output or Path("latbench-tables") / device.device)
     if device.gpu:
         about = format_duration(how.sessions * build_estimate(gpu=True).seconds(points))
-        typer.echo(
-            f"latbench: {len(points)} points, about {about} without those that {folder} has; repeat the command to "
-            "continue an interrupted sweep",
-            err=True,
+        _LOG.warning(
+            f"{len(points)} points, about {about} without those that {folder} has; repeat the command to continue an "
+            "interrupted sweep"
         )
     _measure(folder, points, device, how, blocks)
 
 
 def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOptions) -> None:
     """Print the points, and what measuring them would cost."""
-    import json
-
     first = _adaptive_choice(points).anchors if how.adaptive else points
     estimate = build_estimate(device.gpu)
     seconds, size = how.sessions * estimate.seconds(first), estimate.table_bytes(first)
@@ -186,13 +187,11 @@ def _list_points(points: list[Point], device: SweepDevice, how: SweepCommandOpti
             "estimated_bytes": size,
             "points": [point.key() for point in first],
         }
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
         return
     for point in first:
         typer.echo(str(point))
-    typer.echo(
-        f"latbench: about {format_duration(seconds)} and {size / 1e6:.1f} MB of disk: {estimate.assumed}", err=True
-    )
+    _LOG.warning(f"about {format_duration(seconds)} and {size / 1e6:.1f} MB of disk: {estimate.assumed}")
 
 
 def _adaptive_choice(points: Sequence[Point]) -> AdaptivePlanner:
@@ -209,7 +208,6 @@ def _measure(
     blocks: Sequence[list[Point]] | None = None,
 ) -> None:
     """Measure the points and print the outcome; raises what stopped the sweep."""
-    import json
     import time
 
     from latbench.cli.sweep_report import build_summary, check_any_time, print_summary
@@ -237,7 +235,7 @@ def _measure(
         stopped = None if spent and adaptive.has_all_anchors(frame) else stopped
     if how.as_json:
         document = build_summary(folder, device.device, summary, frame, time.monotonic() - began)
-        typer.echo(json.dumps({**document, "complete": stopped is None}, indent=2))
+        print_json({**document, "complete": stopped is None})
     elif stopped is None:
         assert frame is not None  # a sweep of no points is refused
         print_summary(folder, points, summary, frame)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from latbench.cli.options.common_options import TableArgument
+from latbench.cli.json_output import print_json
+from latbench.cli.options.common_options import Json, TableArgument
 
 
-def validate(path: TableArgument) -> None:
+def validate(path: TableArgument, as_json: Json = False) -> None:
     """Check every file of a table: damage, identities, medians against samples, units. Exit 5 if one is corrupt."""
     from collections import Counter
 
@@ -17,12 +18,17 @@ def validate(path: TableArgument) -> None:
     from latbench.tables.validate import validate_table
 
     counts: Counter[str] = Counter()
-    files = len(list_parts(path))
+    files, shown = len(list_parts(path)), hide_secrets(path)
+    findings = []
     for finding in validate_table(path):
         counts[finding.severity] += 1
-        typer.echo(f"{finding.severity}: {hide_secrets(str(finding.path))}: {finding.text}")
-    summary = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "no faults found"
-    shown = hide_secrets(path)
-    typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {summary}")
+        findings.append({**vars(finding), "path": hide_secrets(str(finding.path))})
+        if not as_json:
+            typer.echo("{severity}: {path}: {text}".format(**findings[-1]))
+    if as_json:
+        print_json({"table": shown, "files": files, "counts": counts, "findings": findings})
+    else:
+        summary = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "no faults found"
+        typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {summary}")
     if counts["corrupt"]:
         raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; the lines above name them")

@@ -7,32 +7,69 @@ from typing import Annotated
 
 import typer
 
+from latbench.cli.options.option_texts import split_list
+
 TaskArgument = Annotated[
-    str, typer.Argument(help="Task: a bundled name such as digits, a Python file, or package.module:task.")
+    str,
+    typer.Argument(
+        metavar="TASK", help="Task: a bundled name such as digits, a Python file, or package.module:task."
+    ),
 ]
-TableArgument = Annotated[str, typer.Argument(help="Table: a folder of parts, a Parquet file, or a URI.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables.")]
+TableArgument = Annotated[
+    str, typer.Argument(metavar="TABLE", help="Table: a folder of parts, a Parquet file, or a URI.")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="JSON on stdout in place of tables: one object, times in seconds.")
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Details on stderr: files read and written, points measured, tracebacks of errors.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Results and errors only: no progress, no notes.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of each engine. Default: one per core that this process may use.")
+    int | None,
+    typer.Option(
+        min=1, metavar="COUNT", help="Threads of each engine. Default: one per core that this process may use."
+    ),
 ]
 Patterns = Annotated[
     list[str] | None,
-    typer.Option(help="Sparsity patterns, such as dense,vector:32,nm:2:4. Default: all that a kernel runs."),
+    typer.Option(
+        metavar="PATTERN,...",
+        callback=split_list,
+        help="Sparsity patterns, comma-separated or repeated, such as dense,vector:32,nm:2:4. Default: all that a "
+        "kernel runs.",
+    ),
 ]
 Sparsities = Annotated[
-    list[str] | None, typer.Option(help="Sparsities, shares of one, such as 0.5,0.75,0.9. Default: a standard set.")
+    list[str] | None,
+    typer.Option(
+        metavar="SPARSITY,...",
+        callback=split_list,
+        help="Sparsities, shares of one, comma-separated or repeated, such as 0.5,0.75,0.9. Default: a standard set.",
+    ),
 ]
 Workloads = Annotated[
     list[str] | None,
     typer.Option(
-        "--workload", help="Workload, repeatable: a bundled name or a YAML file. Default: all bundled ones."
+        "--workload",
+        metavar="WORKLOAD,...",
+        callback=split_list,
+        help="Workloads, comma-separated or repeated: bundled names or YAML files. Default: all bundled ones.",
     ),
 ]
 Engines = Annotated[
     list[str] | None,
     typer.Option(
         "--backends",
-        help="Engines, such as numba,openvino,scipy, or all. Default: those that run dense layers; on a GPU all.",
+        metavar="ENGINE,...",
+        callback=split_list,
+        help="Engines, comma-separated or repeated, such as numba,openvino,scipy, or all. Default: those that run "
+        "dense layers; on a GPU all.",
     ),
 ]
 Adaptive = Annotated[
@@ -57,17 +94,19 @@ Bf16 = Annotated[
 Sessions = Annotated[
     int,
     typer.Option(
-        min=1, help="Processes per point. More average out memory placement and take proportionally longer."
+        min=1,
+        metavar="COUNT",
+        help="Processes per point. More average out memory placement and take proportionally longer.",
     ),
 ]
 LimitsFile = Annotated[
     Path | None,
     typer.Option(
         "--limits",
+        metavar="FILE",
         help="YAML file of layers that are tied, fixed or excluded; see search/problem/limits.py. Default: none.",
     ),
 ]
-COLUMN_VALUE = "COLUMN=VALUE"
 
 GPU_NAME = (
     "NAME or NAME:INDEX, such as h200, rtx-4090 or a100:2. INDEX counts from 0 as nvidia-smi does, or within "

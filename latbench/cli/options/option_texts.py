@@ -4,11 +4,51 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from latbench.cli.options.solve_options import SECOND_SETTINGS
+import typer
+
 from latbench.errors import UsageError
+
+COLUMN_VALUE = "COLUMN=VALUE,..."
+
+SECOND_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "target": float, "workload": str, "model": Path, "network": str, "device": str, "backend": str, "threads": int,
+    "batch": int, "dense_seconds": float, "fixed_seconds": float,
+}  # fmt: skip
+"""The settings that --also-with takes.
+
+Both tables are of one model and one profile, so the settings of layers and options hold for both. How times were
+taken is each table's own.
+"""
+
+
+def split_list(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:
+    """Return the values of an option that takes several: separated by commas, repeated, or both.
+
+    This is the callback of every such option, so that all commands read lists alike. A value that is given twice
+    counts once. Raises UsageError for an empty value.
+    """
+    return _split(max(param.opts, key=len), texts, lambda text: text.split(","))
+
+
+def split_pairs(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:
+    """Return the values of an option that takes several NAME=VALUE, as `split_list`.
+
+    A part without an equals sign belongs to the value before it, so a value may hold commas: partition=gpu,debug.
+    """
+    return _split(max(param.opts, key=len), texts, lambda text: re.split(r",(?=[^,=]*=)", text))
+
+
+def _split(option: str, texts: list[str] | None, split: Callable[[str], list[str]]) -> list[str] | None:
+    if not texts:
+        return None
+    values = [value.strip() for text in texts for value in split(text)]
+    if "" in values:
+        raise UsageError(f"{option} has an empty value in {','.join(texts)!r}: separate values by single commas")
+    return list(dict.fromkeys(values))
 
 
 def parse_duration(text: str) -> float:

@@ -9,9 +9,11 @@ import typer
 
 from latbench import MOST_SEED
 
-ProfileInput = Annotated[Path, typer.Option("--profile", help="Profile from latbench search.")]
-DatabaseInput = Annotated[Path, typer.Option("--database", help="Layer database that latbench search filled.")]
-PrunedOutput = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")]
+ProfileInput = Annotated[Path, typer.Option("--profile", metavar="FILE", help="Profile from latbench search.")]
+DatabaseInput = Annotated[
+    Path, typer.Option("--database", metavar="FOLDER", help="Layer database that latbench search filled.")
+]
+PrunedOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write.")]
 JointTuning = Annotated[
     bool,
     typer.Option(
@@ -24,27 +26,39 @@ RecipeName = Annotated[
     str | None,
     typer.Option(
         "--recipe",
+        metavar="RECIPE",
         help="Training recipe: a YAML file, or a method such as gmp or mask_decay. The better of the trained and the "
         "untrained model is kept. Default: no training.",
     ),
 ]
 TuningSeed = Annotated[
     int,
-    typer.Option("--seed", min=0, max=MOST_SEED, help="Random seed of the tuning. A recipe has a seed of its own."),
+    typer.Option(
+        "--seed",
+        min=0,
+        max=MOST_SEED,
+        metavar="SEED",
+        help="Random seed of the tuning. A recipe has a seed of its own.",
+    ),
 ]
 PackedFile = Annotated[
     bool, typer.Option("--packed", help="Extra file packed.safetensors: mask bits and kept weights.")
 ]
 OnnxFile = Annotated[
     Path | None,
-    typer.Option("--onnx", help="ONNX file of the pruned model, for onnxruntime and DeepSparse. Default: none."),
+    typer.Option(
+        "--onnx", metavar="FILE", help="ONNX file of the pruned model, for onnxruntime and DeepSparse. Default: none."
+    ),
 ]
-PrunedArgument = Annotated[Path, typer.Argument(help="Folder from latbench prune.")]
-VerifyOutput = Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the measured rows.")]
+PrunedArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder from latbench prune.")]
+VerifyOutput = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for verify.json and the measured rows.")
+]
 VerifyBackend = Annotated[
     str | None,
     typer.Option(
         "--backend",
+        metavar="ENGINE",
         help="Engine of the pruned model: numba, numba-bf16 or deepsparse. Default: the engine of the search.",
     ),
 ]

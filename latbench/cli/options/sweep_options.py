@@ -9,15 +9,19 @@ import typer
 
 from latbench import MOST_SEED
 from latbench.cli.options.common_options import GPU_NAME
+from latbench.cli.options.option_texts import split_pairs
 
 PlanCpu = Annotated[bool, typer.Option("--cpu", help="Plan for the CPU of this machine: the default.")]
-PlanGpu = Annotated[str | None, typer.Option("--gpu", help=f"GPU to plan for, here or elsewhere: {GPU_NAME}")]
+PlanGpu = Annotated[
+    str | None, typer.Option("--gpu", metavar="GPU", help=f"GPU to plan for, here or elsewhere: {GPU_NAME}")
+]
 SweepCpu = Annotated[bool, typer.Option("--cpu", help="CPU of this machine as the device to measure.")]
-SweepGpu = Annotated[str | None, typer.Option("--gpu", help=f"GPU to measure: {GPU_NAME}")]
+SweepGpu = Annotated[str | None, typer.Option("--gpu", metavar="GPU", help=f"GPU to measure: {GPU_NAME}")]
 Cluster = Annotated[
     str | None,
     typer.Option(
         "--on",
+        metavar="CLUSTER",
         help="Cluster to measure on. ray: all nodes of a Ray cluster (address in RAY_ADDRESS) with the GPU, or with "
         "none for --cpu. slurm: exclusive nodes of a Slurm cluster. Default: this machine.",
     ),
@@ -26,23 +30,31 @@ SlurmSettings = Annotated[
     list[str] | None,
     typer.Option(
         "--slurm",
-        metavar="KEY=VALUE",
-        help="Slurm setting, repeatable, as for sbatch: nodes=4 (default 1), time=120 (minutes per job, default 60), "
-        "partition=..., account=...",
+        metavar="KEY=VALUE,...",
+        callback=split_pairs,
+        help="Slurm settings, comma-separated or repeated, as for sbatch: nodes=4 (default 1), time=120 (minutes "
+        "per job, "
+        "default 60), partition=..., account=...",
     ),
 ]
 SweepOutput = Annotated[
     str | None,
-    typer.Option("--output", "-o", help="Folder or URI of the table. Default: latbench-tables/<device>."),
+    typer.Option(
+        "--output", "-o", metavar="FOLDER", help="Folder or URI of the table. Default: latbench-tables/<device>."
+    ),
 ]
 SweepBudget = Annotated[
     str | None,
-    typer.Option("--time-budget", help="Time limit in seconds, or such as 90s, 10m, 1.5h. Default: none."),
+    typer.Option(
+        "--time-budget", metavar="DURATION", help="Time limit in seconds, or such as 90s, 10m, 1.5h. Default: none."
+    ),
 ]
 Wait = Annotated[
     str,
     typer.Option(
-        "--wait", help="Longest wait for another sweep of the same device, in seconds or such as 10m, 1.5h."
+        "--wait",
+        metavar="DURATION",
+        help="Longest wait for another sweep of the same device, in seconds or such as 10m, 1.5h.",
     ),
 ]
 Quick = Annotated[
@@ -54,7 +66,10 @@ Quick = Annotated[
     ),
 ]
 SweepSeed = Annotated[
-    int, typer.Option("--seed", min=0, max=MOST_SEED, help="Random seed for the weights and the order of points.")
+    int,
+    typer.Option(
+        "--seed", min=0, max=MOST_SEED, metavar="SEED", help="Random seed for the weights and the order of points."
+    ),
 ]
 RemeasureNoisy = Annotated[
     bool, typer.Option("--remeasure", help="New measurement of the points that are noisy in the table.")
@@ -64,8 +79,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="List of the points only
 TraceTarget = Annotated[
     str,
     typer.Argument(
+        metavar="TASK",
         help="Task: digits, my_task.py or package.module. With --input-shape: the function that makes the model, "
-        "module:factory."
+        "module:factory.",
     ),
 ]
 InputShapes = Annotated[
@@ -82,5 +98,5 @@ Batch = Annotated[
     int | None, typer.Option("--batch", min=1, help="Batch size. Default: the first number of each --input-shape.")
 ]
 WorkloadOutput = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Workload file to write (YAML). Default: none.")
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write (YAML). Default: none.")
 ]

@@ -301,10 +301,11 @@ def select_best(pairs: pd.DataFrame, sparsity: float) -> pd.DataFrame:
 
     Only patterns of both sides count; engines and pattern are those of the first side.
     """
-    return _fastest_of_either(pairs[(pairs["sparsity"] - sparsity).abs() < 0.01], point_frames.PLACE)
+    return select_fastest_of_either(pairs[(pairs["sparsity"] - sparsity).abs() < 0.01], point_frames.PLACE)
 
 
-def _fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def select_fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Select the fastest row of each side for each value of the columns `by`; columns as `build_pairs`."""
     ours = pairs.loc[pairs.groupby(by, sort=False)["first"].idxmin()].set_index(by)
     theirs = pairs.loc[pairs.groupby(by, sort=False)["second"].idxmin()].set_index(by).loc[ours.index]
     ratio = theirs["second"] / ours["first"]
@@ -385,7 +386,7 @@ def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     labels = [escape_name(point_frames.format_place(*place)) for place in places]
     here = point_frames.select_places(pairs, places)
     limit = max(0.1, float(np.abs(np.log2(here["ratio"])).max()))
-    kinds = {speedup_map.FASTEST: _fastest_of_either(here, [*point_frames.PLACE, "sparsity"])}
+    kinds = {speedup_map.FASTEST: select_fastest_of_either(here, [*point_frames.PLACE, "sparsity"])}
     by_pattern = dict(list(here.groupby("pattern", sort=True)))
     kinds |= dict(sorted(by_pattern.items(), key=lambda item: -len(item[1])))  # the most measured pattern first
     choices = []

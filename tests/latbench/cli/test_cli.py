@@ -91,6 +91,7 @@ def test_nothing_asked_for_is_help(
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
+        (ZeroDivisionError("by\nzero"), 70, "latbench: a fault of latbench, ZeroDivisionError: by zero ("),
         (KeyboardInterrupt(), 4, "latbench: interrupted; finished results are kept, and the same command goes on"),
         (OSError(28, "No space left on device", "table"), 3, "latbench: table: No space left on device"),
     ],

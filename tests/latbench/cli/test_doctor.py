@@ -11,6 +11,7 @@ import pytest
 
 from latbench.backends.cpu import cpu_reference
 from latbench.base.engine_registry import CPU_ENGINES
+from latbench.base.files import find_cache_folder
 from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import name_cpu
 from latbench.machines.gpu_discovery import VISIBLE_VARIABLE
@@ -22,7 +23,7 @@ from latbench.timing.gpu_ceilings import GpuCeilings
 
 JSON_KEYS = {
     "advice", "backends", "ceilings", "deepsparse", "device", "environment", "gpu_backends", "gpus", "host",
-    "lock_folder", "no_gpu",
+    "lock_folder", "cache_folder", "no_gpu",
 }  # fmt: skip
 """What scripts read."""
 
@@ -176,7 +177,9 @@ def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPat
     assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}
     assert facts["host"]["governor"] == "powersave" and len(facts["advice"]) == 3
     assert facts["gpu_backends"]["torch_gpu"]["version"]
+    assert facts["cache_folder"] == str(find_cache_folder())
     out = latbench("doctor").out
+    assert f"in {facts['cache_folder']}, which LATBENCH_CACHE moves" in out
     assert facts["device"] in out and "missing: pip install no-such-package" in out
     assert "none: no NVIDIA driver" in out and "without a GPU" in out
     assert out.count("\n! ") == 3

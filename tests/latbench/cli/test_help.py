@@ -1,13 +1,16 @@
 """The help of every command and option: a noun phrase, short sentences, the default and the unit."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 
+from latbench import errors
 from latbench.cli import main
+from latbench.cli.examples import EXAMPLES, EXIT_CODES
 
 MOST_WORDS = 25
 
@@ -117,3 +120,69 @@ def test_a_bad_help_is_found(shown: Shown, fault: str) -> None:
 def test_a_good_help_passes() -> None:
     assert faults(Shown("wait", "Longest wait for another sweep, in seconds or such as 10m.")) == []
     assert faults(Shown("dry-run", "List of the points only: nothing is measured.")) == []
+
+
+def list_parameters() -> Iterator[Any]:
+    for verb, command in commands().items():
+        for parameter in command.params:
+            yield pytest.param(command, parameter, id=f"{verb} {parameter.name}")
+
+
+@pytest.mark.parametrize(("command", "parameter"), list(list_parameters()))
+def test_the_help_says_what_a_value_is_and_not_its_type(command: Any, parameter: Any) -> None:
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    shown = parameter.get_help_record(context)[0].rpartition(" ")[2]
+    choices = re.fullmatch(r"[<\[][a-z0-9|]+[>\]]", shown)  # listed words say themselves what they mean
+    assert getattr(parameter, "is_flag", False) or choices or parameter.metavar
+    if parameter.metavar:
+        assert re.match(r"[A-Z]", parameter.metavar) and parameter.metavar not in ("TEXT", "PATH", "INTEGER", "FLOAT")
+
+
+def test_summaries_are_whole_sentences(latbench: Any) -> None:
+    shown = " ".join(latbench("--help").out.split())
+    assert "..." not in shown.partition("Commands:")[2]
+    for command in commands().values():
+        assert command.get_short_help_str() in shown
+        assert command.get_short_help_str().endswith(".")
+
+
+@pytest.mark.parametrize("verb", list(commands()))
+def test_an_argument_is_shown_by_its_name_alone(verb: str, latbench: Any) -> None:
+    page = latbench(verb, "--help").out
+    arguments = page.partition("Arguments:\n")[2].partition("\n\n")[0]
+    named = [each.metavar for each in commands()[verb].params if each.param_type_name == "argument"]
+    assert re.findall(r"^  ([A-Z]+)  ", arguments, re.MULTILINE) == named
+    assert latbench(verb, "-h").out == page
+
+
+@pytest.mark.parametrize("verb", list(main.COMMANDS))
+def test_each_command_has_two_examples_that_it_accepts(verb: str, latbench: Any) -> None:
+    assert len(set(EXAMPLES[verb])) == 2
+    group: Any = typer.main.get_command(main.build_application())
+    page = " ".join(latbench(verb, "--help").out.replace("\\\n", "").split())
+    for example in EXAMPLES[verb]:
+        program, command, *words = shlex.split(example)
+        assert (program, command) == ("latbench", verb)
+        group.commands[verb].make_context(verb, words)  # parses, and raises for an unknown option
+        assert example in page
+
+
+def test_no_example_is_of_an_unknown_command() -> None:
+    assert set(EXAMPLES) <= set(main.COMMANDS)
+
+
+def test_a_wrong_example_would_be_found() -> None:
+    group: Any = typer.main.get_command(main.build_application())
+    with pytest.raises(Exception, match="--no-such"):
+        group.commands["sweep"].make_context("sweep", ["--cpu", "--no-such"])
+    with pytest.raises(Exception, match="profile"):
+        group.commands["prune"].make_context("prune", ["my_task.py"])
+
+
+def test_the_exit_codes_in_the_help_are_those_of_the_errors(latbench: Any) -> None:
+    codes = {error.exit_code for error in vars(errors).values() if isinstance(error, type)}
+    assert set(EXIT_CODES) == {0, main.FAULT, *codes}
+    page = latbench("sweep", "--help").out
+    for code, meaning in EXIT_CODES.items():
+        assert f"    {code:<3} {meaning}\n" in page
+    assert max(map(len, page.splitlines())) <= 80

@@ -14,8 +14,8 @@ def test_a_line_when_something_new_begins_and_now_and_then() -> None:
         for step, seconds in enumerate([0.0, 1.0, 2.0, 16.0, 17.0]):
             now = seconds
             tell(f"searching: loss {step}", step, 5)
-        tell("timing", None, None)
-    assert out.getvalue().splitlines() == ["0/5 searching: loss 0", "3/5 searching: loss 3", "timing"]
+        tell("timing [red]", None, None)  # a name that a user chose
+    assert out.getvalue().splitlines() == ["0/5 searching: loss 0", "3/5 searching: loss 3", "timing [red]"]
 
 
 def test_a_terminal_gets_a_bar_that_leaves_nothing_behind() -> None:

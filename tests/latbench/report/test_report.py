@@ -32,6 +32,7 @@ from latbench.tables.storage import parse_place
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 
+OPTIONS = {"cost_model": "cost-model"}  # where an option has another name than the field of ReportFiles
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
 
@@ -259,7 +260,7 @@ def run(*arguments: object) -> Any:
 
 def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_path: Path) -> None:
     output, brief = tmp_path / "new" / "report.html", tmp_path / "summary.json"
-    options = [f"--{name.replace('_', '-')}={path}" for name, path in files.files.items()]
+    options = [f"--{OPTIONS.get(name, name)}={path}" for name, path in files.files.items()]
     result = run(files.table, *options, "-o", output, "--summary", brief)
     assert result.exit_code == 0, result.output
     assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -430,13 +431,36 @@ def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: P
 def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
     result = run(files.table, "--against", files.table, "--cost-model", files.model, "-o", tmp_path / "report.html")
     assert isinstance(result.exception, UsageError)
-    assert "goes with --output alone" in str(result.exception)
+    assert "goes with --output and --figures alone" in str(result.exception)
+
+
+def test_a_comparison_has_figures_of_its_ratios(files: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    slower = [
+        {**row, "device": "nvidia-example", "samples_seconds": [2 * s for s in row["samples_seconds"]]}
+        for row in report_example.rows(np.random.default_rng(7)) if row.get("samples_seconds")
+    ]  # fmt: skip
+    write_part(tmp_path / "other", slower)
+    asked = ("--against", tmp_path / "other", "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    result = run(files.table, *asked)
+    assert result.exit_code == 0, result.output
+    assert f"report.html is written, and the figures in {tmp_path / 'figures'}" in result.output.replace("\n", "")
+    assert (tmp_path / "report.html").exists()
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {f"{name}.{kind}" for name in ("ratio_map", "ratios") for kind in ("pdf", "svg", "csv")}
+    ratios = pd.read_csv(tmp_path / "figures" / "ratios.csv")["ratio"]
+    np.testing.assert_allclose(ratios, 2.0)  # every time of the other table is doubled
+    svg = (tmp_path / "figures" / "ratio_map.svg").read_text()
+    assert "times as fast on amd-epyc-example" in svg and "as on nvidia-example" in svg
+    (tmp_path / "report.html").unlink()
+    assert run(files.table, *asked).exit_code == 0
+    assert (tmp_path / "figures" / "ratio_map.svg").read_text() == svg  # the same every time
 
 
 @pytest.mark.slow
 def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    options = [f"--{name.replace('_', '-')}={path}" for name, path in files.every.items()]
+    options = [f"--{OPTIONS.get(name, name)}={path}" for name, path in files.every.items()]
     for folder in ("one", "two"):
         result = run(files.table, *options, "-o", tmp_path / "report.html", "--figures", tmp_path / folder)
         assert result.exit_code == 0, result.output

@@ -149,9 +149,9 @@ def test_shapes_of_few_points_share_a_block_and_none_is_divided() -> None:
     assert sum(len(shapes) for shapes in by_shape) == len(set.union(*by_shape)) == len(alone)
 
 
-def test_the_command_line_takes_lists() -> None:
-    assert parse_patterns(["dense,vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
-    assert parse_sparsities(["0.5, .75", "0.9"]) == [0.5, 0.75, 0.9]
+def test_patterns_and_sparsities_are_read_from_texts() -> None:
+    assert parse_patterns(["dense", "vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
+    assert parse_sparsities(["0.5", ".75", "0.9"]) == [0.5, 0.75, 0.9]
 
 
 @pytest.mark.parametrize("text", ["1", "0", "-0.5", "75", "nan", "half", ""])
@@ -162,7 +162,7 @@ def test_a_sparsity_that_is_none_is_refused(text: str) -> None:
 
 def test_an_unknown_pattern_or_workload_lists_the_known() -> None:
     with pytest.raises(UsageError, match=r"unknown pattern 'checkers'.*nm:KEEP:OF"):
-        parse_patterns(["dense,checkers"])
+        parse_patterns(["dense", "checkers"])
     with pytest.raises(UsageError, match="bert-base"):
         select_points(["bort-base"], [], [], PointSetup(device="cpu", threads=1))
 

@@ -621,7 +621,9 @@ def test_the_command_is_up_to_date_on_a_second_run_and_only_then(
 
     def run(**options: object) -> str:
         prune_command(str(TASK), profile, database.folder, pruned, **options)  # type: ignore[arg-type]
-        return capsys.readouterr().out
+        out, progress = capsys.readouterr()
+        assert bool(progress) == ("is written" in out)  # lines where there is no terminal
+        return out
 
     first = run()
     assert "pruned is written" in first

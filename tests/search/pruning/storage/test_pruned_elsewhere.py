@@ -362,6 +362,8 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     run()
     manifest, verified = read_manifest(folder), hash_manifest(folder)
     output = run(packed=True, onnx=exported)
+    assert f"{exported} takes batches of any size\n" in output
+    assert "ONNX Runtime gains no speed from zeros; `latbench verify` measures the pruned model" in output
     assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
     listed = read_manifest(folder)
     path = folder / "packed.safetensors"
@@ -373,8 +375,10 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
     (x,) = task.example().arguments
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    (single,) = session.run(None, {session.get_inputs()[0].name: x[:1].numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, pruned(x).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(single, pruned(x[:1]).numpy(), rtol=1e-4, atol=1e-5)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "inputs": "others"}))
     assert "is written" in run()
     assert not (folder / "packed.safetensors").exists()  # it was of the folder that this one took the place of
