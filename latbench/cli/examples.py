@@ -6,6 +6,18 @@ import re
 import textwrap
 
 EXAMPLES = {
+    "new": (
+        "latbench new my_task.py",
+        "latbench new my_encoder.py --template text",
+    ),
+    "check": (
+        "latbench check my_task.py",
+        "latbench check my_task.py --json",
+    ),
+    "run": (
+        "latbench run my_task.py --target 2 -o job",
+        "latbench run digits",
+    ),
     "trace": (
         "latbench trace my_task.py -o workload.yaml",
         "latbench trace torchvision.models:resnet18 --input-shape 1x3x224x224",
@@ -31,7 +43,7 @@ EXAMPLES = {
         "latbench search my_task.py --target 1.5 --table table --cost-model cost_model.json --database database "
         "-o profile.json",
         "latbench search my_task.py --target 2 --table table --cost-model cost_model.json --database database "
-        "-o profile.json --patterns vector:32,nm:2:4 --time-budget 10m",
+        "-o profile.json --quick --patterns vector:32,nm:2:4",
     ),
     "prune": (
         "latbench prune my_task.py --profile profile.json --database database -o pruned",

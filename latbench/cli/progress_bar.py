@@ -16,9 +16,6 @@ Tell = Callable[[str, int | None, int | None], None]
 
 SECONDS_BETWEEN_LINES = 15.0
 
-NOTE = "note: "
-"""Begins a text that stays on the screen."""
-
 
 @contextmanager
 def live(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
@@ -40,9 +37,6 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
         bar = bars.add_task("", total=None, count="")
 
         def tell(what: str, done: int | None, total: int | None) -> None:
-            if what.startswith(NOTE):
-                bars.console.print(what, highlight=False, soft_wrap=True)
-                return
             count = "" if done is None else f"{done}/{total}"
             bars.update(bar, description=what, completed=done or 0, total=total, count=count)
 
@@ -54,7 +48,7 @@ def _lines(console: Console, clock: Callable[[], float]) -> Tell:
 
     def tell(what: str, done: int | None, total: int | None) -> None:
         nonlocal last, last_what
-        kind = what if what.startswith(NOTE) else what.partition(":")[0]  # behind a colon are figures that move
+        kind = what.partition(":")[0]  # what follows a colon is a figure that moves
         if kind != last_what or clock() - last >= SECONDS_BETWEEN_LINES:
             last, last_what = clock(), kind
             line = what if done is None else f"{done}/{total} {what}"

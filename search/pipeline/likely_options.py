@@ -6,8 +6,8 @@ et al. 2023, section 3). Correlations between inputs, and what the other weights
 change an error much, but the errors of one layer alike.
 
 The solver's choice follows a price of time: in each layer it takes the option with the least cost, error + price *
-seconds. So the best option of each pattern is kept at a few prices around the one that meets the target, unless
-another pattern is far better there. `PRICE_RANGE` leaves room for layers that matter more or less than their error
+seconds. So the best option of each pattern is kept at a few prices around the one that meets the target. It goes
+where another pattern is far better. `PRICE_RANGE` leaves room for layers that matter more or less than their error
 says, and `TOLERANCE` for the estimates of different patterns.
 """
 

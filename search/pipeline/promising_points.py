@@ -1,8 +1,8 @@
 """Choice of the points that a search needs: each pattern at one sparsity first, then those that may be chosen.
 
 A search chooses among latbench's own kernels, so no other engine is timed here; whole models are compared with every
-dense engine later. A pattern is measured further unless it is slower than dense by far, or another pattern keeps
-weights at least as freely and is as fast.
+dense engine later. A pattern is not measured further where it is far slower than dense. Nor is it where another
+pattern, which is at least as free, is as fast.
 """
 
 from __future__ import annotations

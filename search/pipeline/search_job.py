@@ -36,7 +36,7 @@ from search.pipeline.speedup_loop import (
     is_verdict_clear,
     pool_sessions,
     run_speedup_loop,
-    tell_noise,
+    warn_of_noise,
 )
 from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
@@ -184,7 +184,7 @@ class _RoundTimer:
             self.sessions.append(Session(profiles, timings))
             self._history.write_rounds(self._digest, self.sessions)
         measured = [self._pool([], name) for name in profiles]
-        tell_noise(measured[-1].speedup, self._promise, self._progress)
+        warn_of_noise(measured[-1].speedup, self._promise)
         return measured
 
     def _pool(self, new: Sequence[Session], name: str) -> MeasuredSpeedup:

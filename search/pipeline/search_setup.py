@@ -27,7 +27,7 @@ from search.loss.pools import open_pool
 from search.pipeline.likely_options import select_likely_options
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, SearchInputs, SearchRequest
-from search.pipeline.speedup_loop import calibrate_to, pool_sessions, tell_noise
+from search.pipeline.speedup_loop import calibrate_to, pool_sessions, warn_of_noise
 from search.problem.error_table import LayerErrors
 from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
@@ -92,7 +92,7 @@ def set_up_search(
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
     probes = _find_probes(inputs, request.deployment, layers, history, timer, remeasure, progress)
     fastest = pool_sessions([probes], list(probes.profiles)[-1], promise.confidence)
-    tell_noise(fastest.speedup, promise, progress)
+    warn_of_noise(fastest.speedup, promise)
     whole = overhead.fit_whole_model(layers, probes, promise.coverage)
     verified = history.read_verifications()
 

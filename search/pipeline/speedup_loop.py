@@ -24,6 +24,7 @@ probability, and that costs accuracy. So the rounds go on with milder profiles w
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ from search.pipeline.search_request import Promise
 from search.problem.calibration import allow_only_fastest, calibrate, fit_line, ignore_intervals
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
-from search.progress import Progress
 from search.strategies.evaluation_budget import SearchResult
 from search.whole_model.confidence import (
     VERDICT_COVERAGE,
@@ -45,6 +45,8 @@ from search.whole_model.confidence import (
 )
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import Session
+
+_LOG = logging.getLogger(__name__)
 
 MAX_SPARE = 0.05
 """A profile that exceeds the target by a larger share gave away accuracy for nothing."""
@@ -333,16 +335,14 @@ def is_verdict_clear(speedup: Interval, target: float) -> bool:
     return speedup.low >= target or speedup.high < target
 
 
-def tell_noise(speedup: Interval, promise: Promise, progress: Progress) -> None:
-    """Tell the user what the scatter of timings costs, if it is much."""
+def warn_of_noise(speedup: Interval, promise: Promise) -> None:
+    """Warn the user of what the scatter of timings costs, if it is much."""
     noise = speedup.value / speedup.low
     if noise > NOTED_NOISE:
-        progress(
-            f"note: timings scatter by {noise - 1:.0%}: to keep {promise.target:g}x with probability "
+        _LOG.warning(
+            f"timings scatter by {noise - 1:.0%}: to keep {promise.target:g}x with probability "
             f"{promise.confidence:g}, {promise.target * noise:.2f}x is aimed at; quieten the machine "
-            "(`latbench doctor` says how), or take a lower --confidence",
-            None,
-            None,
+            "(`latbench doctor` says how), or take a lower --confidence"
         )
 
 

@@ -112,17 +112,21 @@ def verify(
     progress("scoring", None, None)
     scores = _score_models(task, folder, deployment)
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
-    environment = describe_cpu_environment(profile.threads)
-    identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
-    write_environment(output, environment)
-    rows = [{**row, **identity, **state} for row in build_rows(verdict, profile, timings)]
-    write_part(output, date_after(newest, rows))
+    _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
     options = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
     key = describe_conditions(task, profile.model_hash, deployment)
     write_sessions([build_session(timings, options)], key, output / SESSION)
     content = {"version": VERSION, **asdict(verdict)}
     write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
     return verdict
+
+
+def _write_rows(output: Path, rows: list[dict[str, Any]], threads: int, newest: dict[str, datetime]) -> None:
+    """Write the rows with their environment to the table in `output`."""
+    environment = describe_cpu_environment(threads)
+    identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
+    write_environment(output, environment)
+    write_part(output, date_after(newest, [{**row, **identity} for row in rows]))
 
 
 def _find_newest_starts(output: Path) -> dict[str, datetime]:

@@ -5,7 +5,7 @@ and Jones 2013, "Rigorous benchmarking in reasonable time"). So the logarithms o
 build by a standard deviation. All builds of a session share the state of the machine (`SESSION_SPREAD`). A search
 averages n builds of S sessions, a verification averages BUILDS builds of one session. The difference has the variance
 build_spread^2 (1 / n + 1 / BUILDS) + SESSION_SPREAD^2 (1 / S + 1). A verification also has an interval of its own,
-from the scatter of its rounds, and the promise is kept where its lower end reaches the target.
+from the scatter of its rounds. The promise is kept where the lower end of that reaches the target.
 
 The spread between builds belongs to the machine and the engines more than to the profile. It is pooled over all
 profiles of a search, together with a usual value (`BUILD_SPREAD`, worth `PRIOR_BUILDS` more builds). Otherwise three
@@ -30,7 +30,7 @@ SESSION_SPREAD = 0.01
 VERDICT_COVERAGE = 0.95  # of the interval with which a verification judges its own rounds
 """36 promises for three models on two virtual cores left 1.6 to 2.4% and, between sessions, 0.3 to 2.0% more.
 
-`python tests/benchmarks/guarantee.py` prints in its last line the `estimate_spreads` of everything that a task's
+`python tests/benchmarks/jobs/guarantee.py` prints in its last line the `estimate_spreads` of everything that a task's
 searches and verifications left.
 """
 

@@ -3,8 +3,8 @@
 Rounds are the unit that repeats. Within one round, calls share the state of the machine, so intervals come from
 resampling rounds (a block bootstrap, Kuensch 1989).
 
-The measured speedup has one definition, here, and every place prints it: in each round, the median burst of the dense
-engine is divided by that of the other engine, and the speedup is the median of these ratios. A machine that slows
+The measured speedup has one definition, here, and every place prints it. In each round, the median burst of the dense
+engine is divided by that of the other engine. The speedup is the median of these ratios. A machine that slows
 down for some rounds slows both engines of a pair, so it hardly moves the median. The ratio of the two engines' own
 medians may come from different rounds.
 """

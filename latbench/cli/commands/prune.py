@@ -20,11 +20,7 @@ from latbench.cli.options.pruning_options import (
 )
 
 if TYPE_CHECKING:
-    from latbench.cli.progress_bar import Tell
-    from search.artifacts.layer_database import Database
     from search.artifacts.profile import Profile
-    from search.pruning.prune_model import PruneResult
-    from search.pruning.training.recipe import Recipe
     from search.task import Task
 
 
@@ -45,6 +41,7 @@ def prune(
     """
     from latbench.cli.progress_bar import live
     from search.artifacts.profile import read_profile
+    from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
     from search.pruning.storage import model_folder
     from search.pruning.storage.packed_file import save_packed
     from search.task import load_task
@@ -52,7 +49,8 @@ def prune(
     searched = read_profile(profile)
     loaded = load_task(task)
     with live() as tell:
-        fresh = prune_unless_same(loaded, profile, database, output, joint=joint, recipe=recipe, seed=seed, tell=tell)
+        request = PruneRequest(joint, recipe, seed)
+        fresh = prune_to_folder(loaded, profile, database, output, request, progress=tell)
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
         last_line += f", and {save_packed(output)}"
@@ -62,100 +60,6 @@ def prune(
     _print_stages(model_folder.read_manifest(output), searched, last_line)
     for note in notes:
         typer.echo(note)
-
-
-def prune_unless_same(
-    task: Task,
-    profile: Path,
-    database: Path,
-    output: Path,
-    *,
-    joint: bool = True,
-    recipe: str | None = None,
-    seed: int = 0,
-    tell: Tell,
-) -> bool:
-    """Prune the model into `output` unless that holds the result of these very settings; return whether it ran."""
-    from latbench.base.files import hash_file
-    from search.artifacts.layer_database import Database
-    from search.artifacts.profile import read_profile
-    from search.pruning import prune_model as pipeline
-    from search.pruning.training import recipe as recipes
-
-    searched = read_profile(profile)
-    training = None if recipe is None else recipes.read_recipe(recipe)
-    layers = Database(database, searched.model_hash)
-    settings = {
-        "task_reference": task.reference,
-        "task_source": task.source,
-        "profile_sha256": hash_file(profile),
-        "model_hash": searched.model_hash,
-        "one_shot": layers.provenance,
-        "global": joint,
-        "recipe": None if training is None else training.to_dict(),
-        "seed": seed,
-        "pipeline_version": pipeline.VERSION,
-    }
-    return _prune(task, searched, layers, training, settings, output, tell)
-
-
-def _prune(
-    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path,
-    tell: Tell,
-) -> bool:  # fmt: skip
-    """Prune the model unless the folder holds the result of these settings; return whether it ran."""
-    import hashlib
-    import json
-
-    from latbench.base.files import is_left_behind
-    from search.check_task import check_task
-    from search.pruning import prune_model as pipeline
-    from search.pruning.storage import model_folder
-    from search.pruning.training.checkpoint import Checkpoint
-
-    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    if model_folder.is_unchanged(output, inputs):
-        return False
-    model_folder.check_writable(output)
-    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
-    run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
-    tell("reading the model and its data", None, None)
-    check_task(task, _list_steps(task, settings["global"], recipe))
-    tell("pruning", None, None)
-    result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=tell)
-    facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
-    model_folder.save_pruned(output, result.model, result.masks, profile, facts)
-    # Checkpoints of earlier recipes go, too.
-    for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
-        if left.suffix != ".tmp" or is_left_behind(left):
-            left.unlink(missing_ok=True)
-    return True
-
-
-def _list_steps(task: Task, joint: bool, recipe: Recipe | None) -> list[str]:
-    """List what the task is checked for, of `search.check_task.STEPS`."""
-    steps = ["copy", "loss"]
-    if joint:
-        steps.append("layer_gradients")
-    if recipe is not None and task.can_train:
-        steps.append("training")
-    return steps
-
-
-def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
-    """Return what the manifest says of the scores and of each stage."""
-    return {
-        "task": task.name,
-        "score_name": task.score_name,
-        "score_dense": result.stages[0].score,
-        "score_pruned": result.selected.score,
-        "method": result.selected.name,
-        "stages": [
-            {"name": stage.name, "score": stage.score, "loss": stage.loss}
-            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
-            for stage in result.stages
-        ],
-    }
 
 
 def _export(task: Task, pruned: Path, onnx: Path) -> list[str]:

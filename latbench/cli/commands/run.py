@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import Json, TaskArgument, Threads
 from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
 from latbench.cli.options.search_options import Confidence
 
 if TYPE_CHECKING:
-    from latbench.cli.job import Job, JobResult
+    from latbench.cli.job.job_steps import Job, JobResult
 
 MOST_TRIES = 3
 """Searches, at most: each after the first one is corrected by a verification that was not kept."""
@@ -33,8 +34,6 @@ def run(
 
     Finished steps are kept: the same command continues an interrupted job.
     """
-    import json
-
     from latbench.errors import PromiseMissed
 
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
@@ -44,12 +43,12 @@ def run(
         f"are in {folder}, and the same command continues an interrupted job",
         err=True,
     )
-    from latbench.cli.job import Job, JobSettings  # imports torch, which takes seconds
+    from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
 
     job = Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed))
     result = _carry_out(job)
     if as_json:
-        typer.echo(json.dumps(result.to_record(), indent=2))
+        print_json(result.to_record())
     else:
         _print_result(job, result)
     if not result.verdict.met:
@@ -58,7 +57,7 @@ def run(
 
 def _carry_out(job: Job) -> JobResult:
     """Do every step; search again, corrected by the verification, while the promise is not kept."""
-    from latbench.cli.job_progress import JobProgress
+    from latbench.cli.job.job_progress import JobProgress
     from latbench.cli.progress_bar import live
 
     with live() as tell, job:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 from latbench.base.engine_registry import NUMBA
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import Json, LimitsFile, TaskArgument, Threads
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.search_options import (
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from search.pipeline.search_request import SearchInputs, SearchRequest
     from search.problem.limits import Limits
 
+_LOG = logging.getLogger(__name__)
+
 MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
 
 
@@ -77,9 +81,6 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    import json
-    from dataclasses import asdict
-
     from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
@@ -106,10 +107,17 @@ def search(
         found, last_line = _search(files, request, stated, refine, remeasure)
     else:
         found, last_line = _search_fastest(files, request, stated, max_drop)
+    _print_outcome(found, last_line, as_json)
+
+
+def _print_outcome(found: Profile | None, last_line: str, as_json: bool) -> None:
+    """Print the profile, or the line alone where there is none."""
+    from dataclasses import asdict
+
     if found is None:
         typer.echo(last_line)
     elif as_json:
-        typer.echo(json.dumps(asdict(found) | {"aimed": found.aimed, "speedup": found.speedup}, indent=2))
+        print_json(asdict(found) | {"aimed": found.aimed, "speedup": found.speedup})
     else:
         _print_profile(found, last_line)
 
@@ -183,7 +191,7 @@ def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInput
     from search.task import load_task
 
     if (load := describe_load(read_host())) is not None:
-        tell(f"note: {load}", None, None)
+        _LOG.warning(load)
     tell("reading the task", None, None)
     loaded = load_task(files.task)
     loaded = replace(loaded, limits=loaded.limits + limits)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import typer
-
+from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
     from search.pipeline.speedup_verdict import SpeedupVerdict
+
+
+_LOG = logging.getLogger(__name__)
 
 
 def verify(
@@ -23,9 +27,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns. Exit 1 unless it is as fast as promised."""
-    import json
-    from dataclasses import asdict
-
     from latbench.base.engine_registry import PRUNED_ENGINES, is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
@@ -43,7 +44,7 @@ def verify(
     backend = backend or followed.backend
     with live() as tell:
         if (load := describe_load(read_host())) is not None:
-            tell(f"note: {load}", None, None)
+            _LOG.warning(load)
         tell("reading the task", None, None)
         loaded = load_task(task)
         known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
@@ -52,7 +53,7 @@ def verify(
             check_task(loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
     if as_json:
-        typer.echo(json.dumps(asdict(verdict), indent=2))
+        print_json(asdict(verdict))
     else:
         _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:

@@ -8,13 +8,17 @@ from typing import Annotated
 import typer
 
 RunTarget = Annotated[
-    float, typer.Option("--target", min=1.0, help="Speedup to promise over the fastest dense engine, such as 1.5.")
+    float,
+    typer.Option(
+        "--target", min=1.0, metavar="SPEEDUP", help="Speedup to promise over the fastest dense engine, such as 1.5."
+    ),
 ]
 JobFolder = Annotated[
     Path | None,
     typer.Option(
         "--output",
         "-o",
+        metavar="FOLDER",
         help="Folder of the job: tables, profile, pruned model, report. Default: latbench-jobs/ and the task's name.",
     ),
 ]
@@ -26,8 +30,14 @@ Quick = Annotated[
         "takes several times as long.",
     ),
 ]
-RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Random seed of synthetic weights and of the search.")]
+RunSeed = Annotated[
+    int, typer.Option("--seed", min=0, metavar="NUMBER", help="Random seed of synthetic weights and of the search.")
+]
 RunRecipe = Annotated[
     str | None,
-    typer.Option("--recipe", help="Training recipe for prune: a YAML file, or a method. Default: no training."),
+    typer.Option(
+        "--recipe",
+        metavar="RECIPE",
+        help="Training recipe for prune: a YAML file, or a method. Default: no training.",
+    ),
 ]

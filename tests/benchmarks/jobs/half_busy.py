@@ -1,6 +1,6 @@
 """A program that takes half a core on and off, as others on a shared machine do: what benchmarks run beside.
 
-    python tests/benchmarks/neighbour.py [--share 0.5] [--on 2] [--off 2]     # until it is stopped
+    python tests/benchmarks/jobs/half_busy.py [--share 0.5] [--on 2] [--off 2]     # until it is stopped
 
 During `on` seconds it computes for `share` of every 40 ms, then it sleeps for `off` seconds.
 """

@@ -1,10 +1,10 @@
 """How long `make demo` takes, and whether it keeps its promise: in one checkout, or in several in turns.
 
-    python tests/benchmarks/demo.py [CHECKOUT ...] [--runs 3] [--neighbour]
+    python tests/benchmarks/jobs/demo.py [CHECKOUT ...] [--runs 3] [--neighbour]
 
 Each run starts without results of earlier ones; the environment and the trained network are made before. A line for
 each run: seconds until the first line of output, seconds in all, target, measured speedup, accuracies. `--neighbour`
-runs `neighbour.py` beside it. The last lines compare the median seconds of the checkouts.
+runs `half_busy.py` beside it. The last lines compare the median seconds of the checkouts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from neighbour import run_beside
+from half_busy import run_beside
 
 
 def run_demo(checkout: Path) -> tuple[float, float, int]:

@@ -50,9 +50,6 @@ class JobProgress:
         return report
 
     def _report(self, what: str, done: int | None, total: int | None) -> None:
-        if what.partition(": ")[2].startswith("note: "):
-            self._tell(what.partition(": ")[2], None, None)
-            return
         left = self.estimate_seconds_left()
         self._tell(f"{what} (about {format_duration(left)} left)", done, total)
 

@@ -1,10 +1,14 @@
 """The steps of `latbench run`. Each writes into one folder, and is skipped when its result there is up to date.
 
-workload.yaml   the layers that can be pruned          database/    pruned layers, losses, timings of whole models
-table/          seconds of layers                      profile.json the options of all layers, and the promise
-cost_model.json seconds of layers between those        pruned/      the pruned model
-verify/         the verdict                            report.html  everything, on one page
-summary.json    the main figures
+workload.yaml    the layers that can be pruned.
+table/           seconds of layers.
+cost_model.json  seconds of layers between those.
+database/        pruned layers, losses, and timings of whole models.
+profile.json     the options of all layers, and the promise.
+pruned/          the pruned model.
+verify/          the verdict.
+report.html      everything, on one page.
+summary.json     the main figures.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ from typing import Any, Self
 
 from rich.table import Table
 
-import cost_models
+from cost_models.estimators.anchored_lookup import AnchoredLookup
+from cost_models.evaluation.held_out_errors import evaluate
+from cost_models.model_file import read, save
+from cost_models.refusals import BadModel
+from cost_models.rows.training_rows import read_training_rows
 from latbench.base.engine_registry import CPU_ENGINES, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
-from latbench.cli.commands.prune import prune_unless_same
 from latbench.cli.progress_bar import Tell
 from latbench.errors import BadData, PromiseMissed
 from latbench.machines.devices import name_cpu
@@ -43,6 +50,7 @@ from search.deployment import Deployment
 from search.loss.parallel import Workers
 from search.pipeline import promising_points, search_job
 from search.pipeline import verify as verification
+from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest, read_inputs
 from search.pipeline.speedup_verdict import SpeedupVerdict
@@ -200,14 +208,14 @@ class Job:
         """Fit the look-up between the measured sparsities, unless the file holds that of this table."""
         path, table_hash = self._path("cost_model.json"), hash_table(self._table)
         try:
-            if cost_models.read(path).table_hash == table_hash:
+            if read(path).table_hash == table_hash:
                 return
-        except cost_models.BadModel:
+        except BadModel:
             pass
-        X, seconds = cost_models.read_training_rows(self._table, {})
-        model = cost_models.AnchoredLookup().fit(X, seconds)
-        figures = {"held-out sparsities of measured shapes": cost_models.evaluate(model, X, seconds)}
-        cost_models.save(path, model, table_hash, validation=figures)
+        X, seconds = read_training_rows(self._table, {})
+        model = AnchoredLookup().fit(X, seconds)
+        figures = {"held-out sparsities of measured shapes": evaluate(model, X, seconds)}
+        save(path, model, table_hash, validation=figures)
 
     def search_profile(self, tell: Tell, *, refine: bool = False) -> None:
         """Search the profile unless the file holds that of these inputs; `refine` feeds the verification back."""
@@ -237,9 +245,9 @@ class Job:
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile unless the folder holds the result."""
-        prune_unless_same(
+        prune_to_folder(
             self.task, self._path("profile.json"), self._path("database"), self._path("pruned"),
-            recipe=self.settings.recipe, tell=tell,
+            PruneRequest(recipe=self.settings.recipe), progress=tell,
         )  # fmt: skip
 
     def verify_model(self, tell: Tell) -> SpeedupVerdict:

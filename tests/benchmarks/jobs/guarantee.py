@@ -1,7 +1,7 @@
 """Whether promises are kept: random targets searched on this machine, each then pruned and verified as users do it.
 
-    python tests/benchmarks/guarantee.py TASK --table T --cost-model M --database D [--targets 10] [--confidence 0.95]
-        [--method auto] [--neighbour]
+    python tests/benchmarks/jobs/guarantee.py TASK --table T --cost-model M --database D [--targets 10]
+        [--confidence 0.95] [--method auto] [--neighbour]
 
 Targets are uniform from 1.2x to 0.9 of the fastest profile there is. Each search tries few profiles, because what
 they cost in accuracy does not matter here, nor does how layers are pruned: `--method magnitude` is done in seconds.
@@ -69,7 +69,7 @@ def main() -> None:
         CandidateOptions(tuple(arguments.patterns.split(",")) if arguments.patterns else None),
         SearchPlan(evaluations=arguments.evaluations, batches=arguments.batches),
     )
-    from neighbour import run_beside  # here, because tests load this file by its path
+    from half_busy import run_beside  # here, because tests load this file by its path
 
     with run_beside(arguments.neighbour):
         report(inputs, request, arguments.targets, arguments.seed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from latbench.cli.job_progress import JobProgress
+from latbench.cli.job.job_progress import JobProgress
 
 ESTIMATES = {"one": 10.0, "two": 20.0, "three": 30.0}
 
@@ -38,9 +38,3 @@ def test_a_step_that_takes_longer_does_not_count_backwards() -> None:
     display.progress.start("one")
     display.now = 1000.0
     assert display.progress.estimate_seconds_left() == 50.0
-
-
-def test_a_note_stays_a_note() -> None:
-    display = Display()
-    display.progress.start("one")("note: the machine is busy", None, None)
-    assert display.lines[-1] == "note: the machine is busy"

@@ -1,0 +1,1 @@
+"""The steps of `latbench run`, and their progress."""

@@ -1,0 +1,134 @@
+"""Prune a task's model into a folder, unless the folder holds the result of the same settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latbench.base.files import hash_file, is_left_behind
+from search.artifacts.layer_database import Database
+from search.artifacts.profile import Profile, read_profile
+from search.check_task import check_task
+from search.progress import Progress
+from search.pruning import prune_model as pipeline
+from search.pruning.prune_model import PruneResult
+from search.pruning.storage import model_folder
+from search.pruning.training import recipe as recipes
+from search.pruning.training.checkpoint import Checkpoint
+from search.pruning.training.recipe import Recipe
+from search.task import Task
+
+
+@dataclass(frozen=True)
+class PruneRequest:
+    """How a model is pruned.
+
+    Attributes
+    ----------
+    joint
+        Whether all layers are tuned together.
+    recipe
+        Training recipe: a YAML file, or the name of a method. None for no training.
+    seed
+        Random seed of the tuning.
+    """
+
+    joint: bool = True
+    recipe: str | None = None
+    seed: int = 0
+
+
+def prune_to_folder(
+    task: Task, profile: Path, database: Path, output: Path, request: PruneRequest = PruneRequest(),
+    *, progress: Progress = lambda what, done, total: None,
+) -> bool:  # fmt: skip
+    """Prune the model into `output` unless that holds the result of these very settings; return whether it ran.
+
+    Parameters
+    ----------
+    task
+        The task.
+    profile
+        The profile file.
+    database
+        Folder of the layer database that the search filled.
+    output
+        Folder to write.
+    request
+        Tuning and training.
+    progress
+        Called with the current step.
+
+    Raises
+    ------
+    BadData, UsageError
+        As `search.pruning.prune_model.prune_model` does.
+    """
+    searched = read_profile(profile)
+    training = None if request.recipe is None else recipes.read_recipe(request.recipe)
+    layers = Database(database, searched.model_hash)
+    settings = {
+        "task_reference": task.reference,
+        "task_source": task.source,
+        "profile_sha256": hash_file(profile),
+        "model_hash": searched.model_hash,
+        "one_shot": layers.provenance,
+        "global": request.joint,
+        "recipe": None if training is None else training.to_dict(),
+        "seed": request.seed,
+        "pipeline_version": pipeline.VERSION,
+    }
+    return _prune(task, searched, layers, training, settings, output, progress)
+
+
+def _prune(
+    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path,
+    progress: Progress,
+) -> bool:  # fmt: skip
+    """Prune the model unless the folder holds the result of these settings; return whether it ran."""
+    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    if model_folder.is_unchanged(output, inputs):
+        return False
+    model_folder.check_writable(output)
+    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
+    run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
+    progress("reading the model and its data", None, None)
+    check_task(task, _list_steps(task, settings["global"], recipe))
+    progress("pruning", None, None)
+    result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=progress)
+    facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
+    model_folder.save_pruned(output, result.model, result.masks, profile, facts)
+    # Checkpoints of earlier recipes go, too.
+    for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
+        if left.suffix != ".tmp" or is_left_behind(left):
+            left.unlink(missing_ok=True)
+    return True
+
+
+def _list_steps(task: Task, joint: bool, recipe: Recipe | None) -> list[str]:
+    """List what the task is checked for, of `search.check_task.STEPS`."""
+    steps = ["copy", "loss"]
+    if joint:
+        steps.append("layer_gradients")
+    if recipe is not None and task.can_train:
+        steps.append("training")
+    return steps
+
+
+def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
+    """Return what the manifest says of the scores and of each stage."""
+    return {
+        "task": task.name,
+        "score_name": task.score_name,
+        "score_dense": result.stages[0].score,
+        "score_pruned": result.selected.score,
+        "method": result.selected.name,
+        "stages": [
+            {"name": stage.name, "score": stage.score, "loss": stage.loss}
+            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
+            for stage in result.stages
+        ],
+    }
