@@ -37,17 +37,10 @@ $(CUDA_READY): $(DEV_READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cuda13,gate]'
 	touch $@
 
-# The main job on the embedded default. Each command is one a user would type for a model of their own.
+# The whole job on the embedded default, as a user would type it for a model of their own.
 demo: export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
-	$(BIN)/latbench trace digits -o $(DEMO)/workload.yaml
-	$(BIN)/latbench sweep --cpu --workload $(DEMO)/workload.yaml -o $(DEMO)/table
-	$(BIN)/latbench fit $(DEMO)/table -o $(DEMO)/cost_model.json
-	$(BIN)/latbench search digits --table $(DEMO)/table --cost-model $(DEMO)/cost_model.json --target 2.0 --evaluations 60 --database $(DEMO)/database -o $(DEMO)/profile.json
-	$(BIN)/latbench prune digits --profile $(DEMO)/profile.json --database $(DEMO)/database -o $(DEMO)/pruned
-# The report is made whether the promise was met or not; the exit code is verify's.
-	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify; verdict=$$?; \
-	$(BIN)/latbench report $(DEMO)/table --cost-model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify --database $(DEMO)/database --workload $(DEMO)/workload.yaml -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
+	$(BIN)/latbench run digits --target 2 -o $(DEMO)
 
 # Two processes with two threads each would wait for each other's on two cores: suites that run side by side have one
 # thread of BLAS and OpenMP a process. How many threads our own kernels have, their tests say.

@@ -37,13 +37,26 @@ class Workers:
     Attributes
     ----------
     processes
-        Processes of this machine. They also prune layers.
+        Processes of this machine.
     pool
         Kind of the pool, one of `search.loss.pools.POOL_KINDS`. Only "cpu" uses `processes`.
+    pruners
+        Processes that prune layers; None for as many as evaluate profiles.
     """
 
     processes: int = 1
     pool: str = "cpu"
+    pruners: int | None = None
+
+    @property
+    def prune_processes(self) -> int:
+        """Processes that prune layers."""
+        return self.pruners or self.processes
+
+    @property
+    def are_here(self) -> bool:
+        """Whether this process evaluates profiles."""
+        return (self.processes, self.pool) == (1, "cpu")
 
 
 THIS_PROCESS = Workers()
@@ -80,7 +93,7 @@ class ParallelEvaluator:
         names = tuple(part.name for layer in layers for part in layer.parts)
         self.batches = len(task.calibration())
         """Number of batches of the calibration data."""
-        here = workers == THIS_PROCESS
+        here = workers.are_here
         self._evaluator = (
             LossEvaluator(task, copy.deepcopy(model), names, database, conditions=conditions) if here else None
         )

@@ -34,13 +34,13 @@ from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.prunable_layers import weight_matrix
 from sparse_kernels.top_units import Mask
 
-PRICE_RANGE = 3.0
+PRICE_RANGE = 2.5
 """Factor by which a layer's price of time may differ from the common one, either way."""
 
 TOLERANCE = 1.3
 """Factor by which the cost of a pattern may be above that of the best one."""
 
-PRICES = 4
+PRICES = 3
 
 
 def select_likely_options(problem: Problem, task: Task, model: nn.Module, target: float) -> Problem:

@@ -52,11 +52,11 @@ from search.whole_model.timings import Timings
 MAX_VERIFIED = 2
 """Profiles of verifications, the last ones, that are timed beside what a search finds."""
 
-MAX_SLOWDOWN = 1.3
+MAX_SLOWDOWN = 1.1
 """A dense engine this many times slower than the fastest is left out while profiles are compared."""
 
 
-ROUND_SCHEDULE = RoundSchedule(rounds=6, seconds=0.06, first=1)
+ROUND_SCHEDULE = RoundSchedule(first=1)
 """A profile far from the target is told after one build. One near it needs all builds."""
 
 

@@ -112,7 +112,7 @@ def set_up_search(
     # nothing certain about other profiles, so the search times the fastest profile before it refuses a target.
     limit(whole.build_problem(layers)).check_could_reach(promise.target)
     problem = limit(_calibrate_by_verification(whole.build_problem(layers), verified, promise.confidence))
-    prune = _Pruning(inputs, database, workers.processes, progress)
+    prune = _Pruning(inputs, database, workers.prune_processes, progress)
     if request.plan.quick and request.plan.strategy != "uniform" and given is None:
         progress("estimating the errors of options", None, None)
         problem = select_likely_options(select(problem), task, inputs.model, promise.target)

@@ -22,7 +22,7 @@ from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.machines.processors import check_threads
-from latbench.runners.worker_process import TaskFailed, Worker
+from latbench.runners.worker_process import TaskFailed
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
@@ -109,8 +109,8 @@ def verify(
     with contextlib.ExitStack() as stack:
         timer = timer or stack.enter_context(ModelTimer(profile.threads))
         timings, state = _time_pruned(task, profile, folder, exported, deployment, timer, progress)
-    progress("scoring", None, None)
-    scores = _score_models(task, folder, deployment)
+        progress("scoring", None, None)
+        scores = _score_models(task, folder, deployment, timer)
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
     options = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
@@ -168,16 +168,15 @@ def _find_fastest_dense(timings: Timings) -> str:
     return timings.fastest([name for name in timings.blocks if name != PRUNED])
 
 
-def _score_models(task: Task, folder: Path, deployment: Deployment) -> tuple[float, float]:
-    """Return the scores of the dense and the pruned model, computed in a process of their own."""
-    with Worker(threads=deployment.threads, name="score") as worker:
-        try:
-            dense, pruned = worker.call(
-                "search.whole_model.model_engines:score_models",
-                task.reference, deployment.threads, deployment.backend, str(folder.resolve()), timeout=SCORE_SECONDS,
-            )  # fmt: skip
-        except TaskFailed as error:
-            raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
+def _score_models(task: Task, folder: Path, deployment: Deployment, timer: ModelTimer) -> tuple[float, float]:
+    """Return the scores of the dense and the pruned model, computed in another process."""
+    try:
+        dense, pruned = timer.call(
+            TORCH, "search.whole_model.model_engines:score_models",
+            task.reference, deployment.threads, deployment.backend, str(folder.resolve()), timeout=SCORE_SECONDS,
+        )  # fmt: skip
+    except TaskFailed as error:
+        raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     return dense, pruned
 
 

@@ -107,7 +107,7 @@ class RoundSchedule:
 
     builds: int = BUILDS
     rounds: int = 6
-    seconds: float = 0.12
+    seconds: float = 0.06
     first: int = BUILDS
 
 
@@ -159,6 +159,20 @@ class ModelTimer:
         reference = self._stack.enter_context(Worker(threads=self._threads, name="reference"))
         return _Workers({}, CorePlacement(reference, self._threads), pool, folder)
 
+    def _start(self, name: str) -> Worker:
+        """Return the process of this name; start it if there is none."""
+        processes = self._workers.processes
+        if name not in processes:
+            processes[name] = self._stack.enter_context(Worker(threads=self._threads, name=name))
+        return processes[name]
+
+    def call(self, name: str, function: str, *arguments: Any, timeout: float) -> Any:
+        """Return the result of "module:function" called in the process of an engine, which has imported much of it.
+
+        Raises as `Worker.call` does.
+        """
+        return self._start(name).call(function, *arguments, timeout=timeout)
+
     def time(
         self,
         engines: Mapping[str, EngineBuilder],
@@ -198,8 +212,8 @@ class ModelTimer:
             A required engine cannot run.
         """
         workers = self._workers
-        for name in {engine.worker for engine in engines.values()} - workers.processes.keys():
-            workers.processes[name] = self._stack.enter_context(Worker(threads=self._threads, name=name))
+        for name in {engine.worker for engine in engines.values()}:
+            self._start(name)
         timing = _EngineTiming(
             engines, workers, required, schedule, known or {}, order or np.random.default_rng(0), progress
         )

@@ -58,7 +58,7 @@ VERSION = 2
 FREE = "layers free"
 """Name of the engine whose sparse layers take no time."""
 
-PROBE_SCHEDULE = RoundSchedule(builds=1, rounds=8)
+PROBE_SCHEDULE = RoundSchedule(builds=1, rounds=5, first=1)
 """Probes only place the first profile; the rounds of a search measure what it promises."""
 
 MIN_SCALE = 0.1

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.table import Table
 
 from cost_models.estimators.anchored_lookup import AnchoredLookup
@@ -57,6 +59,7 @@ from search.pipeline.speedup_verdict import SpeedupVerdict
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import ModelTimer
+from sparse_kernels.patterns import ShflBW
 
 QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 """A verdict is measured on whole models; the times of layers only guide the search."""
@@ -64,6 +67,7 @@ QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 QUICK_OPTION_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 60, 200
 MOST_PROCESSES = 8
+SHORT_EVALUATION_SECONDS = 20.0
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
 _POINT_SECONDS, _OPTION_SECONDS, _MODEL_SECONDS, _LAYER_SECONDS = 0.8, 0.5, 40.0, 2.0
@@ -150,8 +154,12 @@ class Job:
         setup = PointSetup(
             name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed
         )
-        sparsities = promising_points.SPARSITIES if quick else SPARSITIES
-        return list_points([read_workload(self._path("workload.yaml"))], setup, sparsities=sparsities)
+        workload = read_workload(self._path("workload.yaml"))
+        if not quick:
+            return list_points([workload], setup, sparsities=SPARSITIES)
+        points = list_points([workload], setup, sparsities=promising_points.SPARSITIES)
+        # Vectors are as fast, and grouping the rows of each option for Shfl-BW takes seconds.
+        return [point for point in points if not isinstance(point.pattern, ShflBW)]
 
     @property
     def _table(self) -> Place:
@@ -220,14 +228,13 @@ class Job:
     def search_profile(self, tell: Tell, *, refine: bool = False) -> None:
         """Search the profile unless the file holds that of these inputs; `refine` feeds the verification back."""
         settings, quick = self.settings, self.settings.quick
+        evaluations = QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS
         request = SearchRequest(
             Promise(settings.target, settings.confidence),
             Deployment(self._threads, NUMBA),
             CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
-            SearchPlan(
-                seed=settings.seed, evaluations=QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS, quick=quick
-            ),
-            Workers(min(self._threads, MOST_PROCESSES)),
+            SearchPlan(seed=settings.seed, evaluations=evaluations, quick=quick),
+            self._choose_workers(evaluations),
         )
         inputs = read_inputs(self.task, self._table, self._path("cost_model.json"), self._path("database"))
         history, path = SearchHistory(inputs, request), self._path("profile.json")
@@ -242,6 +249,16 @@ class Job:
                     f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}` "
                     "takes the best profile found"
                 ) from error
+
+    def _choose_workers(self, evaluations: int) -> Workers:
+        """Choose where profiles are evaluated: in this process if that takes less than starting others."""
+        model, batches = self.task.model(), self.task.calibration()
+        began = time.monotonic()
+        with torch.no_grad():
+            self.task.loss(model, batches[0])
+        seconds = (time.monotonic() - began) * len(batches) * evaluations
+        processes = min(self._threads, MOST_PROCESSES)
+        return Workers(1 if seconds < SHORT_EVALUATION_SECONDS else processes, pruners=processes)
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile unless the folder holds the result."""

@@ -382,29 +382,13 @@ def test_a_search_that_failed_is_measured_again(inputs: SearchInputs, machine: M
 # The benchmark of promises ------------------------------------------------------------------------------------------
 
 
-class Scorer:
-    """Stands for the process that scores."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def __enter__(self) -> "Scorer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def call(self, *_: Any, **__: Any) -> tuple[float, float]:
-        return 1.0, 0.9
-
-
 def test_promises_are_counted_and_their_scatter_is_printed(
     inputs: SearchInputs,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(verify, "Worker", Scorer)
+    monkeypatch.setattr(ModelTimer, "call", lambda *_, **__: (1.0, 0.9))
     report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
     report(inputs, request(target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()

@@ -1,0 +1,109 @@
+"""`latbench run`: which steps it does, repeats and skips. Steps are fakes here; `make demo` does the real ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from latbench.cli.commands.run import MOST_TRIES, run
+from latbench.errors import PromiseMissed
+from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
+
+
+@dataclass
+class Steps:
+    """A job whose verifications have given outcomes, and what was done."""
+
+    outcomes: list[str]
+    done: list[str] = field(default_factory=list)
+    settings: Any = None
+
+    def __call__(self, reference: str, folder: Path, settings: Any) -> Steps:
+        self.settings, self.folder = settings, folder
+        return self
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.append("closed")
+
+    def estimate_seconds(self) -> dict[str, float]:
+        return dict.fromkeys(
+            ["reading the task", "timing layers", "fitting the cost model", "searching", "pruning", "verifying",
+             "writing the report"], 1.0,
+        )  # fmt: skip
+
+    def search_profile(self, tell: Any, *, refine: bool = False) -> None:
+        self.done.append("refine" if refine else "search")
+
+    def verify_model(self, tell: Any) -> Any:
+        outcome = self.outcomes.pop(0)
+        self.done.append(outcome)
+        return SimpleNamespace(met=outcome == KEPT, sentence=lambda: f"promise {outcome}", advice="do this")
+
+    def write_report(self, tell: Any, verdict: Any) -> Any:
+        self.done.append("report")
+        record = {"outcome": verdict.sentence()}
+        return SimpleNamespace(verdict=verdict, to_record=lambda: record, build_table=lambda job: Table())
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda tell: self.done.append(name)
+
+
+def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, **options: Any) -> Steps:
+    steps = Steps(list(outcomes))
+    monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
+    try:
+        run("digits", **options)
+    except PromiseMissed as error:
+        steps.done.append(str(error))
+    return steps
+
+
+FIRST = ["trace_layers", "time_layers", "fit_cost_model", "search", "prune_model"]
+
+
+def test_a_job_whose_promise_is_kept_has_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = carry_out(monkeypatch, KEPT)
+    assert steps.done == [*FIRST, KEPT, "report", "closed"]
+    assert steps.folder == Path("latbench-jobs/digits")
+    assert (steps.settings.target, steps.settings.quick, steps.settings.confidence) == (2.0, True, 0.9)
+
+
+@pytest.mark.parametrize("outcome", [MISSED, INCONCLUSIVE])
+def test_a_verification_that_was_not_kept_corrects_the_search(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
+    steps = carry_out(monkeypatch, outcome, KEPT)
+    assert steps.done == [*FIRST, outcome, "refine", "prune_model", KEPT, "report", "closed"]
+
+
+def test_a_promise_that_is_never_kept_has_a_report_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = carry_out(monkeypatch, *[MISSED] * MOST_TRIES)
+    assert steps.done.count(MISSED) == MOST_TRIES
+    assert steps.done[-3:-1] == ["report", "closed"]
+    assert steps.done[-1] == "promise missed; the same command goes on from there"
+
+
+def test_the_summary_is_json_if_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    carry_out(monkeypatch, KEPT, as_json=True)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"outcome": "promise kept"}
+    assert err.startswith("latbench: digits to 2x in six steps")
+
+
+@pytest.mark.parametrize(
+    ("task", "folder"),
+    [("my/own_task.py", "own_task"), ("package.module:task", "package.module"), ("digits", "digits")],
+)
+def test_the_folder_has_the_name_of_the_task(monkeypatch: pytest.MonkeyPatch, task: str, folder: str) -> None:
+    steps = Steps([KEPT])
+    monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
+    run(task)
+    assert steps.folder == Path("latbench-jobs") / folder
