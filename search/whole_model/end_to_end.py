@@ -303,7 +303,7 @@ class _EngineTiming:
 
     @property
     def _build_count(self) -> int:
-        return max(self._number, self._schedule.builds)
+        return max(self._number, min(self._schedule.first, self._schedule.builds))
 
     def _leave_out(self, name: str, error: Exception) -> None:
         if name in self._required:

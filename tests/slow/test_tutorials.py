@@ -1,14 +1,16 @@
 """The tutorials of docs run: every block of shell commands and of Python, in order, in a folder for each tutorial.
 
-A block after a comment `<!-- not run: ... -->` is left out, for the reason that the comment gives.
+A block after a comment `<!-- not run: ... -->` is left out, for the reason that the comment gives. The first tutorial
+continues the job of `make demo`, which is the same one.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -45,16 +47,32 @@ def test_few_blocks_are_not_run() -> None:
     assert found == NOT_RUN
 
 
+def make_demo(folder: Path) -> None:
+    """Copy the job of `make demo` to a folder."""
+    demo = ROOT / "build/demo"
+    if not (demo / "summary.json").exists():
+        done = subprocess.run(["make", "demo"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    shutil.copytree(demo, folder)
+
+
+def mark_jobs(page: Path) -> Any:
+    """Mark jobs as timed: they time whole models alone on the machine. CI has minutes for two of them."""
+    marks = [pytest.mark.timed] if "latbench run" in page.read_text() else []
+    if page.stem == "your_transformer":
+        marks.append(pytest.mark.long)
+    return pytest.param(page, id=page.stem, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.timed
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cache = tmp_path_factory.getbasetemp() / "tutorial-cache"  # kernels that one tutorial compiled serve the next
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", map(mark_jobs, TUTORIALS))
+def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
+    if page.stem == "first_job":
+        make_demo(tmp_path / "job")
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "LATBENCH_CACHE": str(cache),
         "PYTHONPATH": str(tmp_path),
     }
     session = ""  # the blocks of Python so far, which later ones build on

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from latbench.cli.progress_bar import Tell
 from latbench.cli.sweep_points import format_duration
 
+OVERDUE_SHARE = 0.2
+"""Share of its own seconds that a step is expected to take on, once it has taken longer than estimated."""
+
 LEAST_PACE, MOST_PACE = 0.5, 4.0
 """Bounds of the ratio of past seconds to estimated ones by which the estimate of later steps is corrected."""
 
@@ -60,5 +63,5 @@ class JobProgress:
         spent, expected = (sum(part) for part in zip(*self._past.values(), strict=True)) if self._past else (0.0, 0.0)
         pace = min(max(spent / expected, LEAST_PACE), MOST_PACE) if expected else 1.0
         later = sum(estimates[name] for name in names[names.index(self._step) + 1 :])
-        here = max(pace * estimates[self._step] - (self._clock() - self._began), 0.0)
-        return here + pace * later
+        elapsed = self._clock() - self._began
+        return max(pace * estimates[self._step] - elapsed, OVERDUE_SHARE * elapsed) + pace * later

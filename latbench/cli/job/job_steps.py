@@ -70,7 +70,8 @@ MOST_PROCESSES = 8
 SHORT_EVALUATION_SECONDS = 20.0
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
-_POINT_SECONDS, _OPTION_SECONDS, _MODEL_SECONDS, _LAYER_SECONDS = 0.8, 0.5, 40.0, 2.0
+_POINT_SECONDS, _OPTION_SECONDS, _LAYER_SECONDS = 0.6, 1.0, 2.0  # options of a million weights
+_START_SECONDS, _ROUND_SECONDS, _ROUNDS, _VERIFY_SECONDS = 25.0, 15.0, 3, 40.0
 
 
 @dataclass(frozen=True)
@@ -172,15 +173,16 @@ class Job:
         """Return the estimated seconds of each step, in their order."""
         known = self._path("workload.yaml").exists()
         points = len(self._points) if known else 30
-        layers = len(read_workload(self._path("workload.yaml")).layers) if known else 6
-        options = layers * (6 if self.settings.quick else 20)
+        layers = read_workload(self._path("workload.yaml")).layers if known else ()
+        weights = sum(layer.shape.m * layer.shape.k for layer in layers) if known else 6e6
+        options = 7 if self.settings.quick else 20
         return {
             "reading the task": 5.0,
             "timing layers": points * _POINT_SECONDS,
             "fitting the cost model": 2.0,
-            "searching": 1.5 * _MODEL_SECONDS + options * _OPTION_SECONDS,
-            "pruning": layers * _LAYER_SECONDS,
-            "verifying": _MODEL_SECONDS / 2,
+            "searching": _START_SECONDS + _ROUNDS * _ROUND_SECONDS + options * weights / 1e6 * _OPTION_SECONDS,
+            "pruning": max(len(layers), 1) * _LAYER_SECONDS,
+            "verifying": _VERIFY_SECONDS,
             "writing the report": 3.0,
         }
 
