@@ -365,7 +365,9 @@ def test_search_verify_and_layers_check_a_task_first(tmp_path: Path, monkeypatch
     model = load_task(path).model()
     save_pruned(tmp_path / "pruned", model, {}, make_profile("mine", model, {"first": ("dense", 0.0)}), {})
     for command in (
-        lambda: search(path, 2.0, str(tmp_path / "t"), tmp_path / "d", tmp_path / "p.json", tmp_path / "m.json"),
+        lambda: search(
+            path, str(tmp_path / "t"), tmp_path / "d", tmp_path / "p.json", target=2.0, model=tmp_path / "m.json"
+        ),
         lambda: verify(path, tmp_path / "pruned", tmp_path / "verify"),
         lambda: layers(path, tmp_path / "layers"),
     ):

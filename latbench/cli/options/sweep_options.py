@@ -9,7 +9,7 @@ import typer
 
 from latbench import MOST_SEED
 from latbench.cli.options.common_options import GPU_NAME
-from latbench.cli.options.option_texts import split_pairs
+from latbench.cli.options.option_texts import split_list, split_pairs
 
 PlanCpu = Annotated[bool, typer.Option("--cpu", help="Plan for the CPU of this machine: the default.")]
 PlanGpu = Annotated[
@@ -88,14 +88,18 @@ InputShapes = Annotated[
     list[str] | None,
     typer.Option(
         "--input-shape",
-        metavar="[NAME:]SIZES[:TYPE[:BOUND]]",
-        help="Input of the model, repeatable: 1x3x224x224 by position, or ids:1x128:int64:30522 by name. Types: "
-        "float32 (zeros), int64, int32, bool (ones). BOUND: random integers below it, as token ids are. Default: the "
-        "task's own example.",
+        metavar="INPUT,...",
+        callback=split_list,
+        help="Inputs of the model, comma-separated or repeated. 1x3x224x224 is given by position, "
+        "ids:1x128:int64:30522 by name: SIZES or NAME:SIZES:TYPE:BOUND. Types: float32 (zeros), int64, int32, bool "
+        "(ones). BOUND: random integers below it, as token ids are. Default: the task's own example.",
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Batch size. Default: the first number of each --input-shape.")
+    int | None,
+    typer.Option(
+        "--batch", min=1, metavar="SIZE", help="Batch size. Default: the first number of each --input-shape."
+    ),
 ]
 WorkloadOutput = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write (YAML). Default: none.")

@@ -89,7 +89,7 @@ def test_little_is_lost_even_if_layers_matter_more_than_their_errors_say(
         for name, own in estimate_errors(whole, task, model).items()
     }
     best, found = (it.with_errors(weighted).solve(target).error for it in (whole, likely))
-    assert best <= found <= 1.2 * best
+    assert best <= found <= 1.5 * best
 
 
 def test_shuffled_vectors_are_estimated_as_vectors(task: Task) -> None:

@@ -389,7 +389,7 @@ def test_promises_are_counted_and_their_scatter_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(ModelTimer, "call", lambda *_, **__: (1.0, 0.9))
-    report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'guarantee.py'}:report")
+    report = load_function(f"{Path(__file__).parents[2] / 'benchmarks' / 'jobs' / 'guarantee.py'}:report")
     report(inputs, request(target=1.2), 3, 0)
     *_, counted, scattered = capsys.readouterr().out.splitlines()
     assert counted.startswith("kept 3 of 3 (0 inconclusive, 0 refused); overshoot +")
