@@ -5,16 +5,17 @@ mask: the share of the output's energy that the dropped weights carry, the sum o
 et al. 2023, section 3). Correlations between inputs, and what the other weights compensate for, are left out. Both
 change an error much, but the errors of one layer alike.
 
-The solver's choice follows a price of time: in each layer it takes the option with the least cost, error + price *
-seconds. So the best option of each pattern is kept at a few prices around the one that meets the target. It goes
-where another pattern is far better. `PRICE_RANGE` leaves room for layers that matter more or less than their error
-says, and `TOLERANCE` for the estimates of different patterns.
+Then the exact solver is asked many times, each time with other errors and another target nearby: a layer may matter
+more or less than its error says, and the estimates of different patterns are off by different factors. The options
+that it chooses most often are likely to be chosen with the true errors, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from search.knapsack.arrays import Floats
+from search.knapsack.arrays import Choice, Floats, Infeasible
+from search.knapsack.one_budget import solve
 from search.problem.error_table import LayerErrors
 from search.problem.layers import DENSE, Option
 from search.problem.problem import Problem
@@ -34,13 +36,16 @@ from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.prunable_layers import weight_matrix
 from sparse_kernels.top_units import Mask
 
-PRICE_RANGE = 2.5
-"""Factor by which a layer's price of time may differ from the common one, either way."""
+DRAWS = 32
 
-TOLERANCE = 1.3
-"""Factor by which the cost of a pattern may be above that of the best one."""
+LAYER_SPREAD, PATTERN_SPREAD = math.log(2.0), math.log(1.3)
+"""Standard deviations of log errors: of all options of a layer, and of those of one pattern in it."""
 
-PRICES = 3
+TARGETS = (0.9, 1.4)
+"""Multiples of the target between which the solver is asked: predictions of whole models are corrected later."""
+
+MOST_OPTIONS = 6
+"""Options of a layer that stay, at most, beside dense and the fastest one."""
 
 
 def select_likely_options(problem: Problem, task: Task, model: nn.Module, target: float) -> Problem:
@@ -61,57 +66,37 @@ def select_likely_options(problem: Problem, task: Task, model: nn.Module, target
     if problem.second_budget is not None:
         return problem
     known = problem.with_errors(estimate_errors(problem, task, model))
-    seconds_left = problem.dense.value / target - problem.fixed.value
-    price = find_price([layer.seconds for layer in known.layers], known.errors, seconds_left)
-    if price is None:
+    chosen: list[Counter[int]] = [Counter() for _ in known.layers]
+    for choice in _draw_choices(known, target, np.random.default_rng(0)):
+        for counts, option in zip(chosen, choice, strict=True):
+            counts[option] += 1
+    if not any(chosen):
         return problem
-    prices = np.geomspace(price / PRICE_RANGE, price * PRICE_RANGE, PRICES)
     layers = []
-    for layer, errors in zip(problem.layers, known.errors, strict=True):
-        likely = _find_likely([option.pattern for option in layer.options], layer.seconds, errors, prices)
+    for layer, counts in zip(problem.layers, chosen, strict=True):
+        likely = {option for option, _ in counts.most_common(MOST_OPTIONS)}
         likely |= {j for j, option in enumerate(layer.options) if option.pattern == DENSE}
         layers.append(layer.take(sorted(likely | {int(np.argmin(layer.high))})))
     return replace(problem, layers=tuple(layers))
 
 
-def _find_likely(patterns: Sequence[str], seconds: Floats, errors: Floats, prices: Floats) -> set[int]:
-    """Return the options that are the best of their pattern at one of the prices, and hardly worse than the best."""
-    likely: set[int] = set()
-    for price in prices:
-        cost = errors + price * seconds
-        for pattern in set(patterns):
-            own = [j for j, name in enumerate(patterns) if name == pattern]
-            best = own[int(np.argmin(cost[own]))]
-            if cost[best] <= TOLERANCE * cost.min():
-                likely.add(best)
-    return likely
+def _draw_choices(problem: Problem, target: float, rng: np.random.Generator) -> Iterator[Choice]:
+    """Yield what the solver chooses: first for the target and the errors as they are, then for others nearby."""
+    patterns = [[option.pattern for option in layer.options] for layer in problem.layers]
+    for draw in range(DRAWS):
+        factor, errors = 1.0, problem.errors
+        if draw:
+            factor = float(rng.uniform(*TARGETS))
+            errors = [own * _draw_factors(names, rng) for own, names in zip(errors, patterns, strict=True)]
+        budget = problem.dense.value / (factor * target) - problem.fixed.value
+        with contextlib.suppress(Infeasible):
+            yield solve([layer.seconds for layer in problem.layers], errors, budget).choice
 
 
-def find_price(seconds: Sequence[Floats], errors: Sequence[Floats], budget: float) -> float | None:
-    """Return the least price (error a second) at which the cheapest options of all layers keep the budget.
-
-    None where even the fastest options do not, or where the options of least error do.
-
-    Parameters
-    ----------
-    seconds, errors
-        An array (options,) for each layer.
-    budget
-        Seconds.
-    """
-
-    def spend(price: float) -> float:
-        choice = [int(np.argmin(e + price * t)) for t, e in zip(seconds, errors, strict=True)]
-        return sum(float(t[j]) for t, j in zip(seconds, choice, strict=True))
-
-    scale = sum(float(e.max()) for e in errors) / sum(float(t.max()) for t in seconds)
-    low, high = 1e-9 * scale, 1e9 * scale
-    if not (scale > 0 and spend(low) > budget >= spend(high)):
-        return None
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if spend(middle) <= budget else (middle, high)
-    return high
+def _draw_factors(patterns: Sequence[str], rng: np.random.Generator) -> Floats:
+    """Draw the factors of a layer's errors: one of the layer, times one of each pattern."""
+    own = {pattern: rng.normal(0.0, PATTERN_SPREAD) for pattern in dict.fromkeys(patterns)}
+    return np.exp(rng.normal(0.0, LAYER_SPREAD) + np.array([own[pattern] for pattern in patterns]))
 
 
 def estimate_errors(problem: Problem, task: Task, model: nn.Module) -> LayerErrors:

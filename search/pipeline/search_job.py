@@ -37,6 +37,7 @@ from search.pipeline.speedup_loop import (
     pool_sessions,
     run_speedup_loop,
     warn_of_noise,
+    warn_of_overshoot,
 )
 from search.problem.layers import LayerOptions, Option, expand_choice
 from search.problem.problem import Problem
@@ -121,6 +122,7 @@ def _find_profile(
     digest, verified = history.digest(), history.read_verifications()
 
     def finish(promised: PromisedProfile) -> Profile:
+        warn_of_overshoot(promised)
         additivity = compute_additivity(setup.layers, [setup.probes, *rounds.sessions])
         ceiling = setup.whole.ceiling
         return build_profile(inputs, request, promised, digest=digest, additivity=additivity, ceiling=ceiling)

@@ -28,6 +28,7 @@ from search.pipeline.likely_options import select_likely_options
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, SearchInputs, SearchRequest
 from search.pipeline.speedup_loop import calibrate_to, pool_sessions, warn_of_noise
+from search.problem.calibration import ignore_intervals
 from search.problem.error_table import LayerErrors
 from search.problem.layers import LayerOptions
 from search.problem.problem import Problem
@@ -115,7 +116,8 @@ def set_up_search(
     prune = _Pruning(inputs, database, workers.prune_processes, progress)
     if request.plan.quick and request.plan.strategy != "uniform" and given is None:
         progress("estimating the errors of options", None, None)
-        problem = select_likely_options(select(problem), task, inputs.model, promise.target)
+        # Whole models are measured later: what is uncertain about single layers excludes no option here.
+        problem = select_likely_options(select(ignore_intervals(problem)), task, inputs.model, promise.target)
     problem = prune.options(select(problem)) if given is not None else prune.with_errors(problem, select, source)
     if not verified:  # a verification moves all layers together
         problem = chance.assume_independent_times(problem, promise.target)

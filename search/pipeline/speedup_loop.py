@@ -346,6 +346,16 @@ def warn_of_noise(speedup: Interval, promise: Promise) -> None:
         )
 
 
+def warn_of_overshoot(promised: PromisedProfile) -> None:
+    """Warn the user where no profile near the target was found, so that accuracy is spent on unwanted speed."""
+    value = promised.measured.speedup.value
+    if value > MAX_OVERSHOOT * promised.target:
+        _LOG.warning(
+            f"the profile runs {value:.2f}x faster for a target of {promised.target:g}x, and no milder one that was "
+            "measured keeps the target: quieten the machine, or search without --quick (`latbench run --thorough`)"
+        )
+
+
 def _is_feasible(check: Callable[[float], object], target: float) -> bool:
     try:
         check(target)
