@@ -66,7 +66,7 @@ def mark_jobs(page: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", map(mark_jobs, TUTORIALS))
+@pytest.mark.parametrize("page", [mark_jobs(page) for page in TUTORIALS])
 def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
     if page.stem == "first_job":
         make_demo(tmp_path / "job")
