@@ -266,7 +266,7 @@ def draw_promise(times: pd.DataFrame, target: float) -> Figure:
         "showlegend": False,
     }]  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "speedup over the fastest dense engine"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "speedup over dense"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
         "shapes": [draw_line(x=target)],
         "annotations": [{
