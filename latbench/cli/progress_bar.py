@@ -37,7 +37,7 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
         bar = bars.add_task("", total=None, count="")
 
         def tell(what: str, done: int | None, total: int | None) -> None:
-            count = "" if done is None else f"{done}/{total}"
+            count = "" if done is None or total is None else f"{done}/{total}"
             bars.update(bar, description=what, completed=done or 0, total=total, count=count)
 
         yield tell
@@ -51,7 +51,7 @@ def _lines(console: Console, clock: Callable[[], float]) -> Tell:
         kind = what.partition(":")[0]  # what follows a colon is a figure that moves
         if kind != last_what or clock() - last >= SECONDS_BETWEEN_LINES:
             last, last_what = clock(), kind
-            line = what if done is None else f"{done}/{total} {what}"
+            line = what if done is None or total is None else f"{done}/{total} {what}"
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     return tell

@@ -16,17 +16,17 @@ KEYS = (
     "measured_speedup", "measured_speedup_low", "measured_speedup_high", "score_dense", "score_pruned",
 )  # fmt: skip
 OUTCOME_COLOURS = {"kept": "green", "missed": "red", "inconclusive": "yellow"}
-WEIGHT_KEYS = ("weight_bytes", "most_bytes", "dense_bytes")
+PROFILE_KEYS = ("aimed", "weight_bytes", "most_bytes", "dense_bytes")
 
 
 def summarise(inputs: ReportInputs) -> dict[str, Any]:
-    """Return the figures of `KEYS`, of the verification or else the profile, and `WEIGHT_KEYS` of the profile.
+    """Return the figures of `KEYS`, of the verification or else the profile, and `PROFILE_KEYS` of the profile.
 
     A missing figure is None.
     """
     known = inputs.verdict or inputs.profile
     return {key: getattr(known, key, None) for key in KEYS} | {
-        key: getattr(inputs.profile, key, None) for key in WEIGHT_KEYS
+        key: getattr(inputs.profile, key, None) for key in PROFILE_KEYS
     }
 
 
@@ -39,6 +39,8 @@ def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
     if promise:
         shown.add_row("task", escape(promise.task))
         shown.add_row("target", format_ratio(promise.target))
+    if inputs.profile:
+        shown.add_row("aimed at", format_ratio(inputs.profile.aimed))
     if verdict:
         name = verdict.score_name or "score"
         dense, pruned = (overview.format_score(value, name) for value in (verdict.score_dense, verdict.score_pruned))

@@ -29,6 +29,9 @@ from search.loss.pools import open_pool
 from search.problem.layers import LayerOptions, expand_choice
 from search.task import Task
 
+MOST_PROCESSES = 8
+"""Processes by default, at most: each holds the model and the calibration data."""
+
 
 @dataclass(frozen=True)
 class Workers:

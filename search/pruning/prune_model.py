@@ -248,13 +248,18 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
         raise BadData(f"the profile cannot be followed: {error}") from error
 
 
+def check_can_train(task: Task) -> None:
+    """Raise UsageError if the task has no training data."""
+    if not task.can_train:
+        raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
+
+
 def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module) -> None:
     """Raise UsageError, before any work, if the recipe does not suit the task or the profile.
 
     The message names the layer that the method cannot prune.
     """
-    if not task.can_train:
-        raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
+    check_can_train(task)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"task {task.name}: no parameter of its model requires a gradient: nothing can be trained")
     recipe.build_pruner().check(model, build_recipe_targets(recipe, profile, model), recipe.steps)

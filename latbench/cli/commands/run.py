@@ -35,12 +35,14 @@ def run(
     Finished steps are kept: the same command continues an interrupted job.
     """
     from latbench.errors import PromiseMissed
+    from latbench.machines.processors import select_threads
 
+    threads = select_threads(threads)  # first, so that too many are refused before anything is said
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
     folder = output or Path("latbench-jobs") / name
     typer.echo(
-        f"latbench: {task} to {target:g}x in six steps, {'a few minutes' if quick else 'tens of minutes'}; results "
-        f"are in {folder}, and the same command continues an interrupted job",
+        f"latbench: {task} to {target:g}x, in {'a few minutes' if quick else 'tens of minutes'}; results are in "
+        f"{folder}, and the same command continues an interrupted job",
         err=True,
     )
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
@@ -50,7 +52,9 @@ def run(
     if as_json:
         print_json(result.to_record())
     else:
-        _print_result(job, result)
+        from rich.console import Console
+
+        Console().print(result.build_table())
     if not result.verdict.met:
         raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there")
 
@@ -74,11 +78,3 @@ def _carry_out(job: Job) -> JobResult:
             if verdict.met:
                 break
         return job.write_report(steps.start("writing the report"), verdict)
-
-
-def _print_result(job: Job, result: JobResult) -> None:
-    """Print the summary: what was asked, aimed at and measured, the scores, and where the report is."""
-    from rich.console import Console
-
-    console = Console()
-    console.print(result.build_table(job))

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-MOST_PROCESSES = 8  # by default: each holds the model and the calibration data
-
 
 def search(
     task: TaskArgument,
@@ -84,7 +82,7 @@ def search(
     from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
-    from search.loss.parallel import Workers
+    from search.loss.parallel import MOST_PROCESSES, Workers
     from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest
     from search.problem.limits import Limits, read_limits
 

@@ -48,7 +48,7 @@ class JobProgress:
         self._report(step, None, None)
 
         def report(what: str, done: int | None, total: int | None) -> None:
-            self._report(f"{step}: {what}", done, total)
+            self._report(what if what.startswith(step) else f"{step}: {what}", done, total)
 
         return report
 

@@ -46,16 +46,18 @@ from latbench.tables.storage import Place, parse_place
 from latbench.tables.table import hash_table
 from latbench.workloads.points import SPARSITIES, Point, PointSetup, list_points
 from latbench.workloads.workload import Layer, Workload, read_workload, write_workload
-from search.artifacts.profile import Profile, read_profile
+from search.artifacts.profile import read_profile
 from search.check_task import check_task
 from search.deployment import Deployment
-from search.loss.parallel import Workers
+from search.loss.parallel import MOST_PROCESSES, Workers
 from search.pipeline import promising_points, search_job
 from search.pipeline import verify as verification
 from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest, read_inputs
 from search.pipeline.speedup_verdict import SpeedupVerdict
+from search.pruning.prune_model import check_can_train
+from search.pruning.training.recipe import read_recipe
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import ModelTimer
@@ -66,7 +68,6 @@ QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 
 QUICK_OPTION_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 60, 200
-MOST_PROCESSES = 8
 SHORT_EVALUATION_SECONDS = 20.0
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
@@ -107,7 +108,6 @@ class JobResult:
     """The outcome of a job."""
 
     verdict: SpeedupVerdict
-    profile: Profile
     inputs: report_inputs.ReportInputs
     report: Path
 
@@ -115,7 +115,7 @@ class JobResult:
         """Return the main figures for JSON."""
         return summarise(self.inputs) | {"report": str(self.report)}
 
-    def build_table(self, job: Job) -> Table:
+    def build_table(self) -> Table:
         """Build the summary that ends the command."""
         return build_summary_table(self.inputs, str(self.report))
 
@@ -187,8 +187,13 @@ class Job:
         }
 
     def trace_layers(self, tell: Tell) -> None:
-        """Check the task, and write its layers."""
-        check_task(self.task, ["copy"])
+        """Check the task and the recipe before any long work, and write the task's layers."""
+        steps = ["copy"]
+        if self.settings.recipe is not None:
+            read_recipe(self.settings.recipe)
+            check_can_train(self.task)
+            steps.append("training")
+        check_task(self.task, steps)
         shapes = list_prunable_layers(self.task, self.task.model())
         layers = tuple(Layer(name, shape) for name, shape in shapes.items())
         workload, path = (
@@ -285,7 +290,7 @@ class Job:
         page = html_page.build_page(inputs, report_data.build_report_data(inputs), ["latbench", *sys.argv[1:]])
         report = self._path("report.html")
         write_text_atomically(report, html_page.build_html(page))
-        result = JobResult(verdict, read_profile(self._path("profile.json")), inputs, report)
+        result = JobResult(verdict, inputs, report)
         write_text_atomically(self._path("summary.json"), json.dumps(result.to_record(), indent=2) + "\n")
         return result
 

@@ -24,3 +24,10 @@ def test_a_terminal_gets_a_bar_that_leaves_nothing_behind() -> None:
         tell("searching", 1, 2)
     assert "searching" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")
+
+
+def test_a_count_without_a_total_is_not_shown() -> None:
+    out = io.StringIO()
+    with live(Console(file=out)) as tell:
+        tell("waiting", 0, None)
+    assert out.getvalue() == "waiting\n"

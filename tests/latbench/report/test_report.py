@@ -267,6 +267,7 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
     assert json.loads(brief.read_text()) == {
         "target": 2.0, "outcome": "kept", "predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4,
         "predicted_high": 5.6e-4, "measured_seconds": 5.2e-4, "measured_speedup": 2.17,
+        "aimed": pytest.approx(2.0935, abs=1e-4),
         "measured_speedup_low": 2.14, "measured_speedup_high": 2.2, "score_dense": 0.9806, "score_pruned": 0.975,
         "weight_bytes": 1.75 * 2**20, "most_bytes": 2.0 * 2**20, "dense_bytes": 6.5 * 2**20,
     }  # fmt: skip
@@ -274,14 +275,14 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
     assert lines == {
         "task": "digits", "target": "2.00×", "accuracy": "98.06% dense, 97.50% pruned",
         "predicted": "535 µs (510–560)", "weights": "1.8 MiB of 2 MiB allowed, 6.5 MiB dense",
-        "measured": "2.17× (2.14–2.20) faster, 520 µs", "promise": "kept", "report": str(output),
+        "measured": "2.17× (2.14–2.20) faster, 520 µs", "aimed at": "2.09×", "promise": "kept", "report": str(output),
     }  # fmt: skip
 
 
 def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> None:
     brief = tmp_path / "summary.json"
     assert run(files.table, "-o", tmp_path / "report.html", "--summary", brief).exit_code == 0
-    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.WEIGHT_KEYS])
+    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.PROFILE_KEYS])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,12 @@ def test_each_line_names_the_step_and_the_time_left() -> None:
     assert display.lines == ["one (about 60 s left)", "one: half of it (about 56 s left)"]
 
 
+def test_a_step_that_names_itself_is_named_once() -> None:
+    display = Display()
+    display.progress.start("one")("one: half of it", 1, 2)
+    assert display.lines[-1] == "one: half of it (about 60 s left)"
+
+
 @pytest.mark.parametrize(("spent", "left"), [(10.0, 50.0), (20.0, 100.0), (1.0, 25.0), (500.0, 200.0)])
 def test_later_steps_are_expected_at_the_pace_of_the_earlier_ones(spent: float, left: float) -> None:
     display = Display()

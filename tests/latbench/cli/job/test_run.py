@@ -13,7 +13,8 @@ import pytest
 from rich.table import Table
 
 from latbench.cli.commands.run import MOST_TRIES, run
-from latbench.errors import PromiseMissed
+from latbench.cli.job.job_steps import Job, JobSettings
+from latbench.errors import BadData, PromiseMissed, UsageError
 from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
 
 
@@ -52,7 +53,7 @@ class Steps:
     def write_report(self, tell: Any, verdict: Any) -> Any:
         self.done.append("report")
         record = {"outcome": verdict.sentence()}
-        return SimpleNamespace(verdict=verdict, to_record=lambda: record, build_table=lambda job: Table())
+        return SimpleNamespace(verdict=verdict, to_record=lambda: record, build_table=Table)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda tell: self.done.append(name)
@@ -78,6 +79,39 @@ def test_a_job_whose_promise_is_kept_has_each_step_once(monkeypatch: pytest.Monk
     assert (steps.settings.target, steps.settings.quick, steps.settings.confidence) == (2.0, True, 0.9)
 
 
+def test_too_many_threads_are_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="--threads 4096"):
+        run("digits", threads=4096)
+    assert capsys.readouterr().err == ""
+
+
+TASK = """
+import torch
+name = "little"
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)).eval()
+def example(): return (torch.ones(3, 24),)
+def calibration(): return [example()]
+def loss(model, batch): return model(*batch).square().mean()
+def score(model): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [("nosuch", BadData, "no recipe nosuch"), ("gmp", UsageError, "task little has no train_batches")],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
+    tmp_path: Path, recipe: str, error: type[Exception], message: str
+) -> None:
+    (tmp_path / "little.py").write_text(TASK)
+    job = Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0, recipe=recipe))
+    with job, pytest.raises(error, match=message):
+        job.trace_layers(lambda what, done, total: None)
+    assert not (tmp_path / "job").exists()
+
+
 @pytest.mark.parametrize("outcome", [MISSED, INCONCLUSIVE])
 def test_a_verification_that_was_not_kept_corrects_the_search(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
     steps = carry_out(monkeypatch, outcome, KEPT)
@@ -95,7 +129,7 @@ def test_the_summary_is_json_if_asked(monkeypatch: pytest.MonkeyPatch, capsys: p
     carry_out(monkeypatch, KEPT, as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out) == {"outcome": "promise kept"}
-    assert err.startswith("latbench: digits to 2x in six steps")
+    assert err.startswith("latbench: digits to 2x, in a few minutes; results are in ")
 
 
 @pytest.mark.parametrize(
