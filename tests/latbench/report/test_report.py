@@ -271,7 +271,7 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
         "measured_speedup_low": 2.14, "measured_speedup_high": 2.2, "score_dense": 0.9806, "score_pruned": 0.975,
         "weight_bytes": 1.75 * 2**20, "most_bytes": 2.0 * 2**20, "dense_bytes": 6.5 * 2**20,
     }  # fmt: skip
-    lines = dict(line.rstrip().split(maxsplit=1) for line in result.stdout.splitlines())
+    lines = dict(re.split(r"\s{2,}", line.rstrip(), maxsplit=1) for line in result.stdout.splitlines())
     assert lines == {
         "task": "digits", "target": "2.00×", "accuracy": "98.06% dense, 97.50% pruned",
         "predicted": "535 µs (510–560)", "weights": "1.8 MiB of 2 MiB allowed, 6.5 MiB dense",
