@@ -563,6 +563,12 @@ from torch import nn
 not_a_model = lambda: 3
 def net():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8 * 16, 10))
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 10), nn.Linear(8, 10)
+    def forward(self, left, right):
+        return self.first(left) - self.second(right)
 """
 
 
@@ -581,6 +587,15 @@ def test_trace_writes_a_workload_and_says_what_is_left_out(latbench: Run, tmp_pa
     assert latbench(*arguments)[1].endswith("w.yaml: 2 layers\n")
 
 
+@pytest.mark.parametrize("inputs", [("4x8,4x8",), ("4x8", "--input-shape", "4x8")])
+def test_trace_takes_two_inputs_of_one_size(latbench: Run, tmp_path: Path, inputs: tuple[str, ...]) -> None:
+    (tmp_path / "twin_nets.py").write_text(FACTORY)
+    target = f"{tmp_path / 'twin_nets.py'}:Twins"
+    code, _, error = latbench("trace", target, "--input-shape", *inputs, "-o", tmp_path / "w.yaml")
+    assert code == 0, error
+    assert [layer.shape for layer in read_workload(tmp_path / "w.yaml").layers] == [LinearShape(10, 8, 4)] * 2
+
+
 def test_trace_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     (tmp_path / "nets_to_refuse.py").write_text(FACTORY)
     file = tmp_path / "nets_to_refuse.py"
@@ -591,7 +606,8 @@ def test_trace_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     assert "running the model raised RuntimeError" in refused(f"{file}:net", "--input-shape", "1x3")
     assert "has no attribute 'nett'" in refused(f"{file}:nett", "--input-shape", "1x3x8x8")
     assert "returned a int, not a torch.nn.Module" in refused(f"{file}:not_a_model", "--input-shape", "1x3x8x8")
-    assert "takes sizes joined by x such as 1x3x224x224, or" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
+    assert "takes sizes joined by x such as 1x3x224x224, or" in refused(f"{file}:net", "--input-shape", "1x3:a:b:c")
+    assert "one input of these sizes is 1x3x8x8" in refused(f"{file}:net", "--input-shape", "1,3,8,8")
     assert "TARGET is the function that makes the model" in refused("net", "--input-shape", "1x3x8x8")
     assert "No module named" in refused("no_such_module:net", "--input-shape", "1x3x8x8")
     assert "no layer can be timed" in refused("torch.nn:Identity", "--input-shape", "1x3")

@@ -31,7 +31,7 @@ def split_list(param: typer.CallbackParam, texts: list[str] | None) -> list[str]
     This is the callback of every such option, so that all commands read lists alike. A value that is given twice
     counts once. Raises UsageError for an empty value.
     """
-    return _split(max(param.opts, key=len), texts, lambda text: text.split(","))
+    return _without_repeats(_split(max(param.opts, key=len), texts, lambda text: text.split(",")))
 
 
 def split_pairs(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:
@@ -39,7 +39,24 @@ def split_pairs(param: typer.CallbackParam, texts: list[str] | None) -> list[str
 
     A part without an equals sign belongs to the value before it, so a value may hold commas: partition=gpu,debug.
     """
-    return _split(max(param.opts, key=len), texts, lambda text: re.split(r",(?=[^,=]*=)", text))
+    return _without_repeats(_split(max(param.opts, key=len), texts, lambda text: re.split(r",(?=[^,=]*=)", text)))
+
+
+def split_inputs(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:
+    """Return the inputs of a model, as `split_list`; two inputs may be alike, so a repeated one counts twice.
+
+    Raises UsageError for 1,3,224,224, which is one input whose sizes are joined by commas instead of x.
+    """
+    option = max(param.opts, key=len)
+    for text in texts or ():
+        if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)+", text):
+            joined = re.sub(r"\s*,\s*", "x", text.strip())
+            raise UsageError(f"{option} takes {_INPUT_FORM}, not {text!r}: one input of these sizes is {joined}")
+    return _split(option, texts, lambda text: text.split(","))
+
+
+def _without_repeats(values: list[str] | None) -> list[str] | None:
+    return values and list(dict.fromkeys(values))
 
 
 def _split(option: str, texts: list[str] | None, split: Callable[[str], list[str]]) -> list[str] | None:
@@ -48,7 +65,7 @@ def _split(option: str, texts: list[str] | None, split: Callable[[str], list[str
     values = [value.strip() for text in texts for value in split(text)]
     if "" in values:
         raise UsageError(f"{option} has an empty value in {','.join(texts)!r}: separate values by single commas")
-    return list(dict.fromkeys(values))
+    return values
 
 
 def parse_duration(text: str) -> float:

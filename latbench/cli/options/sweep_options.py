@@ -9,7 +9,7 @@ import typer
 
 from latbench import MOST_SEED
 from latbench.cli.options.common_options import GPU_NAME
-from latbench.cli.options.option_texts import split_list, split_pairs
+from latbench.cli.options.option_texts import split_inputs, split_pairs
 
 PlanCpu = Annotated[bool, typer.Option("--cpu", help="Plan for the CPU of this machine: the default.")]
 PlanGpu = Annotated[
@@ -89,7 +89,7 @@ InputShapes = Annotated[
     typer.Option(
         "--input-shape",
         metavar="INPUT,...",
-        callback=split_list,
+        callback=split_inputs,
         help="Inputs of the model, comma-separated or repeated. 1x3x224x224 is given by position, "
         "ids:1x128:int64:30522 by name: SIZES or NAME:SIZES:TYPE:BOUND. Types: float32 (zeros), int64, int32, bool "
         "(ones). BOUND: random integers below it, as token ids are. Default: the task's own example.",
