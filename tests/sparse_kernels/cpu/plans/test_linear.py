@@ -1,14 +1,9 @@
 import copy
 import itertools
-import os
 import pickle
-import platform
-import subprocess
-import sys
 import threading
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -60,23 +55,6 @@ PATTERNS = [
     ShflBW(32),
     ShflBW(4),
 ]
-
-
-OTHER_MACHINES = [
-    pytest.param(
-        {"NUMBA_CPU_NAME": "generic"}, marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 only")
-    ),
-    pytest.param(
-        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+popcnt"},
-        marks=pytest.mark.skipif(cpu_target.find_cpu_target().name not in ("avx2", "avx512"), reason="needs AVX2"),
-    ),
-]
-# What takes long there is to compile: of linear layers an odd pattern in all layouts, and one of each other kind of
-# kernel in the plain ones.
-OF_EACH_KIND = (
-    "block:3x5 or (unstructured or shflbw:32 or vector:32) and (token_major or feature_major)"
-    " or conv2d and not any_shape or attention_is_that_of or micro or plan_for_one"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -919,31 +897,3 @@ def test_tiles_are_even_and_cover_all_vectors():
             assert sizes.max() <= most
             assert sizes.max() - sizes.min() <= 1
             assert sizes.size == -(-total // most)
-
-
-def run_quick_tests(environment, *chosen):
-    """Run the quick tests of the CPU's kernels, or those `chosen`, in another environment."""
-    others = ("test_amx_linear", "test_amx_conv2d", "test_autotune")
-    files = [str(path) for path in Path(__file__).parents[1].rglob("test_*.py") if path.stem not in others]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *chosen, *files],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[4],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("environment", OTHER_MACHINES, ids=["generic", "avx2"])
-def test_kernels_hold_on_other_machines(environment, tmp_path):
-    run_quick_tests({**environment, "NUMBA_CACHE_DIR": str(tmp_path)}, "-k", OF_EACH_KIND)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_kernels_hold_on_threads_of_another_kind():
-    run_quick_tests({"NUMBA_THREADING_LAYER": "workqueue"})  # the same machine code
