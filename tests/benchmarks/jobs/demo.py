@@ -15,13 +15,17 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections import deque
 from pathlib import Path
 
 from half_busy import run_beside
 
+LAST_LINES = 4
+"""Of the output of a demo that failed."""
+
 
 def run_demo(checkout: Path) -> tuple[float, float, int]:
-    """Return the seconds until the first line, the seconds in all, and the exit code."""
+    """Return the seconds until the first line, the seconds in all, and the exit code; print how a failure ended."""
     shutil.rmtree(checkout / "build/demo", ignore_errors=True)
     began = time.monotonic()
     with subprocess.Popen(
@@ -30,8 +34,9 @@ def run_demo(checkout: Path) -> tuple[float, float, int]:
         assert process.stdout is not None
         process.stdout.readline()
         first = time.monotonic() - began
-        for _ in process.stdout:
-            pass
+        last = deque(process.stdout, maxlen=LAST_LINES)
+    if process.returncode:
+        print("".join(last), end="")
     return first, time.monotonic() - began, process.returncode
 
 
