@@ -6,9 +6,12 @@ Everything is read from /proc and /sys of Linux. A hidden value is None and give
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from latbench.base.cgroups import read_number, read_text_file, runs_in_container
 from latbench.machines.processors import list_allowed_processors, read_processors
@@ -17,6 +20,7 @@ _CPUS = Path("sys/devices/system/cpu")
 
 # One runnable thread may be this command itself.
 _OWN_LOAD = 1.0
+_MUCH_TAKEN = 0.4
 _MUCH_STEAL = 0.01
 _FEW_CORES = 2
 
@@ -135,6 +139,31 @@ def describe_load(host: Host) -> str | None:
         f"the load is {host.load:.1f} on {host.cores} cores: others take cores and caches; end them, or wait until "
         "they are done"
     )
+
+
+def describe_load_now() -> str | None:
+    """Return advice where other programs take the cores just now, or have for a minute; None where they do not."""
+    host, taken = read_host(), measure_taken_cores()
+    if taken < _MUCH_TAKEN:
+        return describe_load(host)
+    return f"other programs take {taken:.1f} of {host.cores} cores now: end them, or wait until they are done"
+
+
+def measure_taken_cores(seconds: float = 0.3) -> float:
+    """Return how many of the allowed processors others keep busy, in the mean of so many seconds."""
+
+    def count() -> tuple[float, float, float]:
+        every = psutil.cpu_times(percpu=True)
+        allowed = [every[cpu] for cpu in list_allowed_processors() if cpu < len(every)]
+        idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in allowed)
+        # What guests of this host take counts as `user` already.
+        spent = [seconds for each in allowed for name, seconds in each._asdict().items() if "guest" not in name]
+        return sum(spent), idle, time.process_time()
+
+    before = count()
+    time.sleep(seconds)
+    whole, idle, own = (after - earlier for after, earlier in zip(count(), before, strict=True))
+    return max(0.0, (whole - idle - own) / seconds)
 
 
 def _clock(host: Host) -> Iterator[str]:

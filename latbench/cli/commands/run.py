@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from latbench.cli.json_output import print_json
+from latbench.cli.load_warning import warn_of_load
 from latbench.cli.options.common_options import Json, TaskArgument, Threads
 from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
 from latbench.cli.options.search_options import Confidence
@@ -47,8 +48,12 @@ def run(
     )
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
 
+    busy = warn_of_load()
     job = Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed))
-    result = _carry_out(job)
+    try:
+        result = _carry_out(job)
+    except PromiseMissed as error:
+        raise PromiseMissed(f"{str(error).removesuffix('.')}{busy}") from error
     if as_json:
         print_json(result.to_record())
     else:
@@ -56,7 +61,7 @@ def run(
 
         Console().print(result.build_table())
     if not result.verdict.met:
-        raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there")
+        raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there{busy}")
 
 
 def _carry_out(job: Job) -> JobResult:

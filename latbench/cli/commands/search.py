@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +9,7 @@ import typer
 
 from latbench.base.engine_registry import NUMBA
 from latbench.cli.json_output import print_json
+from latbench.cli.load_warning import warn_of_load
 from latbench.cli.options.common_options import Json, LimitsFile, TaskArgument, Threads
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.search_options import (
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from search.pipeline.search_job import NearestProfile
     from search.pipeline.search_request import SearchInputs, SearchRequest
     from search.problem.limits import Limits
-
-_LOG = logging.getLogger(__name__)
 
 
 def search(
@@ -182,14 +180,12 @@ def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInput
     """Read the task, with the limits of the command line, and the inputs of its search."""
     from dataclasses import replace
 
-    from latbench.machines.noise_sources import describe_load, read_host
     from latbench.tables.storage import parse_place
     from search.check_task import check_task
     from search.pipeline.search_request import read_inputs
     from search.task import load_task
 
-    if (load := describe_load(read_host())) is not None:
-        _LOG.warning(load)
+    warn_of_load()
     tell("reading the task", None, None)
     loaded = load_task(files.task)
     loaded = replace(loaded, limits=loaded.limits + limits)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from latbench.cli.json_output import print_json
+from latbench.cli.load_warning import warn_of_load
 from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
     from search.pipeline.speedup_verdict import SpeedupVerdict
-
-
-_LOG = logging.getLogger(__name__)
 
 
 def verify(
@@ -30,7 +27,6 @@ def verify(
     from latbench.base.engine_registry import PRUNED_ENGINES, is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
-    from latbench.machines.noise_sources import describe_load, read_host
     from search.artifacts.profile import read_profile
     from search.check_task import check_task
     from search.pipeline import verify as verification
@@ -43,8 +39,7 @@ def verify(
     followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
     with live() as tell:
-        if (load := describe_load(read_host())) is not None:
-            _LOG.warning(load)
+        warn_of_load()
         tell("reading the task", None, None)
         loaded = load_task(task)
         known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)

@@ -59,8 +59,9 @@ class Steps:
         return lambda tell: self.done.append(name)
 
 
-def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, **options: Any) -> Steps:
+def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, load: str | None = None, **options: Any) -> Steps:
     steps = Steps(list(outcomes))
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: load)
     monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
     try:
         run("digits", **options)
@@ -141,3 +142,21 @@ def test_the_folder_has_the_name_of_the_task(monkeypatch: pytest.MonkeyPatch, ta
     monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
     run(task)
     assert steps.folder == Path("latbench-jobs") / folder
+
+
+@pytest.mark.parametrize(("load", "said"), [("other programs take 1.0 of 2 cores now", True), (None, False)])
+def test_a_refusal_on_a_busy_machine_says_that_it_was_busy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load: str | None, said: bool
+) -> None:
+    missed = carry_out(monkeypatch, *[MISSED] * MOST_TRIES, load=load).done[-1]
+    assert missed.endswith("may be within reach without them") is said
+    assert ("take 1.0 of 2 cores" in caplog.text) is said
+
+
+def test_a_search_that_refuses_on_a_busy_machine_says_that_it_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PromiseMissed("target 2x is infeasible: the best is 1.84x.")
+
+    monkeypatch.setattr(Steps, "search_profile", refuse)
+    missed = carry_out(monkeypatch, KEPT, load="busy").done[-1]
+    assert missed.startswith("target 2x is infeasible: the best is 1.84x; other programs were at work")
