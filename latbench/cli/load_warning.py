@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from latbench.errors import PromiseMissed
 
 _LOG = logging.getLogger(__name__)
 
+WITHOUT_THEM = "; other programs took the cores when this began: try again when they are done"
 
-def warn_of_load() -> str:
-    """Warn if other programs take the cores; return what to add to a refusal then, else an empty text."""
+
+@contextmanager
+def note_load() -> Iterator[None]:
+    """Warn if other programs take the cores, and let a refusal inside the context say it again."""
     from latbench.machines.noise_sources import describe_load_now
 
-    if (load := describe_load_now()) is None:
-        return ""
-    _LOG.warning(load)
-    return "; other programs were at work when this began, and the same may be within reach without them"
+    if (load := describe_load_now()) is not None:
+        _LOG.warning(load)
+    try:
+        yield
+    except PromiseMissed as error:
+        if load is not None:
+            error.args = (f"{str(error).removesuffix('.')}{WITHOUT_THEM}", *error.args[1:])
+        raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from latbench.cli.json_output import print_json
-from latbench.cli.load_warning import warn_of_load
+from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, TaskArgument, Threads
 from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
 from latbench.cli.options.search_options import Confidence
@@ -48,20 +48,16 @@ def run(
     )
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
 
-    busy = warn_of_load()
-    job = Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed))
-    try:
-        result = _carry_out(job)
-    except PromiseMissed as error:
-        raise PromiseMissed(f"{str(error).removesuffix('.')}{busy}") from error
-    if as_json:
-        print_json(result.to_record())
-    else:
-        from rich.console import Console
+    with note_load():
+        result = _carry_out(Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed)))
+        if as_json:
+            print_json(result.to_record())
+        else:
+            from rich.console import Console
 
-        Console().print(result.build_table())
-    if not result.verdict.met:
-        raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there{busy}")
+            Console().print(result.build_table())
+        if not result.verdict.met:
+            raise PromiseMissed(f"{result.verdict.sentence()}; the same command goes on from there")
 
 
 def _carry_out(job: Job) -> JobResult:

@@ -9,7 +9,7 @@ import typer
 
 from latbench.base.engine_registry import NUMBA
 from latbench.cli.json_output import print_json
-from latbench.cli.load_warning import warn_of_load
+from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, LimitsFile, TaskArgument, Threads
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.search_options import (
@@ -99,10 +99,11 @@ def search(
     )
     stated = read_limits(limits) if limits is not None else Limits()
     files = _SearchFiles(task, table, model, database, output, method)
-    if max_drop is None:
-        found, last_line = _search(files, request, stated, refine, remeasure)
-    else:
-        found, last_line = _search_fastest(files, request, stated, max_drop)
+    with note_load():
+        if max_drop is None:
+            found, last_line = _search(files, request, stated, refine, remeasure)
+        else:
+            found, last_line = _search_fastest(files, request, stated, max_drop)
     _print_outcome(found, last_line, as_json)
 
 
@@ -185,7 +186,6 @@ def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInput
     from search.pipeline.search_request import read_inputs
     from search.task import load_task
 
-    warn_of_load()
     tell("reading the task", None, None)
     loaded = load_task(files.task)
     loaded = replace(loaded, limits=loaded.limits + limits)

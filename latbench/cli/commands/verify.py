@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from latbench.cli.json_output import print_json
-from latbench.cli.load_warning import warn_of_load
+from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
 
@@ -38,21 +38,23 @@ def verify(
     verification.hash_manifest(pruned)  # first, so that a folder without a pruned model is refused before any work
     followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
-    with live() as tell:
-        warn_of_load()
-        tell("reading the task", None, None)
-        loaded = load_task(task)
-        known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
-        if known is None:
-            tell("checking the task", None, None)
-            check_task(loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads)
-        verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
-    if as_json:
-        print_json(asdict(verdict))
-    else:
-        _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
-    if not verdict.met:
-        raise PromiseMissed(f"{verdict.sentence()}; {verdict.advice}")
+    with note_load():
+        with live() as tell:
+            tell("reading the task", None, None)
+            loaded = load_task(task)
+            known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
+            if known is None:
+                tell("checking the task", None, None)
+                check_task(
+                    loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads
+                )
+            verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
+        if as_json:
+            print_json(asdict(verdict))
+        else:
+            _print_verdict(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+        if not verdict.met:
+            raise PromiseMissed(f"{verdict.sentence()}; {verdict.advice}")
 
 
 def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from latbench.cli.commands import doctor
+from latbench.cli.load_warning import WITHOUT_THEM, note_load
 from latbench.cli.progress_bar import live
+from latbench.errors import PromiseMissed, UsageError
+from search.knapsack.arrays import Infeasible
 
 TABLE = "bundled://amd-epyc-zen4-2-threads"
 
@@ -97,3 +100,24 @@ def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
     script = start("--show-completion", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="")
     assert "--install-completion" in start("--help").stdout
     assert "_LATBENCH_COMPLETE" in script.stdout or "not supported" in script.stderr + script.stdout
+
+
+LOAD = "other programs take 1.0 of 2 cores now"
+
+
+@pytest.mark.parametrize("load", [LOAD, None])
+def test_a_refusal_keeps_its_kind_and_says_the_load_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load: str | None
+) -> None:
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: load)
+    with pytest.raises(PromiseMissed) as refused, note_load():
+        raise Infeasible(0.5, 0.6, "the best is 1.84x.")
+    assert type(refused.value) is Infeasible
+    assert str(refused.value) == ("the best is 1.84x." if load is None else f"the best is 1.84x{WITHOUT_THEM}")
+    assert (LOAD in caplog.text) is (load is not None)
+
+
+def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: LOAD)
+    with pytest.raises(UsageError, match=r"^no such layer$"), note_load():
+        raise UsageError("no such layer")

@@ -149,7 +149,7 @@ def test_a_refusal_on_a_busy_machine_says_that_it_was_busy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load: str | None, said: bool
 ) -> None:
     missed = carry_out(monkeypatch, *[MISSED] * MOST_TRIES, load=load).done[-1]
-    assert missed.endswith("may be within reach without them") is said
+    assert missed.endswith("try again when they are done") is said
     assert ("take 1.0 of 2 cores" in caplog.text) is said
 
 
@@ -159,4 +159,4 @@ def test_a_search_that_refuses_on_a_busy_machine_says_that_it_was_busy(monkeypat
 
     monkeypatch.setattr(Steps, "search_profile", refuse)
     missed = carry_out(monkeypatch, KEPT, load="busy").done[-1]
-    assert missed.startswith("target 2x is infeasible: the best is 1.84x; other programs were at work")
+    assert missed.startswith("target 2x is infeasible: the best is 1.84x; other programs took the cores")
