@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT
 from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 
 
@@ -18,7 +19,7 @@ class CpuTarget:
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
     adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
     matrix unit beside it (`amx_tiles`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as
-    float32.
+    float32. quads: how it multiplies quads of bytes best.
     """
 
     name: str
@@ -29,6 +30,7 @@ class CpuTarget:
     shared: bool = False
     matrix: bool = False
     pairs: bool = False
+    quads: int = QUADS_BY_BYTE
 
     @property
     def whole(self) -> bool:
@@ -66,15 +68,17 @@ def find_cpu_target() -> CpuTarget:
     triple, cpu, has = read_compile_target()
     if triple.startswith(("aarch64", "arm64")):
         return CpuTarget("neon", 4, 32, fused=True)
+    quads = QUADS_BY_UNIT if {"avx512vnni", "avx512vl"} <= has or "avxvnni" in has else QUADS_BY_PAIRS
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
         return CpuTarget(
             "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.is_available(),
             pairs={"avx512bf16", "avx512bw"} <= has,
+            quads=quads if "avx512bw" in has or quads == QUADS_BY_UNIT else QUADS_BY_BYTE,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:
-        return CpuTarget("avx2", 8, 16, fused=True)
+        return CpuTarget("avx2", 8, 16, fused=True, quads=quads)
     if "avx" in has:
         return CpuTarget("avx", 8, 16, fused=False)
-    return CpuTarget("simd128", 4, 16, fused=False)
+    return CpuTarget("simd128", 4, 16, fused=False, quads=QUADS_BY_PAIRS)

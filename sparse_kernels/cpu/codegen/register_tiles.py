@@ -45,6 +45,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     LineWalk,
     Matrix,
     PackedOutput,
+    QuadWorth,
     RowEpilogue,
     TileWeights,
     TokenRows,
@@ -53,7 +54,17 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     VectorSources,
     WeightFetch,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import F32, FLOATS, I16, I32, I64, Emitter
+from sparse_kernels.cpu.codegen.vector_emitter import (
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    PAIRS,
+    PAIRS_BY_UNIT,
+    QUADS,
+    Emitter,
+)
 
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
@@ -91,7 +102,7 @@ class TokenTileForm(NamedTuple):
     hardware. close: fetch them to the first-level cache. order: how the sums are left: FINISHED, ROWS or FOURS.
     fetch_elsewhere: with each column fetch a line that is not of its weights. once: where `cold` is 1 fetch weights
     ahead and nothing else, where it is 0 only lines elsewhere; else fetch both always. side_by_side: the tokens of x
-    lie side by side, (columns, tokens), and their stride is not looked at.
+    lie side by side, (columns, tokens), and their stride is not looked at. numbers: what is multiplied.
     """
 
     tokens: int
@@ -105,6 +116,7 @@ class TokenTileForm(NamedTuple):
     fetch_elsewhere: int
     once: int
     side_by_side: int
+    numbers: int = FLOATS
 
 
 @vector_code(TokenTileForm)
@@ -116,10 +128,12 @@ def token_tile(
     y: TokenSums,
     finish: Epilogue,
     fetch: WeightFetch,
+    worth: QuadWorth,
 ) -> None:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
-    values: (count, vectors*lanes), float32 or bits of bfloat16.
+    values: (count, vectors*lanes), float32 or bits of bfloat16. With quads a column is four columns of bytes, of x
+    and of values in the place of a float32; then sums are what they are `worth`, and nothing may be present.
 
     ROWS and FOURS leave sums as they are, all outputs of the tile, without bias and activation. FOURS: four tokens of
     an output lie side by side, y[t // 4, position, t % 4], also for tokens that are not left.
@@ -154,6 +168,8 @@ def token_tile(
         loaded = [load(at, v) for v in range(n_vectors)]
         factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
         pairs = [(factor, weight) for factor in factors for weight in loaded]
+        if form.numbers in QUADS:
+            return [emit.multiply_quads(f, w, s, form.numbers) for (f, w), s in zip(pairs, sums, strict=True)]
         return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
     def columns_with(ahead: bool, others: bool) -> list[ir.Value]:
@@ -163,6 +179,8 @@ def token_tile(
         sums = emit.either(fetch.cold, lambda: columns_with(True, False), lambda: columns_with(False, True))
     else:
         sums = columns_with(True, True)
+    if form.numbers in QUADS:
+        sums = value_tokens(emit, sums, n_vectors, x, worth)
     if form.order == FOURS:
         fours = [
             (four, v, emit.pointer(y.address, builder.mul(y.stride, emit.integer(four))))
@@ -198,6 +216,40 @@ def token_tile(
     emit.finish(finish.activation, sums, lambda: [biases[v] for _, v in outputs], store)
 
 
+def value_tokens(
+    emit: Emitter, sums: list[ir.Value], n_vectors: int, x: TokenRows, worth: QuadWorth
+) -> list[ir.Value]:
+    """Return what sums of quads are worth, by vectors of outputs for one token after the other."""
+    builder, n_tokens = emit.builder, len(sums) // n_vectors
+    offsets, scales = emit.pointer(worth.offsets), emit.pointer(worth.scales)
+    by_vector = [(emit.load(offsets, v), emit.load(scales, v)) for v in range(n_vectors)]
+    valued = [emit.worth(total, *by_vector[i % n_vectors]) for i, total in enumerate(sums)]
+
+    def by_token() -> list[ir.Value]:
+        factors = [
+            emit.splat(builder.load(emit.row(worth.token_scales, t, x.left, emit.integer(1))))
+            for t in range(n_tokens)
+        ]
+        return [builder.fmul(total, factors[i // n_vectors]) for i, total in enumerate(valued)]
+
+    return emit.either(worth.token_scales, by_token, lambda: valued)
+
+
+def value_rows(emit: Emitter, sums: list[ir.Value], n_vectors: int, worth: QuadWorth) -> list[ir.Value]:
+    """Return what sums of quads are worth, by vectors of positions for one row after the other."""
+    builder, n_rows = emit.builder, len(sums) // n_vectors
+    places = [emit.pointer(address) for address in (worth.offsets, worth.scales)]
+    by_row = [[emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for at in places] for r in range(n_rows)]
+    valued = [emit.worth(total, *by_row[i // n_vectors]) for i, total in enumerate(sums)]
+
+    def by_token() -> list[ir.Value]:
+        at = emit.pointer(worth.token_scales)
+        factors = [emit.load(at, v) for v in range(n_vectors)]
+        return [builder.fmul(total, factors[i % n_vectors]) for i, total in enumerate(valued)]
+
+    return emit.either(worth.token_scales, by_token, lambda: valued)
+
+
 @vector_code()
 def fetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Fetch the cache line at an address, which may be any, to the second-level cache."""
@@ -231,6 +283,7 @@ def row_tile(
     y: FramedOutput,
     finish: RowEpilogue,
     walk: LineWalk,
+    worth: QuadWorth,
 ) -> None:
     """y[row_ids[r], y.starts[v] + i] = activation(sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
 
@@ -240,6 +293,9 @@ def row_tile(
     With pairs of bfloat16 two columns are multiplied at once. Then x holds each element as bfloat16 twice
     (`Emitter.doubled`), and the pace is by pairs. Values hold two columns' weights in each 32 bits, the last column's
     alone if count is odd (`Panels.paired`).
+
+    With quads a column is four columns of bytes, of x and of values in the place of a float32, and sums are what they
+    are `worth`: offsets and scales by row, token scales by lane, vector after vector.
     """
     n_rows, n_lanes, kind, frames = form.rows, form.lanes, form.numbers, form.framed
     emit = Emitter(builder, n_lanes, bool(form.fused))
@@ -259,7 +315,7 @@ def row_tile(
             return emit.load(builder.gep(at, [builder.mul(offset, x.scale)]), 0)
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            if kind == FLOATS:
+            if kind not in (PAIRS, PAIRS_BY_UNIT):
                 offset = builder.sext(builder.load(builder.gep(offsets, [c])), I64)
                 elements = [element(at, offset) for at in inputs]
             else:
@@ -277,6 +333,8 @@ def row_tile(
             pairs = [(weight, element) for weight in loaded for element in elements]
             if kind == FLOATS:
                 return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
+            if kind in QUADS:
+                return [emit.multiply_quads(e, w, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
             return [emit.multiply_pairs(w, e, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
 
         def alone(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -289,15 +347,18 @@ def row_tile(
             each = [column(builder.add(c, emit.integer(i)), sums[i * size : i * size + size]) for i in range(sets)]
             return [total for some in each for total in some]
 
-        steps = weights.count if kind == FLOATS else builder.ashr(weights.count, emit.integer(1))
+        paired = kind in (PAIRS, PAIRS_BY_UNIT)
+        steps = builder.ashr(weights.count, emit.integer(1)) if paired else weights.count
         whole = builder.and_(steps, emit.integer(-sets))
         sums = emit.loop(whole, emit.zeros(sets * size), columns, stride=sets)
         first, *others = (sums[i * size : i * size + size] for i in range(sets))
         sums = emit.loop(steps, first, column, start=whole) if others else first
-        if kind != FLOATS:
+        if paired:
             sums = emit.loop(builder.sub(weights.count, steps), sums, alone, start=steps)
         for other in others:
-            sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
+            sums = [emit.add(a, b, kind) for a, b in zip(sums, other, strict=True)]
+        if kind in QUADS:
+            sums = value_rows(emit, sums, n_vectors, worth)
         # For a row that is not written, the bias of row 0 is read.
         known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
         bias_pointer = emit.pointer(finish.bias)

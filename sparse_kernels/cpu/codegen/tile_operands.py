@@ -59,6 +59,18 @@ class TokenSums(NamedTuple):
     add_present: Word
 
 
+class QuadWorth(NamedTuple):
+    """What sums of quads are worth: (sum + offset) * scale. Only code for quads looks at it.
+
+    offsets: address of int32, from the first output on. scales: address of float32, likewise. token_scales: address
+    of float32, a factor for each token from the first one on; 0 where all are 1.
+    """
+
+    offsets: Word
+    scales: Word
+    token_scales: Word
+
+
 class VectorInput(NamedTuple):
     """Vectors of positions of x.
 

@@ -14,8 +14,11 @@ from sparse_kernels.cpu.runtime.numba_internals import cgutils
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
 
-# What a register tile multiplies: float32, or pairs of bfloat16, those by AVX512-BF16's unit where there is one.
-FLOATS, PAIRS, PAIRS_BY_UNIT = 0, 1, 2
+# What a register tile multiplies: float32, or pairs of bfloat16, those by AVX512-BF16's unit where there is one, or
+# quads of bytes: one of x (0 to 255) times one of w (-128 to 127), summed in 32 bits. Quads are multiplied by a unit
+# that does just that (VNNI), by one that multiplies pairs of 16 bits (all x86), or byte by byte.
+FLOATS, PAIRS, PAIRS_BY_UNIT, QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT = range(6)
+QUADS = (QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT)
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -259,6 +262,63 @@ class Emitter:
             c = self.multiply_add(part(a), part(b), c)
         return c
 
+    def multiply_quads(self, x: ir.Value, w: ir.Value, sums: ir.Value, numbers: int) -> ir.Value:
+        """sums + x * w for the four bytes of each lane: of x from 0 to 255, of w with a sign.
+
+        Vectors and sums are 32-bit whole numbers in the place of floats. Nothing saturates: two products of bytes are
+        more than 16 bits hold, so pairs are multiplied as 16 bits each.
+        """
+        builder, wide = self.builder, ir.VectorType(I32, self.lanes)
+        x, w, total = (builder.bitcast(each, wide) for each in (x, w, sums))
+        if numbers == QUADS_BY_UNIT:
+            kind = ir.FunctionType(wide, [wide] * 3)
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+            dot = cgutils.get_or_insert_function(builder.module, kind, name)
+            total = builder.call(dot, [total, x, w])
+        elif numbers == QUADS_BY_PAIRS:
+            for a, b in zip(self._even_and_odd(x, builder.lshr), self._even_and_odd(w, builder.ashr), strict=True):
+                total = builder.add(total, self._multiply_shorts(a, b))
+        else:
+            for byte in range(4):
+                a = builder.and_(builder.lshr(x, self._whole(8 * byte)), self._whole(255))
+                b = builder.ashr(builder.shl(w, self._whole(24 - 8 * byte)), self._whole(24))
+                total = builder.add(total, builder.mul(a, b))
+        return builder.bitcast(total, self.vector)
+
+    def _even_and_odd(self, x: ir.Value, shift: Callable[[ir.Value, ir.Value], ir.Value]) -> list[ir.Value]:
+        """Bytes 0 and 2 of each lane, and bytes 1 and 3, as 16 bits; `shift` to the right with or without the sign."""
+        halves = ir.VectorType(I16, 2 * self.lanes)
+        eight = ir.Constant(halves, [8] * (2 * self.lanes))
+        x = self.builder.bitcast(x, halves)
+        return [shift(self.builder.shl(x, eight), eight), shift(x, eight)]
+
+    def _multiply_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """The products of each lane's two 16-bit numbers, summed in 32 bits."""
+        halves, wide = ir.VectorType(I16, 2 * self.lanes), ir.VectorType(I32, self.lanes)
+        name = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[self.lanes]
+        kind = ir.FunctionType(wide, [halves, halves])
+        multiply = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.x86.{name}")
+        return self.builder.call(multiply, [a, b])
+
+    def _whole(self, value: int) -> ir.Constant:
+        """Return a vector of one 32-bit whole number."""
+        return ir.Constant(ir.VectorType(I32, self.lanes), [value] * self.lanes)
+
+    def to_bytes(self, x: ir.Value) -> ir.Value:
+        """Return the nearest whole numbers, ties to even, from 0 to 255 as bytes; 0 for NaN."""
+        builder, zero, most = self.builder, ir.Constant(self.vector, None), self.constant(255.0)
+        x = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
+        x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
+        # Added to a float from 0 to 255 this leaves the nearest whole number in the lowest byte.
+        bits = builder.bitcast(builder.fadd(x, self.constant(1.5 * 2.0**23)), ir.VectorType(I32, self.lanes))
+        return builder.trunc(bits, ir.VectorType(ir.IntType(8), self.lanes))
+
+    def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value) -> ir.Value:
+        """(sums + offset) * scale as floats: of 32-bit whole numbers in the place of floats, and offsets alike."""
+        builder, wide = self.builder, ir.VectorType(I32, self.lanes)
+        whole = builder.add(builder.bitcast(sums, wide), builder.bitcast(offset, wide))
+        return builder.fmul(builder.sitofp(whole, self.vector), scale)
+
     def _lower(self, x: ir.Value) -> ir.Value:
         wide = ir.VectorType(I32, self.lanes)
         bits = self.builder.shl(self.builder.bitcast(x, wide), ir.Constant(wide, [16] * self.lanes))
@@ -269,13 +329,27 @@ class Emitter:
         bits = self.builder.and_(self.builder.bitcast(x, wide), ir.Constant(wide, [0xFFFF0000] * self.lanes))
         return self.builder.bitcast(bits, self.vector)
 
-    def continued(self, start: ir.Value, sums: list[ir.Value], load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
-        """Return the sums, with what `load` gives added where start is not 0.
+    def add(self, a: ir.Value, b: ir.Value, numbers: int) -> ir.Value:
+        """Return a + b, sums of such numbers."""
+        if numbers not in QUADS:
+            return self.builder.fadd(a, b)
+        wide = ir.VectorType(I32, self.lanes)
+        whole = self.builder.add(self.builder.bitcast(a, wide), self.builder.bitcast(b, wide))
+        return self.builder.bitcast(whole, self.vector)
+
+    def continued(
+        self,
+        start: ir.Value,
+        sums: list[ir.Value],
+        load: Callable[[], list[ir.Value]],
+        numbers: int = FLOATS,
+    ) -> list[ir.Value]:
+        """Return the sums of such numbers, with what `load` gives added where start is not 0.
 
         Added behind the loop and not before, so that no multiply-add waits for sums that come from a distant cache.
         """
         return self.either(
-            start, lambda: [self.builder.fadd(a, b) for a, b in zip(sums, load(), strict=True)], lambda: sums
+            start, lambda: [self.add(a, b, numbers) for a, b in zip(sums, load(), strict=True)], lambda: sums
         )
 
     def either(
@@ -374,8 +448,12 @@ class Emitter:
         sums: list[ir.Value],
         biases: Callable[[], list[ir.Value]],
         store: Callable[[list[ir.Value]], None],
+        value: Callable[[list[ir.Value]], list[ir.Value]] = list,
     ) -> None:
-        """Store the sums as `activation` (one of the codes above) says, by one piece of code for all of them."""
+        """Store the sums as `activation` (one of the codes above) says, by one piece of code for all of them.
+
+        value: what finished sums become before the bias is added.
+        """
         builder = self.builder
         done = builder.append_basic_block("finished")
         ways = [(builder.block, sums)]  # PARTIAL
@@ -384,7 +462,7 @@ class Emitter:
             block = builder.append_basic_block("activation")
             choice.add_case(self.integer(code), block)
             builder.position_at_end(block)
-            totals = [builder.fadd(total, bias) for total, bias in zip(sums, biases(), strict=True)]
+            totals = [builder.fadd(total, bias) for total, bias in zip(value(sums), biases(), strict=True)]
             ways.append((builder.block, totals if function is None else [function(total) for total in totals]))
             builder.branch(done)
         builder.position_at_end(done)

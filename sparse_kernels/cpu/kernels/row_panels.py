@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, fetch, row_tile
-from sparse_kernels.cpu.codegen.tile_operands import FramedOutput, LineWalk, RowEpilogue, TileWeights, VectorInput
+from sparse_kernels.cpu.codegen.tile_operands import (
+    FramedOutput,
+    LineWalk,
+    QuadWorth,
+    RowEpilogue,
+    TileWeights,
+    VectorInput,
+)
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
@@ -205,7 +212,7 @@ def build_kernel(
                             column, ahead = column + 1, stop
                 x = VectorInput(x_at, layer.x_stride, x_starts_at + v * 8, width)
                 y = FramedOutput(call.y_at, layer.y_stride, y_starts_at + v * 8, keep_at + v * 8, call.added_at)
-                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0))
+                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0), QuadWorth(0, 0, 0))
                 v += width
 
     return multiply

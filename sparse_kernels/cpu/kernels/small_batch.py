@@ -25,6 +25,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     LineWalk,
     Matrix,
+    QuadWorth,
     RowEpilogue,
     StreamEpilogue,
     TileWeights,
@@ -141,7 +142,7 @@ def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permu
                 values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4, table[panel, 2]
             )
             finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
-            row_tile(tile_form, weights, x, y, finish, LineWalk(0, 0, 0))
+            row_tile(tile_form, weights, x, y, finish, LineWalk(0, 0, 0), QuadWorth(0, 0, 0))
         if not permuted:
             first = np.int64(row_ids[begin * rows])
             behind = np.int64(row_ids[end * rows]) if end < table.shape[0] else layer.m
@@ -163,7 +164,7 @@ def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) 
 
     It is called with `LinearCall` and `SmallBatchLayer`.
     """
-    stream_form, form = (1, lanes, int(fused), halvings), (lanes, by_token)
+    stream_form, form = (1, lanes, int(fused), halvings, FLOATS), (lanes, by_token)
 
     @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: SmallBatchLayer) -> None:
@@ -180,7 +181,7 @@ def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) 
             rows = WeightStream(stream.ctypes.data + table[stage, begin] * 4, behind - first)
             activation = call.activation if stage == stages - 1 else PARTIAL
             finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
-            multiply_stream(stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish)
+            multiply_stream(stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish, QuadWorth(0, 0, 0))
         done = RowsOfBlock(sums_at + first * layer.stride * 4, layer.stride, 0, 1, first, behind)
         put_back(form, done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import FAR, LINE_BYTES, Walk, advance, start_standing, start_walk
+from sparse_kernels.cpu.codegen.quantize import QuantizeForm, quantize_row
 from sparse_kernels.cpu.codegen.register_tiles import (
     RowTileForm,
     copy_run,
@@ -36,6 +37,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     LineWalk,
     Matrix,
+    QuadWorth,
     RowEpilogue,
     StreamEpilogue,
     TileWeights,
@@ -43,13 +45,14 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     WeightStream,
     Word,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT, PARTIAL, QUADS
 from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Panels
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import (
     CACHED,
     LARGE,
@@ -59,6 +62,7 @@ from sparse_kernels.cpu.layouts.vector_grid import (
     build_token_blocked_grid,
 )
 from sparse_kernels.cpu.runtime.kernel_cache import inline
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE
 
 # Rows of y that are put in their places together where their order is kept. All rows together would displace weights
 # and x in the second-level cache. A quarter as many would go through the pages of y too often (2048 outputs: a tenth
@@ -82,13 +86,17 @@ class BlockSettings(NamedTuple):
 
     vectors: of a register tile. target: the vector unit. layouts: of x and of y, each token_major, feature_major, or
     token_blocked in whole tiles; single rows must be laid out for whole tiles then. numbers: what tiles multiply;
-    unless FLOATS, weights are `Panels.paired`.
+    with pairs, weights are `Panels.paired`. quads: what sums of quads are worth; features: of token-major x then, four
+    to a column; own_steps: each token is read by its own largest value.
     """
 
     vectors: int
     target: CpuTarget
     layouts: tuple[str, str]
     numbers: int = FLOATS
+    quads: QuadArrays = FLOATS_ONLY
+    features: int = 0
+    own_steps: bool = False
 
 
 class BlockForm(NamedTuple):
@@ -97,7 +105,7 @@ class BlockForm(NamedTuple):
     rows: of a register tile, 1 for single rows. vectors: of a register tile. lanes: of a vector. fused: multiply-adds
     are fused. numbers: what tiles multiply. x_layout: of x, also COPIED. y_layout: of y. fetch_x: tiles fetch x of
     the next block, which is token-major or copied. fetch_y: tiles fetch y, token-major or blocked, before it is
-    written.
+    written. own_steps: with quads, each token has a step of its own.
     """
 
     rows: int
@@ -109,13 +117,16 @@ class BlockForm(NamedTuple):
     y_layout: str
     fetch_x: bool
     fetch_y: bool
+    own_steps: bool
 
 
 class BlockLayer(NamedTuple):
     """What a kernel for blocks of tokens knows before it is called.
 
-    weights: arrays of the panels, or of the single rows. n, k, m: tokens, features of x and of y. elements: of
-    scratch memory for each part, which holds x and some rows of y of a block, less what is blocked. x_starts,
+    weights: arrays of the panels, or of the single rows. quads: what sums of quads are worth. n, k, m: tokens,
+    columns of x as tiles read it, and features of y. features: of x, four to a column of quads. elements: of scratch
+    memory for each part, which holds x and some rows of y of a block, less what is blocked. With quads a vector of
+    tokens as bytes follows, and the tokens' steps. x_starts,
     y_starts: int64, where the vectors start in x and in y; in those of a block, unless they are blocked. tile_starts:
     int64, where the vectors start in blocked x. most: vectors of a block. tokens: that a block has room for. run:
     rows of y that are put back together. x_stride, y_stride: elements from one column of x, from one row of y to the
@@ -123,9 +134,11 @@ class BlockLayer(NamedTuple):
     """
 
     weights: Any
+    quads: QuadArrays
     n: int
     k: int
     m: int
+    features: int
     elements: int
     x_starts: NDArray[np.int64]
     y_starts: NDArray[np.int64]
@@ -163,14 +176,17 @@ def bind_kernel(
     y_grid: VectorGrid = there if y_layout == "token_blocked" else here
     tokens = -(-block // tile) * tile * lanes
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
-    needed = threads * tokens * laid_out
+    as_bytes = -(-lanes * k // LINE) * LINE + LINE
+    needed = threads * (tokens * laid_out + (as_bytes + tokens if numbers in QUADS else 0))
     far = not single and n * (k + m) >= FAR
     # Copied x with fewer columns than y has rows is read soon. Fetching it takes longer than it saves.
     fetch_x = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
     fetch_y = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
-    form = BlockForm(rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y)
+    form = BlockForm(
+        rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y, settings.own_steps
+    )
     layer = BlockLayer(
-        weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads, x_starts=x_grid.x_starts,
+        weights=weights.arrays, quads=settings.quads, n=n, k=k, m=m, features=settings.features or k, elements=needed // threads, x_starts=x_grid.x_starts,
         y_starts=y_grid.y_starts, tile_starts=there.x_starts, most=block, tokens=tokens, run=run,
         x_stride=x_grid.x_stride, y_stride=y_grid.y_stride, parts=threads,
     )  # fmt: skip
@@ -262,6 +278,40 @@ def lay_out_block(
                 copy_vector(lanes, numbers, source_at, target_at + c * x.stride * 4, x.n - token)
 
 
+class QuadInput(NamedTuple):
+    """x of n tokens and their features that is read as bytes, in quads.
+
+    address: of the first element. n, features: tokens and features. target: address of the block. stride: elements
+    from one column of quads of the block to the next. bytes_at: address of room for a vector of tokens as bytes, in
+    rows of `quads` elements. steps_at: address of the steps of the block's tokens. reading_at: how x is read.
+    """
+
+    address: int
+    n: int
+    features: int
+    target: int
+    stride: int
+    bytes_at: int
+    quads: int
+    steps_at: int
+    reading_at: int
+
+
+@inline
+def lay_out_quads(form: Any, x: QuadInput, starts: NDArray[np.int64], first: int, width: int) -> None:
+    """Lay out the x of `width` vectors from `first` on as quads, tokens along the vector; form: of `quantize_row`."""
+    lanes = form[0]
+    for v in range(width):
+        token = (first + v) * lanes
+        left = min(lanes, x.n - token)
+        for t in range(left):
+            source_at = x.address + (token + t) * x.features * 4
+            steps_at = x.steps_at + (v * lanes + t) * 4
+            quantize_row(form, source_at, x.bytes_at + t * x.quads * 4, x.features, x.reading_at, steps_at)
+        source, target = Matrix(x.bytes_at, x.quads), Matrix(x.target + starts[v] * 4, x.stride)
+        tokens_to_lanes((lanes, FLOATS), source, target, left, x.quads)
+
+
 @inline
 def walk_token_rows(x_at: int, k: int, begin: int, end: int, turns: int) -> Walk:
     """Return the walk over rows `begin` to `end` of x (n, k), which lie one after the other."""
@@ -295,13 +345,15 @@ def walk_token_tiles(lanes: int, at: int, k: int, begin: int, end: int, turns: i
 
 @inline
 def multiply_panel(
-    form: Any, weights: TileWeights, x: VectorInput, y: FramedOutput, finish: RowEpilogue, walks: Any, per_step: int
+    form: Any, weights: TileWeights, x: VectorInput, y: FramedOutput, finish: Any, walks: Any, per_step: int
 ) -> Any:
     """Multiply the vectors of a block by a panel, and return the walks behind its tiles, which take turns with them.
 
-    form: of `row_tile`. per_step: columns of a step of a tile, with which it fetches.
+    form: of `row_tile`. finish: a `RowEpilogue` and a `QuadWorth`. per_step: columns of a step of a tile, with which
+    it fetches.
     """
-    vectors = form[1]
+    vectors, lanes = form[1], form[2]
+    epilogue, worth = finish
     walk, next_walk = walks
     v = 0
     while v < x.width:
@@ -310,7 +362,9 @@ def multiply_panel(
         walk, next_walk = next_walk, walked
         tile_x = VectorInput(x.address, x.scale, x.starts + v * 8, together)
         tile_y = FramedOutput(y.address, y.stride, y.starts + v * 8, 0, 0)
-        row_tile(form, weights, tile_x, tile_y, finish, LineWalk(line, stride, pace))
+        steps = worth.token_scales and worth.token_scales + v * lanes * 4
+        tile_worth = QuadWorth(worth.offsets, worth.scales, steps)
+        row_tile(form, weights, tile_x, tile_y, epilogue, LineWalk(line, stride, pace), tile_worth)
         v += together
     return walk, next_walk
 
@@ -326,13 +380,14 @@ def fetch_output_rows(y: FramedOutput, rows: NDArray[np.int32], starts: NDArray[
 @cache
 def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
     """Return the loop over blocks of tokens and panels. It is called with `LinearCall` and `BlockLayer`."""
-    rows, vectors, lanes, fused, numbers, x_layout, y_layout, fetch_x, fetch_y = settings
+    rows, vectors, lanes, fused, numbers, x_layout, y_layout, fetch_x, fetch_y, own_steps = settings
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
+    quads, read_form = numbers in QUADS, tuple(QuantizeForm(lanes, int(fused), int(own_steps)))
     x_by_token, y_by_token, copied = x_layout == "token_major", y_layout == "token_major", x_layout == COPIED
     walk_y = fetch_y and y_by_token
     tile_form = tuple(RowTileForm(rows, vectors, lanes, int(fused), 0, int(fetch_x or walk_y), numbers))
     layout_form, output_form = (lanes, numbers, x_by_token, copied), (lanes, y_by_token)
-    per_step = 1 if numbers == FLOATS else 2
+    per_step = 2 if numbers in (PAIRS, PAIRS_BY_UNIT) else 1
 
     @build_parallel_kernel
     def multiply(part: int, call: LinearCall, layer: BlockLayer) -> None:
@@ -344,13 +399,23 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
         scratch_at = call.scratch_at + part * layer.elements * 4
         x_at = call.x_at if x_blocked else scratch_at
         y_at = call.y_at if y_blocked else scratch_at if x_blocked else scratch_at + layer.tokens * k * 4
+        steps_at = scratch_at + (layer.elements - layer.tokens) * 4
         # A thread's blocks end at whole tiles, except for the last.
         blocks, grains = (each + layer.most - 1) // layer.most, (each + vectors - 1) // vectors
         for block in range(blocks):
             first = begin + grains * block // blocks * vectors
             after = begin + min(grains * (block + 1) // blocks * vectors, each)
             width, x_first, y_first, done = after - first, first if x_blocked else 0, first if y_blocked else 0, 0
-            if not x_blocked:
+            if quads:
+                bytes_at = (
+                    scratch_at + (layer.elements - layer.tokens - (lanes * k + 2 * LINE - 1) // LINE * LINE) * 4
+                )
+                quad_source = QuadInput(
+                    call.x_at, n, layer.features, x_at, layer.x_stride, bytes_at, k, steps_at,
+                    layer.quads.reading.ctypes.data,
+                )  # fmt: skip
+                lay_out_quads(read_form, quad_source, x_starts, first, width)
+            elif not x_blocked:
                 source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
                 lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
             # Tiles fetch in turns: x of the next block, and lines of y that this block will fill.
@@ -359,7 +424,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             if fetch_x and block + 1 < blocks:
                 end = begin + min(grains * (block + 2) // blocks * vectors, each)
                 if x_by_token:
-                    walk = walk_token_rows(call.x_at, k, after * lanes, min(end * lanes, n), turns)
+                    walk = walk_token_rows(call.x_at, layer.features, after * lanes, min(end * lanes, n), turns)
                 else:
                     walk = walk_token_tiles(lanes, call.x_at + tile_starts[after] * 4, k, after, end, turns)
             if walk_y:
@@ -376,7 +441,12 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
                     table[panel, 2],
                 )  # fmt: skip
                 finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
-                walk, next_walk = multiply_panel(tile_form, weights, x, y, finish, (walk, next_walk), per_step)
+                worth = QuadWorth(
+                    layer.quads.offsets.ctypes.data + panel * rows * 4, layer.quads.scales.ctypes.data + panel * rows * 4,
+                    steps_at if own_steps else 0,
+                )  # fmt: skip
+                finished = (finish, worth)
+                walk, next_walk = multiply_panel(tile_form, weights, x, y, finished, (walk, next_walk), per_step)
                 behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                 if not y_blocked and (behind == m or min(behind + rows, m) > done + layer.run):
                     filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, done, behind)
@@ -389,9 +459,10 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
 @cache
 def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
     """Return the loop over blocks of tokens of single rows. It is called with `LinearCall` and `BlockLayer`."""
-    _, vectors, lanes, fused, numbers, x_layout, y_layout, _, _ = settings
+    _, vectors, lanes, fused, numbers, x_layout, y_layout, _, _, own_steps = settings
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
-    stream_form, output_form = (vectors, lanes, int(fused), 0), (lanes, y_layout == "token_major")
+    quads, read_form = numbers in QUADS, tuple(QuantizeForm(lanes, int(fused), int(own_steps)))
+    stream_form, output_form = (vectors, lanes, int(fused), 0, numbers), (lanes, y_layout == "token_major")
     layout_form = (lanes, numbers, x_layout == "token_major", x_layout == COPIED)
     # Vectors that stay together when blocks are shared: whole tiles where x or y is blocked.
     unit = TILE if x_blocked or y_blocked else 1
@@ -406,13 +477,24 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
         scratch_at = call.scratch_at + part * layer.elements * 4
         x_at = call.x_at if x_blocked else scratch_at
         y_at = call.y_at if y_blocked else scratch_at if x_blocked else scratch_at + layer.tokens * k * 4
+        steps_at = scratch_at + (layer.elements - layer.tokens) * 4
+        worth = QuadWorth(
+            layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data, steps_at if own_steps else 0
+        )
         begin = units * part // layer.parts * unit
         each = min(units * (part + 1) // layer.parts * unit, total) - begin
         blocks, grains = (each + layer.most - 1) // layer.most, (each + unit - 1) // unit
         for block in range(blocks):
             first = begin + grains * block // blocks * unit
             width = begin + min(grains * (block + 1) // blocks * unit, each) - first
-            if not x_blocked:
+            if quads:
+                bytes_at = steps_at - (lanes * k + 2 * LINE - 1) // LINE * LINE * 4
+                quad_source = QuadInput(
+                    call.x_at, n, layer.features, x_at, layer.x_stride, bytes_at, k, steps_at,
+                    layer.quads.reading.ctypes.data,
+                )  # fmt: skip
+                lay_out_quads(read_form, quad_source, x_starts, first, width)
+            elif not x_blocked:
                 source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
                 lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
             x_start, y_start = x_starts[first if x_blocked else 0], y_starts[first if y_blocked else 0]
@@ -421,7 +503,7 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
                 rows = WeightStream(stream.ctypes.data + table[stage, 0] * 4, m)
                 source_at = x_at + (x_start + bounds[stage] * layer.x_stride) * 4
                 finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
-                multiply_stream(stream_form, width, rows, source_at, y_at + y_start * 4, finish)
+                multiply_stream(stream_form, width, rows, source_at, y_at + y_start * 4, finish, worth)
             if not y_blocked:
                 filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, 0, m)
                 put_back(output_form, filled, y_starts, PlainOutput(call.y_at, n, m))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import LINE_BYTES, fetch_now
+from sparse_kernels.cpu.codegen.quantize import QuantizeForm, quantize_row
 from sparse_kernels.cpu.codegen.register_tiles import (
     AHEAD,
     FINISHED,
@@ -37,18 +38,21 @@ from sparse_kernels.cpu.codegen.scatter_rows import scatter_rows
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     Matrix,
+    QuadWorth,
     TileWeights,
     TokenRows,
     TokenSums,
     WaitingSums,
     WeightFetch,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL, QUADS, QUADS_BY_BYTE
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
+from sparse_kernels.cpu.layouts.quads import QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import CACHED
 from sparse_kernels.cpu.runtime.kernel_cache import inline
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
 # Elements in the first-level data cache: 48 KB, as in Intel processors since Ice Lake.
@@ -222,7 +226,8 @@ class TokenMajorForm(NamedTuple):
 
     tokens, vectors, lanes: of the register tile. fused: multiply-adds are fused. permuted: rows have to be put back.
     size: bytes of a weight. prefetch: how weights are fetched. packed: the tokens of x are packed side by side first
-    (`packs_tokens`). whole_chunks: each part has whole chunks, so it puts permuted rows back itself, tile by tile,
+    (`packs_tokens`). numbers: what tiles multiply; for quads a chunk of x is read as bytes first. own_steps: each
+    token has a step of its own then. whole_chunks: each part has whole chunks, so it puts permuted rows back itself, tile by tile,
     while it finds them in its caches.
     """
 
@@ -235,22 +240,27 @@ class TokenMajorForm(NamedTuple):
     prefetch: WeightPrefetch
     packed: bool
     whole_chunks: bool
+    numbers: int = FLOATS
+    own_steps: bool = False
 
 
 class TokenMajorLayer(NamedTuple):
     """What the kernel knows before it is called.
 
-    weights: arrays of the panels. n, k, m: tokens, features of x and of y. chunk: tokens of a chunk. block: panels of
+    weights: arrays of the panels. quads: what sums of quads are worth. n, k, m: tokens, elements of a row of x as
+    tiles read it, and of y. features: of x, four to an element of quads. chunk: tokens of a chunk. block: panels of
     a block. parts: threads. positions: uint32 (m), where rows of y wait among the panels' rows, or in fours. shares:
     in how many shares permuted rows are put back, unless chunks are whole. waiting: elements of scratch memory that
     sums take: those of all panels, for n tokens in whole tiles or, if chunks are whole, a chunk of each part. Where x
-    is packed, there is room behind them for a chunk of x for each part.
+    is packed or read as bytes, there is room behind them for a chunk of x for each part: `chunk_elements`.
     """
 
     weights: PanelArrays
+    quads: QuadArrays
     n: int
     k: int
     m: int
+    features: int
     chunk: int
     block: int
     parts: int
@@ -268,11 +278,39 @@ def pack_chunk(tokens: int, x_at: int, n: int, k: int, chunk: Any, target_at: in
         tokens_to_lanes((tokens, FLOATS), Matrix(x_at + token * k * 4, k), target, n - token, k)
 
 
+def chunk_elements(form: TokenMajorForm, chunk: int, k: int) -> int:
+    """Return the elements of scratch memory that a chunk of x takes for each part.
+
+    Bytes are written by whole vectors, so there is a cache line behind them, then the steps of the tokens.
+    """
+    if form.numbers in QUADS:
+        return -(-(chunk * (k + 1) + LINE) // LINE) * LINE
+    return chunk * k if form.packed else 0
+
+
+@inline
+def quantize_chunk(
+    form: Any, x_at: int, features: int, row: int, chunk: Any, target_at: int, reading_at: int
+) -> None:
+    """Read a chunk of tokens as bytes, in rows of `row` elements, and leave each token's step behind all rows.
+
+    chunk: its first token, the end, and where the steps begin, in elements.
+    """
+    begin, end, steps = chunk
+    for token in range(begin, end):
+        here = token - begin
+        quantize_row(
+            form, x_at + token * features * 4, target_at + here * row * 4, features, reading_at,
+            target_at + (steps + here) * 4,
+        )  # fmt: skip
+
+
 class StageWork(NamedTuple):
     """One stage of columns of a block of panels, for a chunk of tokens.
 
     stage: of columns. first, stop: panels of the block. begin, behind: rows of the table that come next. chunk_begin,
-    chunk_end: tokens of the chunk. packed_at: address of the packed chunk. sums_at: address of the part's sums.
+    chunk_end: tokens of the chunk. packed_at: address of the packed chunk. steps_at: address of its tokens' steps, 0
+    where all have the same. sums_at: address of the part's sums.
     """
 
     stage: int
@@ -283,6 +321,7 @@ class StageWork(NamedTuple):
     chunk_begin: int
     chunk_end: int
     packed_at: int
+    steps_at: int
     sums_at: int
 
 
@@ -294,7 +333,8 @@ def multiply_stage(
 
     form, scatter_form: of `token_tile` and `scatter_rows`. whole: the part has whole chunks, and puts rows back.
     """
-    tokens, vectors, lanes, _, size, _, _, order, fetch_elsewhere, once, packed = form
+    tokens, vectors, lanes, _, size, _, _, order, fetch_elsewhere, once, packed, numbers = form
+    in_chunk = packed or numbers >= QUADS_BY_BYTE
     together = scatter_form[0]
     table, values, columns, costs, _ = layer.weights
     n, k, m, panels, width = layer.n, layer.k, layer.m, costs.size - 1, vectors * lanes
@@ -311,7 +351,7 @@ def multiply_stage(
     for token in range(work.chunk_begin, work.chunk_end, tokens):
         token_in_chunk = token - work.chunk_begin
         sums_at = work.sums_at + (0 if alone else token_in_chunk if whole else token) * features * 4
-        x_at = work.packed_at + token_in_chunk * k * 4 if packed else call.x_at + token * k * 4
+        x_at = work.packed_at + token_in_chunk * k * 4 if in_chunk else call.x_at + token * k * 4
         cold = int(token_in_chunk == 0)
         for panel in range(work.first, work.stop):
             row, here, elsewhere = panel * width, work.stage * panels + panel, 0
@@ -326,6 +366,10 @@ def multiply_stage(
                 TokenRows(x_at, k, n - token),
                 TokenSums(sums_at + row * together * 4, features, features - row, add_present),
                 Epilogue(call.bias_at + row * 4, call.activation if last else PARTIAL), WeightFetch(elsewhere, cold),
+                QuadWorth(
+                    layer.quads.offsets.ctypes.data + row * 4, layer.quads.scales.ctypes.data + row * 4,
+                    work.steps_at and work.steps_at + token_in_chunk * 4,
+                ),
             )  # fmt: skip
         if whole and work.stop == panels and last:
             for t in range(0, min(tokens, n - token), together):
@@ -363,12 +407,15 @@ def put_back_share(form: Any, width: int, share: int, call: LinearCall, layer: T
 @cache
 def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
     """Return the loops for one tile size. It is called with `LinearCall` and `TokenMajorLayer`."""
-    tokens, vectors, lanes, fused, permuted, size, prefetch, packed, whole = settings
+    tokens, vectors, lanes, fused, permuted, size, prefetch, packed, whole, numbers, own_steps = settings
     ahead, close, coming, once = (int(each) for each in prefetch)
     order = (FOURS if waits_in_fours(tokens) else ROWS) if permuted else FINISHED
     form = tuple(
-        TokenTileForm(tokens, vectors, lanes, int(fused), size, ahead, close, order, coming, once, int(packed))
-    )
+        TokenTileForm(
+            tokens, vectors, lanes, int(fused), size, ahead, close, order, coming, once, int(packed), numbers
+        )
+    )  # fmt: skip
+    quads, read_form = numbers in QUADS, tuple(QuantizeForm(lanes, int(fused), int(own_steps)))
     scatter_form, width = (4 if order == FOURS else 1, lanes, int(fused)), vectors * lanes
 
     def multiply(part: int, call: LinearCall, layer: TokenMajorLayer) -> None:
@@ -385,7 +432,10 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
         sums_at = call.scratch_at if permuted else call.y_at
         if whole:
             sums_at += part * chunk * panels * width * 4
-        packed_at, packed_chunk = call.scratch_at + (layer.waiting + part * chunk * k) * 4, -1
+        elements = (chunk * (k + 1) + 2 * LINE - 1) // LINE * LINE if quads else chunk * k
+        packed_at, packed_chunk = call.scratch_at + (layer.waiting + part * elements) * 4, -1
+        steps = chunk * k + LINE
+        steps_at = packed_at + steps * 4 if own_steps else 0
         item = find_part_begin(work, chunks, part, layer.parts)
         end = find_part_begin(work, chunks, part + 1, layer.parts)
         while item < end:
@@ -396,10 +446,17 @@ def build_kernel(settings: TokenMajorForm) -> ParallelKernel:
             if packed and chunk_begin != packed_chunk:
                 packed_chunk = chunk_begin
                 pack_chunk(tokens, call.x_at, n, k, (chunk_begin, chunk_end), packed_at)
+            if quads and chunk_begin != packed_chunk:
+                packed_chunk = chunk_begin
+                read = (chunk_begin, chunk_end, steps)
+                reading_at = layer.quads.reading.ctypes.data
+                quantize_chunk(read_form, call.x_at, layer.features, k, read, packed_at, reading_at)
             block = PanelBlock(first, stop, item, end, layer.block)
             for stage in range(stages):
                 begin, behind = find_next_panels(block, stage, stages, panels)
-                here = StageWork(stage, first, stop, begin, behind, chunk_begin, chunk_end, packed_at, sums_at)
+                here = StageWork(
+                    stage, first, stop, begin, behind, chunk_begin, chunk_end, packed_at, steps_at, sums_at
+                )
                 multiply_stage(form, scatter_form, whole, call, layer, here)
 
     def put_back(share: int, call: LinearCall, layer: TokenMajorLayer) -> None:

@@ -29,11 +29,12 @@ from sparse_kernels.cpu.codegen.register_tiles import copy_columns, copy_rows, f
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     PackedOutput,
+    QuadWorth,
     StreamEpilogue,
     VectorSources,
     WeightStream,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import IDENTITY, PARTIAL
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, IDENTITY, PARTIAL
 from sparse_kernels.cpu.codegen.weight_stream import FOUR, FOUR_WORDS, multiply_stream
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
@@ -218,7 +219,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
     its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
     reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
-    stream_form, copy_form = (vectors, lanes, int(fused), 0), (vectors, lanes, int(fused))
+    stream_form, copy_form = (vectors, lanes, int(fused), 0, FLOATS), (vectors, lanes, int(fused))
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
@@ -227,7 +228,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
         stream, table, work, bounds = layer.weights
         x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
         stages, bundles = table.shape
-        total = x_starts.size
+        total, worth = x_starts.size, QuadWorth(0, 0, 0)
         tiles = (total + vectors - 1) // vectors
         begin = find_part_begin(work, tiles, part, layer.parts)
         end = find_part_begin(work, tiles, part + 1, layer.parts)
@@ -257,7 +258,7 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
                 last = IDENTITY if framed else call.activation
                 finish = StreamEpilogue(min(stage, 1), call.bias_at, PARTIAL if stage < stages - 1 else last)
                 rows = WeightStream(stream.ctypes.data + table[stage, first] * 4, end_row - row)
-                multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish)
+                multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish, worth)
             packed_at, starts_at = y_at + row * stride * 4, y_starts.ctypes.data + v * 8
             below = row * layer.y_stride * 4
             if framed:

@@ -47,6 +47,7 @@ from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_singl
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import Call, CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels, count_group_rows
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY
 from sparse_kernels.cpu.layouts.vector_grid import (
     CACHED,
     LARGE,
@@ -152,11 +153,12 @@ class TokenPlan(CpuLinearPlan):
         waiting = waiting_tokens * panels.row_ids.size if permuted else 0
         in_fours = token_major.waits_in_fours(step)
         layer = TokenMajorLayer(
-            weights=panels.arrays, n=n, k=k, m=m, chunk=chunk, block=block, parts=threads,
+            weights=panels.arrays, quads=FLOATS_ONLY, n=n, k=k, m=m, features=k, chunk=chunk,
+            block=block, parts=threads,
             positions=panels.positions_in_fours(self.tile[2]) if in_fours else panels.positions,
             shares=threads if n * m >= token_major.WORTH_SHARING else 1, waiting=waiting,
         )  # fmt: skip
-        needed = waiting + (threads * chunk * k if form.packed else 0)
+        needed = waiting + threads * token_major.chunk_elements(form, chunk, k)
         return KernelWithScratch(token_major.build_kernel(form).bind(LinearCall, layer), needed)
 
     def copy(self) -> TokenPlan:

@@ -1,0 +1,59 @@
+"""Weights in eight bits as panels of quads: four columns beside each other, a byte each, in the place of a float32.
+
+A quad is kept if any of its columns is, for any row of the group. So patterns whose columns come in fours
+(`block:32x4`) keep just their weights, and others multiply zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu.layouts.panels import Groups, build_groups
+from sparse_kernels.formats import unpack
+from sparse_kernels.formats.int8 import MIDDLE, Int8Weight
+
+QUAD = 4
+
+
+class QuadArrays(NamedTuple):
+    """What sums of quads are worth, for the rows of all panels; empty arrays where tiles multiply floats.
+
+    offsets: int32, added to the sums. scales: float32, the worth of 1. reading: float32 (2), how x is read: 1 / scale
+    and zero.
+    """
+
+    offsets: NDArray[np.int32]
+    scales: NDArray[np.float32]
+    reading: NDArray[np.float32]
+
+
+FLOATS_ONLY = QuadArrays(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
+
+
+def build_quad_groups(weight: Int8Weight) -> Groups:
+    """Return the groups of a weight with quads as columns; values are four bytes each in the place of a float32."""
+    groups = build_groups(weight.packed)
+    group_of = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
+    keys, place = np.unique(
+        group_of * np.int64(2**32) + groups.columns // QUAD, return_inverse=True
+    )  # rising by group, then by quad
+    values = np.zeros((keys.size, groups.height, QUAD), np.int8)
+    values[place, :, groups.columns % QUAD] = groups.values
+    indptr = np.searchsorted(keys >> 32, np.arange(groups.indptr.size)).astype(np.int64)
+    columns = (keys & (2**32 - 1)).astype(np.int32)
+    return replace(groups, indptr=indptr, columns=columns, values=values.view(np.float32)[:, :, 0])
+
+
+def build_quad_arrays(weight: Int8Weight, row_ids: NDArray[np.int32]) -> QuadArrays:
+    """Return what sums are worth for these rows of the weight, -1 for none, and how x is read."""
+    zero, step = (MIDDLE, 1.0) if weight.input_range is None else (weight.input_range.zero, weight.input_range.scale)
+    sums = unpack(weight.packed).sum(axis=1, dtype=np.float64)
+    offsets, scales = np.zeros(row_ids.size, np.int32), np.zeros(row_ids.size, np.float32)
+    exist = row_ids >= 0
+    offsets[exist] = (-zero * sums)[row_ids[exist]]
+    scales[exist] = (weight.scales * np.float32(step))[row_ids[exist]]
+    return QuadArrays(offsets, scales, np.array([1 / step, zero], np.float32))

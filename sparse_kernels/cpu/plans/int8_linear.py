@@ -1,0 +1,118 @@
+"""Linear layers in eight bits on the CPU: x is read as bytes, multiplied in quads of columns, summed in 32 bits.
+
+tokens   outputs along the vector, as kernel tokens of `plans.linear`: for groups of rows as tall as a vector.
+rows     tokens along the vector, as kernel rows of `plans.linear`, for lower groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
+from sparse_kernels.cpu.kernels import row_panels, token_blocks, token_major
+from sparse_kernels.cpu.kernels.token_blocks import BlockSettings
+from sparse_kernels.cpu.kernels.token_major import TokenMajorForm, TokenMajorLayer
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
+from sparse_kernels.cpu.launch.kernel_calls import LinearCall
+from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
+from sparse_kernels.cpu.layouts.panels import Panels, build_panels
+from sparse_kernels.cpu.layouts.quads import QUAD, QuadArrays, build_quad_arrays, build_quad_groups
+from sparse_kernels.cpu.layouts.vector_grid import TILE
+from sparse_kernels.formats.int8 import Int8Weight, fill_up
+
+MOST_SINGLE = 0.4
+"""Share of quads from which on rows that share no columns are multiplied as dense ones, zeros included."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuadPlan(CpuLinearPlan):
+    """What plans in eight bits share. numbers: how quads are multiplied. own_steps: by each token's own step."""
+
+    panels: Panels | SingleRows
+    quads: QuadArrays
+    tile: tuple[int, int, int]
+    target: CpuTarget
+    kernel: str
+    own_steps: bool
+    numbers: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as the kernel reads them."""
+        return self.panels.nbytes + sum(array.nbytes for array in self.quads)
+
+    @property
+    def _lanes(self) -> int:
+        return self.tile[2]
+
+    def copy(self) -> QuadPlan:
+        """Return the same plan with weights of its own."""
+        return replace(self, panels=self.panels.copy(), quads=QuadArrays(*(array.copy() for array in self.quads)))
+
+
+class QuadTokenPlan(QuadPlan):
+    """Token-major x, read as bytes; outputs along the vector."""
+
+    def _prepared(self, n: int, threads: int) -> KernelWithScratch:
+        (m, features), panels, target, (size, vectors, lanes) = self.shape, self.panels, self.target, self.tile
+        assert isinstance(panels, Panels)
+        k, permuted = -(-features // QUAD), not panels.in_order
+        step = size if n > 2 else 2
+        own = token_major.gives_own_chunks(n, threads, permuted, target)
+        chunk, block = token_major.choose_chunks(step, k, n, panels, threads, own, permuted)
+        whole_chunks = permuted and -(-n // chunk) % threads == 0
+        form = TokenMajorForm(
+            step, vectors, lanes, target.fused, permuted, 4, token_major.choose_prefetch(n, step, target), False,
+            whole_chunks, self.numbers, self.own_steps,
+        )  # fmt: skip
+        waiting_tokens = threads * chunk if whole_chunks else -(-n // step) * step
+        waiting = waiting_tokens * panels.row_ids.size if permuted else 0
+        in_fours = token_major.waits_in_fours(step)
+        layer = TokenMajorLayer(
+            weights=panels.arrays, quads=self.quads, n=n, k=k, m=m, features=features, chunk=chunk, block=block,
+            parts=threads, positions=panels.positions_in_fours(lanes) if in_fours else panels.positions,
+            shares=threads if n * m >= token_major.WORTH_SHARING else 1, waiting=waiting,
+        )  # fmt: skip
+        needed = waiting + threads * token_major.chunk_elements(form, chunk, k)
+        return KernelWithScratch(token_major.build_kernel(form).bind(LinearCall, layer), needed)
+
+
+class QuadRowPlan(QuadPlan):
+    """Token-major x, read as bytes; tokens along the vector, block by block."""
+
+    def _prepared(self, n: int, threads: int) -> KernelWithScratch:
+        (m, features), (_, vectors, _) = self.shape, self.tile
+        settings = BlockSettings(
+            vectors, self.target, ("token_major", "token_major"), self.numbers, self.quads, features, self.own_steps
+        )
+        return token_blocks.bind_kernel(self.panels, (m, -(-features // QUAD)), settings, n, threads)
+
+
+def prepare_int8_linear(weight: Int8Weight, layout: str, n: int) -> QuadPlan:
+    """Return the plan of a linear layer in eight bits for about n tokens."""
+    if layout != "token_major":
+        raise ValueError(f"layers in eight bits take x token-major, not {layout}")
+    target, groups, (m, k) = find_cpu_target(), build_quad_groups(weight), weight.shape
+    if groups.height == 1 and groups.columns.size >= MOST_SINGLE * m * -(-k // QUAD):
+        groups = build_quad_groups(fill_up(weight))
+    height = groups.height
+    if height == m:  # all rows share all columns
+        height = 2 * target.lanes if height > target.lanes else target.lanes
+    tile, kind, kernel = token_major.choose_tile(height, target), QuadTokenPlan, "tokens"
+    if tile is None:
+        kind, kernel = QuadRowPlan, "rows"
+        size, vectors = row_panels.choose_tile(groups.height, target) if groups.height > 1 else (1, TILE)
+        tile = size, min(vectors, -(-n // target.lanes)) or 1, target.lanes
+    panels: Panels | SingleRows
+    if groups.height == 1:
+        panels, rows = build_single_rows(groups, -(-k // QUAD), tile[1] * tile[2]), np.arange(m, dtype=np.int32)
+    else:
+        panels = build_panels(groups, tile[1] * tile[2] if kernel == "tokens" else tile[0])
+        rows = panels.row_ids
+    name = f"numba.{weight.pattern.format}.int8{kernel}{tile[0]}x{tile[1]}.{target.name}"
+    return kind(
+        weight.shape, layout, panels.copy(), build_quad_arrays(weight, rows), tile, target, name,
+        weight.input_range is None, target.quads,
+    )  # fmt: skip
