@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
+from sparse_kernels.cpu.codegen.tile_operands import Word
 from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.formats.int8 import LARGEST, MIDDLE
@@ -86,3 +87,50 @@ def _find_own_step(emit: Emitter, at: ir.Value, count: ir.Value, step: ir.Value)
     found = builder.select(builder.fcmp_ordered("<", found, least), least, found)
     builder.store(builder.extract_element(found, ir.Constant(I32, 0)), step)
     return builder.fdiv(emit.constant(1.0), found)
+
+
+class ChannelRun(NamedTuple):
+    """Positions of up to four channels that lie beside each other.
+
+    address: of the first position in the first channel. channel: elements from one channel to the next. left:
+    channels (>= 1); beyond the last one, that is read again.
+    """
+
+    address: Word
+    channel: Word
+    left: Word
+
+
+@vector_code(QuantizeForm)
+def quantize_channels(
+    builder: ir.IRBuilder, form: QuantizeForm, source: ChannelRun, target: ir.Value, count: ir.Value, reading: ir.Value
+) -> None:
+    """target[p] = the bytes of four channels at position p, one quad each, for p < count.
+
+    reading: address of float32 (2), 1 / scale and zero. NaN becomes 0.
+    """
+    emit = Emitter(builder, form.lanes, bool(form.fused))
+    planes = [emit.row(source.address, c, source.left, source.channel) for c in range(4)]
+    known = emit.pointer(reading)
+    inverse, zero = (emit.splat(builder.load(builder.gep(known, [emit.integer(i)]))) for i in range(2))
+    wide, quads_at = ir.VectorType(I32, form.lanes), emit.pointer(target)
+
+    def shifted(x: ir.Value, byte: int) -> ir.Value:
+        whole = emit.to_whole(emit.multiply_add(x, inverse, zero))
+        low = builder.and_(whole, ir.Constant(wide, [255] * form.lanes))
+        return builder.shl(low, ir.Constant(wide, [8 * byte] * form.lanes))
+
+    def tile(first: ir.Value, rest: ir.Value | None) -> None:
+        mask = None if rest is None else emit.mask(rest)
+        joined = None
+        for byte, plane in enumerate(planes):
+            here = builder.gep(plane, [first])
+            x = emit.load(here, 0) if mask is None else emit.load_masked(here, 0, mask)
+            joined = shifted(x, byte) if joined is None else builder.or_(joined, shifted(x, byte))
+        quads, place = builder.bitcast(joined, emit.vector), builder.gep(quads_at, [first])
+        if mask is None:
+            emit.store(quads, place, 0)
+        else:
+            emit.store_masked(quads, place, 0, mask)
+
+    emit.in_tiles(count, tile)

@@ -306,12 +306,16 @@ class Emitter:
 
     def to_bytes(self, x: ir.Value) -> ir.Value:
         """Return the nearest whole numbers, ties to even, from 0 to 255 as bytes; 0 for NaN."""
+        return self.builder.trunc(self.to_whole(x), ir.VectorType(ir.IntType(8), self.lanes))
+
+    def to_whole(self, x: ir.Value) -> ir.Value:
+        """Return the nearest whole numbers, ties to even, from 0 to 255; 0 for NaN. Only the lowest bytes mean them.
+        """
         builder, zero, most = self.builder, ir.Constant(self.vector, None), self.constant(255.0)
         x = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
         x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
         # Added to a float from 0 to 255 this leaves the nearest whole number in the lowest byte.
-        bits = builder.bitcast(builder.fadd(x, self.constant(1.5 * 2.0**23)), ir.VectorType(I32, self.lanes))
-        return builder.trunc(bits, ir.VectorType(ir.IntType(8), self.lanes))
+        return builder.bitcast(builder.fadd(x, self.constant(1.5 * 2.0**23)), ir.VectorType(I32, self.lanes))
 
     def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value) -> ir.Value:
         """(sums + offset) * scale as floats: of 32-bit whole numbers in the place of floats, and offsets alike."""

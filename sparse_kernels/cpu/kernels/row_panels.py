@@ -36,6 +36,7 @@ from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
@@ -126,6 +127,7 @@ class ProductLayer(NamedTuple):
     blocks: int
     prefetched: NDArray[np.int64]
     part_stride: int
+    quads: QuadArrays
     parts: int
 
 
@@ -134,7 +136,7 @@ class ProductSettings(NamedTuple):
 
     vectors: of the largest tile. fused: multiply-adds are fused. columns: vectors of x that one vector of positions
     may read. threads: that share the work. part_stride: where each thread has blocks of its own and an x of its own,
-    elements from one x to the next. numbers: what tiles multiply, weights and x.
+    elements from one x to the next. numbers: what tiles multiply, weights and x. quads: what sums of quads are worth.
     """
 
     vectors: int
@@ -143,6 +145,7 @@ class ProductSettings(NamedTuple):
     threads: int
     part_stride: int = 0
     numbers: int = FLOATS
+    quads: QuadArrays = FLOATS_ONLY
 
 
 def bind_product(
@@ -161,7 +164,8 @@ def bind_product(
         weights=panels.arrays, x_stride=grid.x_stride, x_starts=grid.x_starts, y_stride=grid.y_stride,
         y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep,
         blocks=count_blocks(total, vectors, CACHED // (columns * grid.lanes), threads, own),
-        prefetched=find_prefetched() if large else NOTHING, part_stride=settings.part_stride, parts=threads,
+        prefetched=find_prefetched() if large else NOTHING, part_stride=settings.part_stride,
+        quads=settings.quads, parts=threads,
     )  # fmt: skip
     return kernel.bind(ProductCall, layer)
 
@@ -202,6 +206,9 @@ def build_kernel(
                 column, ahead = 0, stop
             weights = TileWeights(values_at + table[panel, 0] * 4, columns_at + table[panel, 1] * 4, table[panel, 2])
             finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
+            worth = QuadWorth(
+                layer.quads.offsets.ctypes.data + panel * rows * 4, layer.quads.scales.ctypes.data + panel * rows * 4, 0
+            )
             while v < stop:
                 width = vectors if v + vectors <= stop else 1
                 for _ in range(each):
@@ -212,7 +219,7 @@ def build_kernel(
                             column, ahead = column + 1, stop
                 x = VectorInput(x_at, layer.x_stride, x_starts_at + v * 8, width)
                 y = FramedOutput(call.y_at, layer.y_stride, y_starts_at + v * 8, keep_at + v * 8, call.added_at)
-                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0), QuadWorth(0, 0, 0))
+                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0), worth)
                 v += width
 
     return multiply

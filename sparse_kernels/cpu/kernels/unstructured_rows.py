@@ -40,6 +40,7 @@ from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
@@ -173,11 +174,18 @@ class StreamLayer(NamedTuple):
     y_starts: NDArray[np.int64]
     keep: NDArray[np.int64]
     elements: int
+    quads: QuadArrays
     parts: int
 
 
 def bind_product(
-    rows: SingleRows, fused: bool, grid: VectorGrid, offsets: NDArray[np.int32] | None, threads: int
+    rows: SingleRows,
+    fused: bool,
+    grid: VectorGrid,
+    offsets: NDArray[np.int32] | None,
+    threads: int,
+    numbers: int = FLOATS,
+    quads: QuadArrays = FLOATS_ONLY,
 ) -> Product:
     """Return the product at these vectors of positions.
 
@@ -185,7 +193,7 @@ def bind_product(
     (`vector_grid.build_tiled_grid`).
     """
     gathers = offsets is not None
-    kernel = build_kernel(rows.stride // grid.lanes, grid.lanes, fused, gathers, grid.keep is not None)
+    kernel = build_kernel(rows.stride // grid.lanes, grid.lanes, fused, gathers, grid.keep is not None, numbers)
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     elements = elements if gathers else 0
@@ -193,7 +201,7 @@ def bind_product(
         weights=rows.arrays, m=rows.m, x_starts=grid.x_starts,
         offsets=np.empty(1, np.int32) if offsets is None else offsets, y_stride=grid.y_stride,
         y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep, elements=elements,
-        parts=threads,
+        quads=quads, parts=threads,
     )  # fmt: skip
     bound = kernel.bind(ScratchProductCall, layer)
 
@@ -212,14 +220,16 @@ def _bundles_at_a_time(stride: int) -> int:
 
 
 @cache
-def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> ParallelKernel:
+def build_kernel(
+    vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool, numbers: int = FLOATS
+) -> ParallelKernel:
     """Return the loop over tiles of up to `vectors` vectors (`vector_grid.split_tiles`), runs of bundles, and stages.
 
     It is called with `ScratchProductCall` and `StreamLayer`. A kernel that gathers finds column c of a vector of x at
     its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
     reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
-    stream_form, copy_form = (vectors, lanes, int(fused), 0, FLOATS), (vectors, lanes, int(fused))
+    stream_form, copy_form = (vectors, lanes, int(fused), 0, numbers), (vectors, lanes, int(fused))
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
@@ -228,7 +238,8 @@ def build_kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: b
         stream, table, work, bounds = layer.weights
         x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
         stages, bundles = table.shape
-        total, worth = x_starts.size, QuadWorth(0, 0, 0)
+        total = x_starts.size
+        worth = QuadWorth(layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data, 0)
         tiles = (total + vectors - 1) // vectors
         begin = find_part_begin(work, tiles, part, layer.parts)
         end = find_part_begin(work, tiles, part + 1, layer.parts)

@@ -34,15 +34,21 @@ class QuadArrays(NamedTuple):
 FLOATS_ONLY = QuadArrays(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
 
 
-def build_quad_groups(weight: Int8Weight) -> Groups:
-    """Return the groups of a weight with quads as columns; values are four bytes each in the place of a float32."""
+def build_quad_groups(weight: Int8Weight, run: int) -> Groups:
+    """Return the groups of a weight with quads as columns; values are four bytes each in the place of a float32.
+
+    run: columns that lie beside each other: all of a linear layer, the channels of each tap of a convolution. Each
+    run begins with a new quad.
+    """
     groups = build_groups(weight.packed)
+    column = groups.columns % run
+    quads = groups.columns // run * -(-run // QUAD) + column // QUAD
     group_of = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
     keys, place = np.unique(
-        group_of * np.int64(2**32) + groups.columns // QUAD, return_inverse=True
+        group_of * np.int64(2**32) + quads, return_inverse=True
     )  # rising by group, then by quad
     values = np.zeros((keys.size, groups.height, QUAD), np.int8)
-    values[place, :, groups.columns % QUAD] = groups.values
+    values[place, :, column % QUAD] = groups.values
     indptr = np.searchsorted(keys >> 32, np.arange(groups.indptr.size)).astype(np.int64)
     columns = (keys & (2**32 - 1)).astype(np.int32)
     return replace(groups, indptr=indptr, columns=columns, values=values.view(np.float32)[:, :, 0])

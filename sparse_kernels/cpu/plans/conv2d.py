@@ -37,6 +37,7 @@ from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_singl
 from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
@@ -101,7 +102,9 @@ class CpuConv2dPlan:
     """A convolution's plan: weights as panels, and what it knows of each batch it has met.
 
     by_vectors: for the matrix unit, makes the plan that computes y again where sums are not finite; it is kept from
-    then on. So the plan holds on to the packed weight, 4 bytes a number that `nbytes` does not count.
+    then on. So the plan holds on to the packed weight, 4 bytes a number that `nbytes` does not count. numbers: what is
+    multiplied; with quads an element of x is four channels, `quads` says what sums are worth, and `padding` is the 32
+    bits of an element outside of an image.
     """
 
     shape: Conv2dShape
@@ -113,6 +116,8 @@ class CpuConv2dPlan:
     by_vectors: Callable[[], CpuConv2dPlan] | None = None
     emulated: bool = False
     numbers: int = FLOATS
+    quads: QuadArrays = FLOATS_ONLY
+    padding: int = 0
     _pool: Pool = field(default_factory=Pool)
     _placements: dict[tuple[int, int | None, int | None], BatchPlacement] = field(default_factory=dict)
     _calls: dict[tuple[int, int | None, int | None, int], list[tuple[range, Product]]] = field(default_factory=dict)
@@ -135,7 +140,7 @@ class CpuConv2dPlan:
 
     def __getstate__(self) -> dict[str, object]:
         # Leave out compiled kernels and buffers: copies and pickles make them again.
-        return {**self.__dict__, "_calls": {}, "_pool": Pool()}
+        return {**self.__dict__, "_calls": {}, "_pool": Pool(self.padding)}
 
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
@@ -209,7 +214,7 @@ class CpuConv2dPlan:
 
     def copy(self) -> CpuConv2dPlan:
         """Return the same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placements={}, _calls={})
+        return replace(self, panels=self.panels.copy(), _pool=Pool(self.padding), _placements={}, _calls={})
 
     def _bind_steps(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> list[tuple[range, Product]]:
         """Return which images at these places are run together by so many threads, and how.
@@ -226,7 +231,7 @@ class CpuConv2dPlan:
     def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
         """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
         by_matrix = isinstance(self.panels, MatrixPanels)  # it takes as much at a time as its cache holds
-        read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
+        read = not self._pairs and reads_frames(self.shape, x_at.margin)
         if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
             return x_at.batch
         rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
@@ -259,7 +264,7 @@ class CpuConv2dPlan:
                 padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
-            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers).bind(ImageCopyCall, laid_out)
+            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers if self._pairs else FLOATS).bind(ImageCopyCall, laid_out)
         if grid.flat is not None:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(
@@ -299,12 +304,19 @@ class CpuConv2dPlan:
     def _bind_multiply(self, placement: BatchPlacement, x_size: int, threads: int, apart: int = 0) -> Product:
         weights, grid, fused = placement.weights, placement.grid, self.target.fused
         if isinstance(weights, SingleRows):
-            return unstructured_rows.bind_product(weights, fused, grid, placement.offsets, threads)
+            return unstructured_rows.bind_product(
+                weights, fused, grid, placement.offsets, threads, self.numbers, self.quads
+            )
         if isinstance(weights, MatrixPanels):
             assert placement.blocks is not None
             return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, threads, self.emulated)
-        settings = ProductSettings(self.tile[1], fused, placement.columns, threads, apart, self.numbers)
+        settings = ProductSettings(self.tile[1], fused, placement.columns, threads, apart, self.numbers, self.quads)
         return row_panels.bind_product(weights, grid, settings, lambda: placement.prefetched)
+
+    @property
+    def _pairs(self) -> bool:
+        """Whether pairs of bfloat16 are multiplied, for which x is always laid out."""
+        return self.numbers in (PAIRS, PAIRS_BY_UNIT)
 
     @cached_property
     def _vector_plan(self) -> CpuConv2dPlan:
@@ -328,7 +340,7 @@ class CpuConv2dPlan:
     def _build_placement(self, shape: Conv2dShape, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         """Everything for this shape's batch."""
         target, by_rows = self._wide, not isinstance(self.panels, SingleRows)
-        always = self.numbers != FLOATS
+        always = self._pairs
         column_places = locate_columns(shape, target, x, y, always)
         grid = choose_positions(shape, target, by_rows, x.margin, y.margin, always)
         if isinstance(self.panels, SingleRows):
@@ -428,7 +440,7 @@ def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated:
     """Return the plan by the matrix unit, for a weight that `accepts_weight`."""
     tiles = amx_linear.count_row_tiles(packed)
     assert tiles is not None
-    weights = amx_linear.build_matrix_panels(_by_channel(build_groups(packed), shape), tiles, shape.c_out)
+    weights = amx_linear.build_matrix_panels(order_by_channel(build_groups(packed), shape), tiles, shape.c_out)
     size = tiles * ROWS
     name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
     return CpuConv2dPlan(
@@ -441,7 +453,7 @@ def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuCon
     """Return the plan by the vector unit."""
     target = find_cpu_target()
     height = count_group_rows(packed)
-    by_channel = _by_channel(build_groups(packed), shape)
+    by_channel = order_by_channel(build_groups(packed), shape)
     weights: Panels | SingleRows
     if height == 1:
         some = replace(shape, batch=max(1, shape.batch))
@@ -458,13 +470,13 @@ def build_pair_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2
     """Return the plan by pairs of bfloat16, for a weight that is rounded to it."""
     target = find_cpu_target()
     size, vectors = row_panels.choose_tile(count_group_rows(packed), target)
-    weights = build_panels(_by_channel(build_groups(packed), shape), size).paired()
+    weights = build_panels(order_by_channel(build_groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
     numbers = PAIRS_BY_UNIT if target.pairs else PAIRS
     return CpuConv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
 
 
-def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
+def order_by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
     """Return the groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
     numbers = groups.columns % shape.c_in * (shape.kh * shape.kw) + groups.columns // shape.c_in
     group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))

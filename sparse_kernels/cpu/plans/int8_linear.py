@@ -94,9 +94,10 @@ def prepare_int8_linear(weight: Int8Weight, layout: str, n: int) -> QuadPlan:
     """Return the plan of a linear layer in eight bits for about n tokens."""
     if layout != "token_major":
         raise ValueError(f"layers in eight bits take x token-major, not {layout}")
-    target, groups, (m, k) = find_cpu_target(), build_quad_groups(weight), weight.shape
+    target, (m, k) = find_cpu_target(), weight.shape
+    groups = build_quad_groups(weight, k)
     if groups.height == 1 and groups.columns.size >= MOST_SINGLE * m * -(-k // QUAD):
-        groups = build_quad_groups(fill_up(weight))
+        groups = build_quad_groups(fill_up(weight), k)
     height = groups.height
     if height == m:  # all rows share all columns
         height = 2 * target.lanes if height > target.lanes else target.lanes

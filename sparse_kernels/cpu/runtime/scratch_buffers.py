@@ -51,13 +51,17 @@ def give_back(buffer: ScratchBuffer) -> None:
 
 
 class Pool:
-    """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads."""
+    """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads.
 
-    def __init__(self) -> None:
+    fill: the 32 bits of each element of a new buffer.
+    """
+
+    def __init__(self, fill: int = 0) -> None:
+        self._fill = fill
         self._free: deque[tuple[int, ScratchBuffer]] = deque(maxlen=KEPT)
 
     def take(self, size: int, key: int = 0) -> ScratchBuffer:
-        """Return memory for `size` elements, aligned: what was given back with this key and size, else zeros."""
+        """Return memory for `size` elements, aligned: what was given back with this key and size, else a new one."""
         for _ in range(KEPT):
             try:
                 kept, buffer = self._free.pop()
@@ -66,7 +70,10 @@ class Pool:
             if kept == key and buffer.size == size:
                 return buffer
             self._free.appendleft((kept, buffer))
-        return ScratchBuffer(allocate_aligned(size))
+        new = allocate_aligned(size)
+        if self._fill:
+            new.view(np.uint32)[:] = self._fill
+        return ScratchBuffer(new)
 
     def give_back(self, buffer: ScratchBuffer, key: int = 0) -> None:
         """Let a later call have it."""
