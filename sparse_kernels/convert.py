@@ -18,7 +18,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from sparse_kernels.formats.int8 import Quantization, round_to_steps
 from sparse_kernels.fx_graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
-from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, SparseLayer
+from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
 from sparse_kernels.nn.sparse_linear import SparseLinear
 from sparse_kernels.pad_propagation import keep_frames
 from sparse_kernels.patterns import Pattern
@@ -54,12 +55,14 @@ class LayerPattern:
     """The pattern that a layer gets.
 
     pattern: of the mask. mask: bool (m, k), True where a weight is kept; None keeps all. precision: float32, or what
-    its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say.
+    its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say; int8 with a quantization. quantization: how
+    the layer is read in eight bits. Weights are rounded to its steps.
     """
 
     pattern: Pattern
     mask: np.ndarray | None = None
     precision: str = "float32"
+    quantization: Quantization | None = None
 
 
 def convert(
@@ -227,10 +230,9 @@ def _apply_choices(
         if names[module] not in survey.taken:
             raise ValueError(f"layer {name!r}: {survey.left_out.get(names[module]) or refuse_layer(module)}")
         try:
-            _apply(choice, module, backend)
+            chosen[module] = _apply(choice, module, backend)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
-        chosen[module] = choice
     return chosen
 
 
@@ -245,20 +247,37 @@ def _separate_weights(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 def _alike(a: LayerPattern, b: LayerPattern) -> bool:
     masks = a.mask is b.mask or (a.mask is not None and b.mask is not None and np.array_equal(a.mask, b.mask))
-    return masks and (a.pattern, a.precision) == (b.pattern, b.precision)
+    read, other = a.quantization, b.quantization
+    alike = read is other or (
+        read is not None
+        and other is not None
+        and read.input_range == other.input_range
+        and np.array_equal(read.scales, other.scales)
+    )
+    return masks and alike and (a.pattern, a.precision) == (b.pattern, b.precision)
 
 
-def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
-    """Make the weight what its kernel will multiply with, in place: masked, and rounded."""
+def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> LayerPattern:
+    """Make the weight what its kernel will multiply with, in place: masked, and rounded; return what is known then."""
     if choice.mask is not None:
         matrix = weight_matrix(module)
         if choice.mask.shape != matrix.shape:
             raise ValueError(f"the mask is {choice.mask.shape}, and its weight is {tuple(matrix.shape)}")
         mask = torch.from_numpy(np.ascontiguousarray(choice.mask, bool)).to(matrix.device)
         set_weight_matrix(module, torch.where(mask, matrix, 0.0))
+    if choice.quantization is not None:
+        matrix, scales = weight_matrix(module), choice.quantization.scales
+        if scales.shape != (len(matrix),) or not (scales > 0).all():
+            raise ValueError(f"a weight of {len(matrix)} rows needs {len(matrix)} scales, positive and finite")
+        rounded = round_to_steps(matrix.float().cpu().numpy(), scales)
+        largest = np.rint(np.abs(rounded / scales[:, None]).max(axis=1, initial=0.0)).astype(np.float32)
+        choice = replace(choice, quantization=replace(choice.quantization, largest=largest))
+        set_weight_matrix(module, torch.from_numpy(rounded).to(matrix))
     if choice.precision != "float32":
         _sparse(module, choice, None, backend, tune=False)  # refuses what cannot be, while the layer's name is known
+    if choice.precision.startswith("bfloat16"):
         set_weight_matrix(module, weight_matrix(module).bfloat16().float())
+    return choice
 
 
 @dataclass
@@ -335,7 +354,9 @@ def _prove(converted: nn.Module, example: _Example, expected: Any) -> None:
     Layers that may round activations do not do so here: how far that leads is no matter of the conversion.
     """
     rounding = [
-        layer for layer in converted.modules() if isinstance(layer, SparseLayer) and layer.precision == "bfloat16"
+        layer
+        for layer in converted.modules()
+        if isinstance(layer, SparseLayer) and layer.precision in ("bfloat16", INT8)
     ]
     try:
         with ExitStack() as unrounded, redirect_stderr(io.StringIO()):  # torch.fx prints what fails
@@ -607,12 +628,26 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
 
 
 def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, backend: str, tune: bool) -> nn.Module:
+    quantization = None if choice.quantization is None else _follow_folding(module, choice.quantization)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         kind = SparseConv1d if isinstance(module, nn.Conv1d) else SparseConv2d
         return kind.from_dense(
-            module, choice.pattern, choice.mask, activation=activation, backend=backend, precision=choice.precision
-        )
+            module, choice.pattern, choice.mask,
+            activation=activation, backend=backend, precision=choice.precision, quantization=quantization,
+        )  # fmt: skip
     return SparseLinear.from_dense(
         module, choice.pattern, choice.mask,
-        activation=activation, backend=backend, tune=tune, precision=choice.precision,
+        activation=activation, backend=backend, tune=tune, precision=choice.precision, quantization=quantization,
     )  # fmt: skip
+
+
+def _follow_folding(module: nn.Module, quantization: Quantization) -> Quantization:
+    """Return the quantization whose steps are those of the layer's weight, which a norm may have scaled row by row.
+
+    A norm multiplies a row and its steps alike: the row's largest weight stays as many steps as it was.
+    """
+    assert quantization.largest is not None
+    weight = weight_matrix(module).float().cpu().numpy()
+    found = np.abs(weight).max(axis=1, initial=0.0) / np.maximum(quantization.largest, 1)
+    scales = np.where((quantization.largest > 0) & (found > 0), found, quantization.scales)
+    return replace(quantization, scales=scales.astype(np.float32))

@@ -62,7 +62,7 @@ def check(
         x, y = x.T, y.T
     else:
         _check_shape(y, (m, x.shape[1]))
-    return _compare(y, *_expected(packed, x, bias, activation, roundoff))
+    return compare_results(y, *_expected(packed, x, bias, activation, roundoff))
 
 
 def check_conv2d(
@@ -78,7 +78,7 @@ def check_conv2d(
     """Return the same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
     _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
-    return _compare(columns, *_expected(packed, build_patches(x, shape), bias, activation, roundoff))
+    return compare_results(columns, *_expected(packed, build_patches(x, shape), bias, activation, roundoff))
 
 
 def build_exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,11 @@ def _check_shape(y: np.ndarray, expected: tuple[int, ...]) -> None:
         raise WrongResult(f"the result has shape {y.shape}, expected {expected}")
 
 
-def _compare(y: np.ndarray, expected: Result, bound: Result, scale: Result) -> float:
+def compare_results(y: np.ndarray, expected: Result, bound: Result, scale: Result) -> float:
+    """Raise WrongResult where y (m, n) is further from what is expected than a bound.
+
+    Returns the largest error relative to the scale. Where NaN is expected any value passes.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.where((y == expected) | np.isnan(expected), 0.0, np.abs(y - expected))
         excess = np.where(error > 0, error / bound, 0.0)  # NaN counts as infinitely far

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparse_kernels.shapes import Conv2dShape, Shape
-from sparse_kernels.shuffle import group_rows
+from sparse_kernels.shuffle import Order, group_rows
 from sparse_kernels.top_units import (
     Mask,
     Scores,
@@ -233,18 +233,21 @@ class ShflBW:
     """Vector-wise after a reordering of the rows, so that any v rows may form a group (Huang et al., DAC 2022).
 
     The rows of a mask fall into groups of v with equal columns, one group smaller where m is no multiple of v. That
-    is all that `pack` needs to find the groups again.
+    is all that `pack` needs to find the groups again. Columns are kept `cols` at a time, beside each other: four are
+    what a unit for bytes multiplies at once. Where k is no multiple of `cols`, the last ones are fewer.
     """
 
     v: int
+    cols: int = 1
 
     format: ClassVar[str] = "shflbw"
 
     def __post_init__(self) -> None:
         _check_whole("v", self.v)
+        _check_whole("cols", self.cols)
 
     def __str__(self) -> str:
-        return f"shflbw:{self.v}"
+        return f"shflbw:{self.v}" if self.cols == 1 else f"shflbw:{self.v}x{self.cols}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
         """Return the vectors of most score among the row groups that `group_rows` finds.
@@ -253,11 +256,20 @@ class ShflBW:
         same scores give the same mask every time on one machine; the rounding of another's BLAS may lead to another.
         """
         _check(scores, sparsity)
-        order = group_rows(scores, self.v, sparsity, np.random.default_rng(0))
-        kept, _, heights = select_top_vectors(scores[order], self.v, sparsity)
-        mask = np.empty(scores.shape, bool)
-        mask[order] = kept.repeat(heights, axis=0)
+        order, mask = self.order_rows(scores, sparsity), np.empty(scores.shape, bool)
+        mask[order] = self.in_order.mask(scores[order], sparsity)
         return mask
+
+    @property
+    def in_order(self) -> VectorWise | BlockWise:
+        """The pattern of a mask whose rows are put in order."""
+        return VectorWise(self.v) if self.cols == 1 else BlockWise(self.v, self.cols)
+
+    def order_rows(self, scores: Scores, sparsity: float) -> Order:
+        """Return the order (m,) of the rows of scores (m, k) in which each v rows make a good group."""
+        if self.cols > 1:
+            scores = np.add.reduceat(scores, np.arange(0, scores.shape[1], self.cols), axis=1)
+        return group_rows(scores, self.v, sparsity, np.random.default_rng(0))
 
     def refuses(self, shape: Shape) -> str | None:
         """Return None: a layer with fewer than v rows is one short group."""
@@ -273,7 +285,7 @@ _FORMS = (
     (re.compile(r"block:(\d+)x(\d+)"), BlockWise),
     (re.compile(r"vector:(\d+)"), VectorWise),
     (re.compile(r"vectornm:(\d+):(\d+):(\d+)"), VectorNM),
-    (re.compile(r"shflbw:(\d+)"), ShflBW),
+    (re.compile(r"shflbw:(\d+)(?:x(\d+))?"), ShflBW),
 )
 
 
@@ -283,7 +295,7 @@ def parse(text: str) -> Pattern:
     Parameters
     ----------
     text : str
-        Such as ``nm:2:4``, ``block:32x32``, ``vector:32`` or ``shflbw:32``.
+        Such as ``nm:2:4``, ``block:32x32``, ``vector:32``, ``shflbw:32`` or ``shflbw:32x4``.
 
     Returns
     -------
@@ -297,10 +309,10 @@ def parse(text: str) -> Pattern:
     """
     for form, pattern in _FORMS:
         if found := form.fullmatch(text):
-            return pattern(*map(int, found.groups()))
+            return pattern(*(int(number) for number in found.groups() if number is not None))
     raise ValueError(
         f"unknown pattern {text!r}: known are dense, unstructured, nm:KEEP:OF, block:ROWSxCOLS, vector:V, "
-        "vectornm:V:KEEP:OF, shflbw:V"
+        "vectornm:V:KEEP:OF, shflbw:V, shflbw:VxCOLS"
     )
 
 

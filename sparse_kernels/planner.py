@@ -5,20 +5,28 @@ from __future__ import annotations
 import numpy as np
 
 from sparse_kernels.formats import Packed
+from sparse_kernels.formats.int8 import Int8Weight
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, CONV2D_LAYOUTS, LAYOUTS, Array, Plan
 from sparse_kernels.registry import find_kernel
 from sparse_kernels.shapes import Conv2dShape
 
 
 def prepare(
-    packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False, precision: str = "float32"
+    packed: Packed | Int8Weight,
+    backend: str,
+    layout: str,
+    n: int,
+    *,
+    tune: bool = False,
+    precision: str = "float32",
 ) -> Plan:
     """Make a linear layer's packed weight ready to run.
 
     Parameters
     ----------
-    packed : Packed
-        The weight (m, k), from `pack`.
+    packed : Packed or Int8Weight
+        The weight (m, k), from `pack`, or from `pack_int8` for a product in eight bits: ``token_major``, with the
+        backends ``numba`` and ``reference``. Results are float32.
     backend : str
         ``reference``, ``numba``, ``cupy`` or ``numba_cuda``.
     layout : str
@@ -53,6 +61,10 @@ def prepare(
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n must be a number of columns of at least 0, not {n}")
+    if isinstance(packed, Int8Weight):
+        if tune or precision != "float32":
+            raise ValueError("a weight in eight bits takes neither tune=True nor another precision")
+        return find_kernel("int8", "linear", backend)(packed, layout, n)
     function = find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
         if tune or precision != "float32":
@@ -63,14 +75,20 @@ def prepare(
 
 
 def prepare_conv2d(
-    packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None, *, precision: str = "float32"
+    packed: Packed | Int8Weight,
+    shape: Conv2dShape,
+    backend: str,
+    layout: str | None = None,
+    *,
+    precision: str = "float32",
 ) -> Plan:
     """Make a convolution's packed weight ready to run.
 
     Parameters
     ----------
-    packed : Packed
-        The weight (c_out, kh*kw*c_in), from `pack`.
+    packed : Packed or Int8Weight
+        The weight (c_out, kh*kw*c_in), from `pack`, or from `pack_int8` with an input range for a product in eight
+        bits, with the backends ``numba`` and ``reference``.
     shape : Conv2dShape
         The layer, for about shape.batch images a call; the plan runs any number.
     backend : str
@@ -100,9 +118,14 @@ def prepare_conv2d(
         raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
-    function = find_kernel(packed.pattern.format, "conv2d", backend)
+    in_bytes = isinstance(packed, Int8Weight)
+    function = find_kernel("int8" if in_bytes else packed.pattern.format, "conv2d", backend)
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
+    if in_bytes:
+        if precision != "float32":
+            raise ValueError("a weight in eight bits takes no other precision")
+        return function(packed, shape, layout)
     if backend == "numba":
         return function(packed, shape, layout, precision)
     if precision != "float32":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
+FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 TORCH, NUMBA, NUMBA_BFLOAT16, DEEPSPARSE = "torch", "numba", "numba-bf16", "deepsparse"
 TORCH_GPU, TORCH_SPARSE, CUBLAS = "torch_gpu", "torch_sparse", "cublas"
 CUSPARSE, CUPY, NUMBA_CUDA = "cusparse", "cupy", "numba_cuda"
@@ -72,8 +72,8 @@ class CpuLayerEngine(LayerEngine):
         The kernels that a sweep times, by operation.
     tuned_kernels : mapping of str to tuple of str
         Those that a sweep which tunes adds; each is found by trying several.
-    bfloat16_kernels : mapping of str to tuple of str
-        Those that a sweep with bfloat16 adds; see `ROUNDED_KERNELS`.
+    rounded_kernels : mapping of str to mapping of str to tuple of str
+        Those that a sweep with bfloat16 or int8 adds, by that precision; see `ROUNDED_KERNELS`.
     formats : tuple of str
         The weight formats that it reads; empty for all.
     channels_last : tuple of str
@@ -84,15 +84,19 @@ class CpuLayerEngine(LayerEngine):
 
     timed_kernels: Kernels = field(default_factory=dict)
     tuned_kernels: Kernels = field(default_factory=dict)
-    bfloat16_kernels: Kernels = field(default_factory=dict)
+    rounded_kernels: Mapping[str, Kernels] = field(default_factory=dict)
     formats: tuple[str, ...] = ()
     channels_last: tuple[str, ...] = ()
     prepare_seconds: float = 0.1
 
+    def list_rounded(self, op: str, precision: str) -> tuple[str, ...]:
+        """List the kernels of an operation that round to this precision."""
+        return self.rounded_kernels.get(precision, {}).get(op, ())
+
 
 @dataclass(frozen=True)
 class RoundedKernel:
-    """What a kernel in bfloat16 rounds: its weights and, unless this is empty, its activations; and its formats."""
+    """What a kernel rounds its weights to and, unless this is empty, its activations; and the formats it is for."""
 
     weights: str
     activations: str
@@ -102,8 +106,13 @@ class RoundedKernel:
 ROUNDED_KERNELS = {
     "bf16-weights": RoundedKernel(BFLOAT16, "", ("block", "vector", "shflbw")),
     "bf16": RoundedKernel(BFLOAT16, BFLOAT16, ("dense", "block", "vector", "shflbw")),
+    "int8": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
+    "int8-dynamic": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
 }
-"""Kernels that read two bytes a weight, and kernels that round both operands."""
+"""Kernels that read fewer bytes a weight, and kernels that round both operands.
+
+`int8` reads activations in one range for all tokens, found beforehand, `int8-dynamic` each token by its own.
+"""
 
 
 def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts: Any) -> CpuLayerEngine:
@@ -114,24 +123,32 @@ def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts
 _AUTO = {"linear": ("auto",), "conv2d": ("auto",)}
 _LINEAR = {"linear": ("auto",), "conv2d": ()}
 _BF16 = {"linear": ("bf16",), "conv2d": ("bf16",)}
+_INT8 = {"linear": ("int8",), "conv2d": ("int8",)}
+_INT8_OR_DYNAMIC = {"linear": ("int8", "int8-dynamic"), "conv2d": ("int8",)}
 _COMPRESSED = ("unstructured", "nm", "block")
 
 CPU_ENGINES = {
     engine.name: engine
     for engine in (
         _cpu(
-            TORCH, ("torch",), formats=("dense",), bfloat16_kernels=_BF16, channels_last=("prepacked", "bf16"),
+            TORCH, ("torch",), formats=("dense",), rounded_kernels={BFLOAT16: _BF16}, channels_last=("prepacked", "bf16"),
             timed_kernels={op: (op, "mkldnn", "prepacked") for op in ("linear", "conv2d")},
         ),
-        _cpu("onnxruntime", ("onnxruntime", "onnx"), formats=("dense",), timed_kernels=_AUTO, prepare_seconds=0.15),
         _cpu(
-            "openvino", ("openvino",), formats=("dense",), timed_kernels=_AUTO, bfloat16_kernels=_BF16,
-            channels_last=("auto", "bf16"), prepare_seconds=0.15,
+            "onnxruntime", ("onnxruntime", "onnx"), formats=("dense",), timed_kernels=_AUTO, prepare_seconds=0.15,
+            rounded_kernels={INT8: _INT8_OR_DYNAMIC},
+        ),
+        _cpu(
+            "openvino", ("openvino",), formats=("dense",), timed_kernels=_AUTO,
+            rounded_kernels={BFLOAT16: _BF16, INT8: _INT8}, channels_last=("auto", "bf16", "int8"),
+            prepare_seconds=0.15,
         ),
         _cpu(
             NUMBA, ("numba",), kernels="sparse_kernels.cpu", timed_kernels=_AUTO, prepare_seconds=0.3,
             tuned_kernels={"linear": ("tuned",)},
-            bfloat16_kernels={"linear": ("bf16-weights", "bf16"), "conv2d": ("bf16",)},
+            rounded_kernels={
+                BFLOAT16: {"linear": ("bf16-weights", "bf16"), "conv2d": ("bf16",)}, INT8: _INT8_OR_DYNAMIC,
+            },
         ),
         _cpu("torch_sparse_cpu", ("torch",), standard=False, formats=_COMPRESSED, timed_kernels=_LINEAR),
         _cpu("scipy", ("scipy",), standard=False, formats=_COMPRESSED, timed_kernels=_LINEAR),

@@ -25,8 +25,10 @@ class PointOptions:
         The values as texts.
     adaptive : bool
         Whether points are chosen during the sweep.
-    tune, bf16 : bool
-        Whether extra points of latbench's CPU kernels are wanted.
+    tune : bool
+        Whether extra points of latbench's tuned CPU kernels are wanted.
+    rounded : sequence of str
+        Precisions of which extra points are wanted.
     seed : int
         Random seed of weights and order.
     """
@@ -37,7 +39,7 @@ class PointOptions:
     backends: Sequence[str] = ()
     adaptive: bool = False
     tune: bool = False
-    bf16: bool = False
+    rounded: Sequence[str] = ()
     seed: int = field(default=0)
 
 
@@ -60,7 +62,7 @@ def select_cpu_points(options: PointOptions, device: str, threads: int, engines:
     """Select the points of a CPU."""
     from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, PointSetup, select_points
 
-    setup = PointSetup(device, threads, engines, options.seed, options.tune, options.bf16)
+    setup = PointSetup(device, threads, engines, options.seed, options.tune, options.rounded)
     default = FINE_SPARSITIES if options.adaptive else SPARSITIES
     return select_points(options.workloads, options.patterns, options.sparsities, setup, default_sparsities=default)
 
@@ -142,15 +144,20 @@ def select_engines(given: Sequence[str], needed: Mapping[str, Sequence[str]], in
 
 
 def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> None:
-    """Raise UsageError for --tune and --bf16 without an engine that takes them; for a GPU `engines` are empty."""
-    from latbench.base.engine_registry import CPU_ENGINES
+    """Raise UsageError for --tune, --bf16 and --int8 without an engine that takes them; `engines` of a GPU are none.
+    """
+    from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, INT8
     from latbench.errors import UsageError
 
     tuned = [name for name, engine in CPU_ENGINES.items() if engine.tuned_kernels]
-    rounded = [name for name, engine in CPU_ENGINES.items() if engine.bfloat16_kernels]
+    bf16, int8 = (
+        [name for name, engine in CPU_ENGINES.items() if precision in engine.rounded_kernels]
+        for precision in (BFLOAT16, INT8)
+    )
     for asked, name, gpu_reason, able in (
         (options.tune, "--tune", "GPU kernels are not tuned", tuned),
-        (options.bf16, "--bf16", "GPU kernels compute in 16 bits already", rounded),
+        (BFLOAT16 in options.rounded, "--bf16", "GPU kernels compute in 16 bits already", bf16),
+        (INT8 in options.rounded, "--int8", "GPU kernels have no eight bits yet", int8),
     ):
         if asked and not engines:
             raise UsageError(f"{name} is not for --gpu: {gpu_reason}")
@@ -178,3 +185,10 @@ def format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def list_rounded(bf16: bool, int8: bool) -> tuple[str, ...]:
+    """List the precisions that options ask for."""
+    from latbench.base.engine_registry import BFLOAT16, INT8
+
+    return tuple(precision for precision, asked in ((BFLOAT16, bf16), (INT8, int8)) if asked)

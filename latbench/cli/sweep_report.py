@@ -110,15 +110,15 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """Build a table of median speedups by pattern and engine (rows) and sparsity (columns), and its heading.
 
     A speedup is over the fastest dense engine of the same layer shape and setting; the median is over layer shapes.
-    Points in bfloat16 are compared with dense engines in bfloat16 and float32. None where no sparse point has a dense
+    Rounded points are compared with dense engines of the same type and of wider ones. None where no sparse point has a dense
     one to compare with.
     """
     from rich.table import Table
 
-    from latbench.report.point_frames import SETTING, SHAPE, add_float32_rivals, format_engine
+    from latbench.report.point_frames import SETTING, SHAPE, WIDER, add_wider_rivals, format_engine
     from latbench.tables.table import select_timed
 
-    timed = add_float32_rivals(select_timed(frame))
+    timed = add_wider_rivals(select_timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[format_engine(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of different modes are not compared
@@ -129,11 +129,10 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     sparse = sparse.assign(speedup=sparse["dense_median_seconds"] / sparse["median_seconds"]).dropna(subset="speedup")
     if sparse.empty:
         return None
-    rounded = sparse["dtype_a"] == "bfloat16"
     engines = [
-        f"{precision}{_format_counts(rows.drop_duplicates(layer)['dense_engine'].value_counts())}"
-        for precision, rows in (("", sparse[~rounded]), ("in bfloat16 ", sparse[rounded]))
-        if len(rows)
+        f"{'' if dtype not in WIDER else f'in {dtype} '}"
+        f"{_format_counts(rows.drop_duplicates(layer)['dense_engine'].value_counts())}"
+        for dtype, rows in sorted(sparse.groupby("dtype_a"), key=lambda found: str(found[0]) in WIDER)
     ]
     medians = sparse.pivot_table(
         index=["pattern", "engine"], columns="sparsity_target", values="speedup", aggfunc="median"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
 from latbench.base.number_format import format_threads
 from latbench.tables.layer_columns import check_layers
 from latbench.tables.schema import TIMED
@@ -63,7 +64,7 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     """
     rows = select_timed_rows(select_layer_rows(table))
     check_layers(rows)
-    rows = add_float32_rivals(rows)
+    rows = add_wider_rivals(rows)
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
         tidy[name] = rows[column].astype(float)
@@ -85,16 +86,22 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     return tidy.sort_values(order).reset_index(drop=True)
 
 
-def add_float32_rivals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with dense float32 layers repeated among the bfloat16 layers of the same setting.
+WIDER = {BFLOAT16: (FLOAT32,), INT8: (FLOAT32, BFLOAT16)}
+"""Types that are more precise than one that a sweep rounds to."""
 
-    So a speedup in bfloat16 is over the fastest dense layer in bfloat16 or float32.
+
+def add_wider_rivals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with dense layers of wider types repeated among the rounded layers of the same setting.
+
+    So a speedup in bfloat16 is over the fastest dense layer in bfloat16 or float32, one in int8 over all three.
     """
-    same = [name for name in SETTING if name != "dtype_a"]
-    settings = rows.loc[rows["dtype_a"] == "bfloat16", same].drop_duplicates()
-    dense = rows[(rows["pattern"] == "dense") & (rows["dtype_a"] == "float32")]
-    lent = dense.merge(settings, on=same).assign(dtype_a="bfloat16")
-    return pd.concat([rows, lent[rows.columns]], ignore_index=True) if len(lent) else rows
+    same, found = [name for name in SETTING if name != "dtype_a"], [rows]
+    for dtype, wider in WIDER.items():
+        settings = rows.loc[rows["dtype_a"] == dtype, same].drop_duplicates()
+        dense = rows[(rows["pattern"] == "dense") & rows["dtype_a"].isin(wider)]
+        lent = dense.merge(settings, on=same).assign(dtype_a=dtype)
+        found += [lent[rows.columns]] if len(lent) else []
+    return pd.concat(found, ignore_index=True) if len(found) > 1 else rows
 
 
 def find_impossible(points: pd.DataFrame) -> pd.Series:

@@ -28,8 +28,10 @@ def derive_pattern_columns(pattern: str) -> dict[str, Any]:
             sizes = {"block_h": parsed.rows, "block_w": parsed.cols}
         case VectorNM():
             sizes = {"v": parsed.v, "nm_n": parsed.keep, "nm_m": parsed.of}
-        case VectorWise() | ShflBW():
+        case VectorWise():
             sizes = {"v": parsed.v}
+        case ShflBW():
+            sizes = {"v": parsed.v} if parsed.cols == 1 else {"v": parsed.v, "block_w": parsed.cols}
         case NM():
             sizes = {"nm_n": parsed.keep, "nm_m": parsed.of}
         case _:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.base.engine_registry import CPU_ENGINES, ROUNDED_KERNELS, CpuLayerEngine, list_standard
+from latbench.base.engine_registry import CPU_ENGINES, INT8, ROUNDED_KERNELS, CpuLayerEngine, list_standard
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
@@ -140,8 +140,9 @@ class PointSetup:
         Random seed of the synthetic weights.
     tune
         Add kernels that are found by trying several.
-    bf16
-        Add kernels with bfloat16 weights, and those that round activations too.
+    rounded
+        Precisions of which kernels are added: those that round weights, and those that round activations too. With
+        int8 the default patterns are joined by those that keep columns in fours.
     """
 
     device: str
@@ -149,7 +150,7 @@ class PointSetup:
     backends: Sequence[str] = STANDARD_ENGINES
     seed: int = 0
     tune: bool = False
-    bf16: bool = False
+    rounded: Sequence[str] = ()
 
 
 def list_points(
@@ -174,7 +175,7 @@ def list_points(
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
-        for pattern in select_default_patterns(shape) if patterns is None else patterns:
+        for pattern in select_default_patterns(shape, setup.rounded) if patterns is None else patterns:
             for backend in setup.backends:
                 for kernel in _list_kernels(CPU_ENGINES[backend], shape, pattern, setup):
                     rounded = ROUNDED_KERNELS.get(kernel)
@@ -194,7 +195,7 @@ def _list_kernels(engine: CpuLayerEngine, shape: Shape, pattern: Pattern, setup:
     if engine.formats and pattern.format not in engine.formats:
         return []
     tuned = engine.tuned_kernels.get(shape.op, ()) if setup.tune else ()
-    narrow = engine.bfloat16_kernels.get(shape.op, ()) if setup.bf16 else ()
+    narrow = [kernel for precision in setup.rounded for kernel in engine.list_rounded(shape.op, precision)]
     rounded = [kernel for kernel in narrow if pattern.format in ROUNDED_KERNELS[kernel].formats]
     return [*engine.timed_kernels[shape.op], *tuned, *rounded]
 
@@ -204,16 +205,19 @@ def _find_layout(engine: CpuLayerEngine, shape: Shape, kernel: str) -> str:
     return "nhwc" if isinstance(shape, Conv2dShape) and kernel in engine.channels_last else ""
 
 
-def select_default_patterns(shape: Shape) -> list[Pattern]:
+def select_default_patterns(shape: Shape, rounded: Sequence[str] = ()) -> list[Pattern]:
     """Return the default patterns of a layer: vectors as long as its rows allow, shorter ones for convolutions.
 
-    A convolution has few output features, and its accuracy suffers more from long vectors than a linear layer's.
+    A convolution has few output features, and its accuracy suffers more from long vectors than a linear layer's. If
+    int8 is among the precisions `rounded` to, patterns follow that keep columns in fours.
     """
     if isinstance(shape, Conv2dShape):
         v = 16 if shape.m >= 64 else 8
     else:
         v = 32 if shape.m >= 128 else 16 if shape.m >= 32 else 8
     every: list[Pattern] = [Dense(), VectorWise(v), ShflBW(v), BlockWise(v, v), Unstructured(), NM(2, 4), NM(1, 4)]
+    if INT8 in rounded:
+        every += [BlockWise(v, 4), ShflBW(v, 4), BlockWise(4, 4), BlockWise(1, 4)]
     return [pattern for pattern in every if pattern.refuses(shape) is None]
 
 

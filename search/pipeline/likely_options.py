@@ -32,7 +32,7 @@ from search.problem.problem import Problem
 from search.pruning.forward_hooks import register_forward_hooks
 from search.pruning.one_shot.hessian import extract_input_rows
 from search.task import Task
-from sparse_kernels.patterns import ShflBW, VectorWise, parse
+from sparse_kernels.patterns import ShflBW, parse
 from sparse_kernels.prunable_layers import weight_matrix
 from sparse_kernels.top_units import Mask
 
@@ -118,7 +118,7 @@ def estimate_errors(problem: Problem, task: Task, model: nn.Module) -> LayerErro
 def _draw_mask(option: Option, scores: Floats) -> Mask:
     """Draw the mask of an option; that of vectors for shuffled ones, whose groups take seconds to find."""
     pattern = parse(option.pattern)
-    return (VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern).mask(scores, option.sparsity)
+    return (pattern.in_order if isinstance(pattern, ShflBW) else pattern).mask(scores, option.sparsity)
 
 
 def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:

@@ -186,12 +186,22 @@ def is_at_least_as_free(a: Pattern, b: Pattern) -> bool:
         return False
     if isinstance(a, BlockWise) and isinstance(b, BlockWise):
         return b.rows % a.rows == 0 and b.cols % a.cols == 0
-    if isinstance(a, VectorWise | ShflBW):
-        if isinstance(b, BlockWise):
-            return b.rows % a.v == 0
-        if isinstance(b, VectorWise) or (isinstance(a, ShflBW) and isinstance(b, ShflBW)):
-            return b.v % a.v == 0
-    return False
+    if isinstance(b, ShflBW) and not isinstance(a, ShflBW):
+        return False
+    (rows, columns), (height, width) = _measure_unit(a), _measure_unit(b)
+    return isinstance(a, VectorWise | ShflBW) and height % rows == 0 and width % columns == 0
+
+
+def _measure_unit(pattern: Pattern) -> tuple[int, int]:
+    """Return the rows and columns that a pattern keeps or drops together."""
+    match pattern:
+        case BlockWise():
+            return pattern.rows, pattern.cols
+        case ShflBW():
+            return pattern.v, pattern.cols
+        case VectorWise():
+            return pattern.v, 1
+    return 1, 1
 
 
 def expand_choice(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, Option]:

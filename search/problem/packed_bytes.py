@@ -29,7 +29,7 @@ def _packed(option: Option, m: int, k: int) -> int:
     therefore keeps the most, and takes the most bytes. Where the shape cuts nothing off, all masks take the same.
     """
     pattern = parse(option.pattern)
-    alike = VectorWise(pattern.v) if isinstance(pattern, ShflBW) else pattern  # equal bytes, without a search of rows
+    alike = pattern.in_order if isinstance(pattern, ShflBW) else pattern  # no more bytes, without a search of rows
     mask = alike.mask(_favour_cut_units(alike, m, k), option.sparsity)
     return int(pack(mask.astype(np.float32), mask, alike).nbytes)
 

@@ -28,6 +28,9 @@ MIDDLE = 128
 
 LARGEST_SUM = 2**31 - 1
 
+LEAST_STEP = 2.0**-126
+"""The least step of a token that is read by its own largest value: its reciprocal is finite."""
+
 
 @dataclass(frozen=True)
 class InputRange:
@@ -60,6 +63,25 @@ class InputRange:
         if np.float32(scale) == 0:
             return cls(1.0)
         return cls(scale, int(np.clip(round(-low / scale), 0, STEPS)))
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How a layer is read in eight bits.
+
+    Attributes
+    ----------
+    scales : float32 array (m,)
+        What a step of each row of the weight is worth; positive.
+    input_range : InputRange or None
+        How the input is read; None: for each token by its own largest absolute value.
+    largest : float32 array (m,) or None
+        How many steps the largest weight of each row is, once that is known.
+    """
+
+    scales: NDArray[np.float32]
+    input_range: InputRange | None = None
+    largest: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +162,18 @@ def pack_int8(
         )
     whole = np.clip(np.rint(weight / scales[:, None]), -LARGEST, LARGEST).astype(np.float32)
     return Int8Weight(pack(whole, mask, pattern), freeze(scales.astype(np.float32)), input_range)
+
+
+def quantize_packed(packed: Packed, quantization: Quantization) -> Int8Weight:
+    """Return a packed weight as whole numbers of steps, as `pack_int8` does."""
+    kept = unpack(replace(packed, values=np.ones_like(packed.values))) != 0
+    return pack_int8(unpack(packed), kept, packed.pattern, quantization.scales, quantization.input_range)
+
+
+def round_to_steps(weight: Weight, scales: NDArray[np.float32]) -> Weight:
+    """Return the weight (m, k) that whole numbers of steps from -127 to 127 stand for, nearest to another."""
+    whole = np.clip(np.rint(weight / scales[:, None]), -LARGEST, LARGEST)
+    return (whole * scales[:, None]).astype(np.float32)
 
 
 def unpack_int8(weight: Int8Weight) -> Weight:

@@ -57,6 +57,8 @@ def pack(weight: Weight, mask: Mask, pattern: VectorWise | ShflBW) -> VectorWeig
         )
     if isinstance(pattern, VectorNM):
         _check_groups(kept, pattern)
+    if isinstance(pattern, ShflBW):
+        _check_columns(kept, pattern)
     groups, columns = np.nonzero(kept)
     indptr = np.zeros(kept.shape[0] + 1, np.int64)
     np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
@@ -86,6 +88,17 @@ def check(packed: VectorWeight) -> None:
     check_compressed(packed.indptr, packed.indices, k)
     if (np.sort(packed.row_ids[:m]) != np.arange(m)).any() or (packed.row_ids[m:] != -1).any():
         raise ValueError(f"row_ids must name each row from 0 to {m - 1} once, and -1 after that")
+
+
+def _check_columns(kept: Mask, pattern: ShflBW) -> None:
+    """NotOfPattern where kept vectors bool (groups of rows, k) are a part of the columns that are kept together."""
+    whole = kept[:, :: pattern.cols].repeat(pattern.cols, axis=1)[:, : kept.shape[1]]
+    if (whole != kept).any():
+        column = int(np.argwhere(whole != kept)[0][1])
+        raise NotOfPattern(
+            f"{pattern} keeps {pattern.cols} columns together, and the mask keeps a part of those from column "
+            f"{column - column % pattern.cols} on"
+        )
 
 
 def _check_groups(kept: Mask, pattern: VectorNM) -> None:

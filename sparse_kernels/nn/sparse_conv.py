@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
+from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
-from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, SparseLayer, machine_of, pack_layer
+from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, INT8, SparseLayer, machine_of, pack_layer
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.prunable_layers import ConvolutionGeometry, find_geometry
@@ -39,8 +40,9 @@ class SparseConv2d(SparseLayer):
         backend: str,
         geometry: ConvolutionGeometry,
         precision: str = "float32",
+        quantization: Quantization | None = None,
     ) -> None:
-        super().__init__(packed, bias, activation, backend, precision)
+        super().__init__(packed, bias, activation, backend, precision, quantization)
         self.geometry = geometry
         # As torch's layer of this kind has them, because models compute lengths from them.
         self.kernel_size, self.stride, self.padding, self.dilation = (side[-self._axes :] for side in geometry)
@@ -66,6 +68,7 @@ class SparseConv2d(SparseLayer):
         activation: str | None = None,
         backend: str = "numba",
         precision: str = "float32",
+        quantization: Quantization | None = None,
     ) -> SparseConv2d:
         """Return the sparse layer of a pruned Conv2d.
 
@@ -82,7 +85,9 @@ class SparseConv2d(SparseLayer):
         backend : str
             ``numba``, ``reference`` or ``cupy``.
         precision : str
-            ``float32`` or ``bfloat16``, as `prepare_conv2d` says.
+            ``float32`` or ``bfloat16``, as `prepare_conv2d` says; ``int8`` with a quantization.
+        quantization : Quantization or None
+            How the layer is read in eight bits, by one range of inputs.
 
         Returns
         -------
@@ -95,7 +100,8 @@ class SparseConv2d(SparseLayer):
             If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         packed = pack_layer(conv, pattern, mask)
-        return cls(packed, conv._parameters["bias"], activation, backend, find_geometry(conv), precision)
+        bias, geometry = conv._parameters["bias"], find_geometry(conv)
+        return cls(packed, bias, activation, backend, geometry, precision, quantization)
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:
@@ -216,10 +222,10 @@ class SparseConv2d(SparseLayer):
             shape = self._shape(x.shape[3], *x.shape[:3])
             dtype = str(x.dtype).removeprefix("torch.")
             return cuda_plan.prepare_conv2d(self.packed, shape, cuda_plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
-        batch, c_in, h, w = x.shape
-        return prepare_conv2d(
-            self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw", precision=self.precision
-        )
+        shape = self._shape(*x.shape)
+        if self.precision == INT8:
+            return prepare_conv2d(self.planned_weight, shape, self.backend, "nchw")
+        return prepare_conv2d(self.packed, shape, self.backend, "nchw", precision=self.precision)
 
 
 class SparseConv1d(SparseConv2d):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
+from sparse_kernels.formats.int8 import InputRange, Int8Weight, Quantization, quantize_packed
 from sparse_kernels.patterns import Pattern, parse
 from sparse_kernels.prunable_layers import weight_matrix
 from sparse_kernels.tensors.plain_tensors import is_plain
@@ -34,6 +35,9 @@ GPU_ALIGNMENT = 16
 
 KEPT_PLANS = 4  # plans that a layer on a CPU keeps; the oldest go first
 KEPT_PLACES = 16  # places of results that a plan keeps
+
+INT8 = "int8"
+"""The precision of layers that read weights and inputs as bytes."""
 
 ONE_WEIGHT = "a sparse layer has one packed weight: call the models of an ensemble one after the other"
 
@@ -126,6 +130,7 @@ class SparseLayer(nn.Module):
     """The layer classes by name."""
 
     bias: Tensor | None
+    scales: Tensor | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the class known to operators, which rebuild layers from their description."""
@@ -133,18 +138,30 @@ class SparseLayer(nn.Module):
         SparseLayer.kinds[cls.__name__] = cls
 
     def __init__(
-        self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str, precision: str
+        self,
+        packed: Packed,
+        bias: Tensor | None,
+        activation: str | None,
+        backend: str,
+        precision: str,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(map(str, ACTIVATIONS))}")
         if backend not in CPU_BACKENDS + GPU_BACKENDS:
             raise ValueError(f"no backend {backend!r} for layers: known are {', '.join(CPU_BACKENDS + GPU_BACKENDS)}")
+        if (precision == INT8) != (quantization is not None):
+            raise ValueError(f"precision {INT8!r} and a quantization belong together")
         if precision != "float32":
-            if backend != "numba":
+            if backend != "numba" and not (backend == "reference" and precision == INT8):
                 raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
-            self._check_precision(packed, precision)
+            if quantization is None:
+                self._check_precision(packed, precision)
+            else:
+                quantize_packed(packed, quantization)  # refuses scales that are none
         self.precision = precision
+        self._input_range = None if quantization is None else quantization.input_range
         self.shape: tuple[int, int] = packed.shape
         self.pattern: Pattern = packed.pattern
         self.activation = activation
@@ -159,6 +176,7 @@ class SparseLayer(nn.Module):
                 self.register_buffer(each.name, torch.from_numpy(value.copy()))
             else:
                 self._settings[each.name] = value
+        self.register_buffer("scales", None if quantization is None else torch.from_numpy(quantization.scales.copy()))
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
         self._plans: dict[object, ReadyPlan] = {}
         self._latest: ReadyPlan | None = None
@@ -173,6 +191,14 @@ class SparseLayer(nn.Module):
             for name, tensor in tensors.items()
         }
         return self._format(**self._settings, **arrays)
+
+    @property
+    def planned_weight(self) -> Packed | Int8Weight:
+        """The weight as plans take it: whole numbers of steps where the layer runs in eight bits."""
+        if self.precision != INT8:
+            return self.packed
+        assert self.scales is not None
+        return quantize_packed(self.packed, Quantization(self.scales.numpy(), self._input_range))
 
     @property
     def weight(self) -> PackedWeight:
@@ -229,13 +255,20 @@ class SparseLayer(nn.Module):
 
     def operands(self) -> tuple[list[Tensor], Tensor | None, str]:
         """Return what an operator takes beside the input: the packed weight's arrays, the bias, the description."""
-        return [getattr(self, name) for name in self._arrays], self.bias, self.description
+        arrays = [getattr(self, name) for name in self._arrays]
+        return arrays if self.scales is None else [*arrays, self.scales], self.bias, self.description
 
     @classmethod
     def rebuild(cls, arrays: Sequence[Tensor], bias: Tensor | None, description: str) -> SparseLayer:
         """Return a layer made of what `operands` returned, with arrays of its own."""
         known = json.loads(description)
         tensors = [tensor.detach().cpu() for tensor in arrays]
+        quantization = None
+        if known["precision"] == INT8:
+            reading = known["input_range"]
+            quantization = Quantization(
+                tensors.pop().float().numpy(), None if reading is None else InputRange(*reading)
+            )
         fields = {
             name: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
             for name, tensor in zip(known["arrays"], tensors, strict=True)
@@ -245,7 +278,10 @@ class SparseLayer(nn.Module):
         packed = FORMATS[known["format"]](**settings, **fields)
         check(packed)
         own = cls._read_own(known["own"])
-        layer = cls(packed, bias, known["activation"], known["backend"], precision=known["precision"], **own)
+        layer = cls(
+            packed, bias, known["activation"], known["backend"], precision=known["precision"],
+            quantization=quantization, **own,
+        )  # fmt: skip
         return layer.to(arrays[0].device)
 
     def is_made_of(self, arrays: Sequence[Tensor], bias: Tensor | None, description: str) -> bool:
@@ -351,7 +387,8 @@ class SparseLayer(nn.Module):
         described = {
             "kind": type(self).__name__, "format": self._format.__name__, "settings": settings,
             "arrays": self._arrays, "activation": self.activation, "backend": self.backend,
-            "precision": self.precision, "own": self._list_own(), "dimensions": len(self._weight_shape),
+            "precision": self.precision,
+            "input_range": None if self._input_range is None else dataclasses.astuple(self._input_range), "own": self._list_own(), "dimensions": len(self._weight_shape),
         }  # fmt: skip
         return json.dumps(described, sort_keys=True)
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
+from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_linear, call_operator
-from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, SparseLayer, machine_of, pack_layer
+from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer, machine_of, pack_layer
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.planner import prepare
 from sparse_kernels.tensors.plain_tensors import address_of, is_plain
@@ -35,8 +36,9 @@ class SparseLinear(SparseLayer):
         backend: str,
         tune: bool = False,
         precision: str = "float32",
+        quantization: Quantization | None = None,
     ) -> None:
-        super().__init__(packed, bias, activation, backend, precision)
+        super().__init__(packed, bias, activation, backend, precision, quantization)
         if tune and backend != "numba":
             raise ValueError(f"tune=True is for backend numba, not {backend}")
         self.tune = tune
@@ -63,6 +65,7 @@ class SparseLinear(SparseLayer):
         backend: str = "numba",
         tune: bool = False,
         precision: str = "float32",
+        quantization: Quantization | None = None,
     ) -> SparseLinear:
         """Return the sparse layer of a pruned Linear.
 
@@ -81,7 +84,9 @@ class SparseLinear(SparseLayer):
         tune : bool
             Try a few kernels at the first call and keep the fastest; backend ``numba`` only.
         precision : str
-            What may be rounded to bfloat16, as `prepare` says.
+            What may be rounded to bfloat16, as `prepare` says; ``int8`` with a quantization.
+        quantization : Quantization or None
+            How the layer is read in eight bits.
 
         Returns
         -------
@@ -94,7 +99,7 @@ class SparseLinear(SparseLayer):
             If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         bias = linear._parameters.get("bias")
-        return cls(pack_layer(linear, pattern, mask), bias, activation, backend, tune, precision)
+        return cls(pack_layer(linear, pattern, mask), bias, activation, backend, tune, precision, quantization)
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:
@@ -191,7 +196,7 @@ class SparseLinear(SparseLayer):
         """Whether the layer lays many tokens out in tiles, so that it saves time to get or give them so."""
         from sparse_kernels.cpu.plans.linear import lays_out_tokens
 
-        return self.backend == "numba" and lays_out_tokens(self.packed)
+        return self.backend == "numba" and self.precision != INT8 and lays_out_tokens(self.packed)
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         if self._on_gpu:
@@ -207,7 +212,7 @@ class SparseLinear(SparseLayer):
     @property
     def _by_size(self) -> bool:
         """Whether plans are for about as many tokens: one in bfloat16 multiplies few of them in another way."""
-        return self.tune or self.precision == "bfloat16"
+        return self.tune or self.precision in ("bfloat16", INT8)
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
@@ -222,6 +227,8 @@ class SparseLinear(SparseLayer):
         if not self._by_size and n > SMALL_BATCH:
             n = max(n, LARGE_BATCH)
         layout = layouts[x.ndim, len(y_shape)]
+        if self.precision == INT8:
+            return prepare(self.planned_weight, self.backend, layout, n)
         tune = self.tune and layout == "token_major"
         return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
 

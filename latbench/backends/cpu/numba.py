@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.cpu.prepare_point import OWN_STEPS, Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import INT8
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.plans import conv2d, linear
@@ -29,6 +30,8 @@ PRECISIONS = {
 def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """Prepare the layer as a Numba plan of any pattern; the kernel `tuned` is found by measurement."""
     plan: Any
+    if point.dtype_w == INT8:
+        return _prepare_int8(point, layer)
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
     if precision == "bfloat16" and not (find_cpu_target().pairs or find_cpu_target().matrix):
         raise Unsupported("this processor multiplies no bfloat16: the layer would run in float32")
@@ -50,6 +53,18 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
     plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room) - 1))]
     return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans], room_bytes=room)
+
+
+def _prepare_int8(point: Point, layer: SyntheticLayer) -> Engine:
+    """Prepare the layer as a plan in eight bits."""
+    plan: Any
+    weight = layer.quantize(point.kernel == OWN_STEPS)
+    if isinstance(point.shape, Conv2dShape):
+        plan = prepare_conv2d(weight, point.shape, "numba", point.layout)
+    else:
+        plan = prepare_linear(weight, "numba", point.layout, point.shape.n)
+    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes) - 1))]
+    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans])
 
 
 def _call(plan: Plan, layer: SyntheticLayer) -> Callable[[], np.ndarray]:

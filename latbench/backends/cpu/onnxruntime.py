@@ -7,17 +7,21 @@ more. They spin for 35 ms after the last call, and would slow down what is timed
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, OWN_STEPS, Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import INT8
 from latbench.workloads.points import Point
+from sparse_kernels.formats import unpack
+from sparse_kernels.formats.int8 import InputRange
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 SPINNING_SECONDS = 0.04  # measured with ONNX Runtime 1.31: 27 to 41 ms of a core
@@ -29,14 +33,20 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """Prepare the dense layer in ONNX Runtime. Raises Unsupported for any other pattern."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
-    model = build_one_node_model(point.shape, layer)
+    in_bytes = point.dtype_w == INT8
+    if in_bytes:
+        model = build_int8_model(point.shape, layer, dynamic=point.kernel == OWN_STEPS)
+    else:
+        model = build_one_node_model(point.shape, layer)
     copies = count_copies(layer.weight.nbytes, MOST_SESSIONS)
     if copies > 1:
         _share_threads(point.threads)
     shared = _share_threads.cache_info().currsize > 0  # for this layer, or for one before it
     calls = [_call(_session(model, point.threads, shared), layer.x) for _ in range(copies)]
     name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm"
-    return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
+    kernel, weight_bytes = f"onnxruntime.{name}{'.' + point.kernel if in_bytes else ''}", layer.weight.nbytes
+    weight_bytes //= 4 if in_bytes else 1
+    return Engine(kernel, weight_bytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
 
 
 def build_one_node_model(shape: Shape, layer: SyntheticLayer) -> bytes:
@@ -53,20 +63,94 @@ def build_one_node_model(shape: Shape, layer: SyntheticLayer) -> bytes:
         weight = layer.weight
         node = helper.make_node("Gemm", ["x", "weight", "bias"], ["y"], transB=1)
         y_size = [shape.n, shape.m]
+    constants = {"weight": np.ascontiguousarray(weight), "bias": layer.bias}
+    return _serialise([node], layer.x.shape, y_size, constants)
+
+
+def _serialise(
+    nodes: Sequence[onnx.NodeProto], x_size: Sequence[int], y_size: Sequence[int], constants: Mapping[str, Any]
+) -> bytes:
+    """Return the model of these nodes, from x to y."""
     graph = helper.make_graph(
-        [node],
+        nodes,
         "layer",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, layer.x.shape)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x_size)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, y_size)],
-        [
-            numpy_helper.from_array(np.ascontiguousarray(weight), "weight"),
-            numpy_helper.from_array(layer.bias, "bias"),
-        ],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
     serialised = io.BytesIO()
     onnx.save(model, serialised)
     return serialised.getvalue()
+
+
+def build_int8_model(shape: Shape, layer: SyntheticLayer, dynamic: bool) -> bytes:
+    """Return the layer in eight bits as a serialised ONNX model, as ONNX Runtime's own tools write it.
+
+    Weights have a scale a row. A linear layer's sums become floats. What a convolution returns is read as bytes again,
+    without which ONNX Runtime multiplies it in float32. dynamic: all tokens are read by the largest value among them.
+    """
+    weight = layer.quantize(False)
+    whole, scales, reading = unpack(weight.packed).astype(np.int8), weight.scales, layer.input_range
+    constants = {
+        "scales": scales, "zeros": np.zeros(len(scales), np.int8), "bias": layer.bias,
+        "step": np.float32(reading.scale), "zero": np.uint8(reading.zero),
+    }  # fmt: skip
+    if isinstance(shape, Conv2dShape):
+        constants["weight"] = np.ascontiguousarray(
+            whole.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+        )
+        result = _estimate_output_range(shape, layer)
+        constants |= {"y_step": np.float32(result.scale), "y_zero": np.uint8(result.zero)}
+        bias_scales = (scales * np.float32(reading.scale)).astype(np.float32)
+        constants |= {
+            "bias_scales": bias_scales, "bias_zeros": np.zeros(len(scales), np.int32),
+            "bias": np.rint(layer.bias / bias_scales).astype(np.int32),
+        }  # fmt: skip
+        nodes = [
+            *_read_as_bytes("x", "step", "zero", "read"),
+            helper.make_node("DequantizeLinear", ["weight", "scales", "zeros"], ["w"], axis=0),
+            helper.make_node("DequantizeLinear", ["bias", "bias_scales", "bias_zeros"], ["b"], axis=0),
+            helper.make_node(
+                "Conv", ["read", "w", "b"], ["sums"], kernel_shape=[shape.kh, shape.kw], strides=shape.stride,
+                pads=[*shape.padding, *shape.padding], dilations=shape.dilation,
+            ),
+            *_read_as_bytes("sums", "y_step", "y_zero", "y"),
+        ]  # fmt: skip
+        y_size = [shape.batch, shape.c_out, shape.out_h, shape.out_w]
+    else:
+        constants["weight"], y_size = np.ascontiguousarray(whole.T), [shape.n, shape.m]
+        if dynamic:
+            nodes = [
+                helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "own_step", "own_zero"]),
+                helper.make_node("MatMulInteger", ["q", "weight", "own_zero", "zeros"], ["whole"]),
+                helper.make_node("Cast", ["whole"], ["floats"], to=TensorProto.FLOAT),
+                helper.make_node("Mul", ["own_step", "scales"], ["worth"]),
+                helper.make_node("Mul", ["floats", "worth"], ["sums"]),
+                helper.make_node("Add", ["sums", "bias"], ["y"]),
+            ]
+        else:
+            nodes = [
+                *_read_as_bytes("x", "step", "zero", "read"),
+                helper.make_node("DequantizeLinear", ["weight", "scales", "zeros"], ["w"], axis=1),
+                helper.make_node("MatMul", ["read", "w"], ["sums"]),
+                helper.make_node("Add", ["sums", "bias"], ["y"]),
+            ]
+    return _serialise(nodes, layer.x.shape, y_size, constants)
+
+
+def _read_as_bytes(x: str, step: str, zero: str, y: str) -> list[onnx.NodeProto]:
+    """Return the pair of nodes by which ONNX Runtime knows that a tensor is read as bytes."""
+    return [
+        helper.make_node("QuantizeLinear", [x, step, zero], [f"{y}_bytes"]),
+        helper.make_node("DequantizeLinear", [f"{y}_bytes", step, zero], [y]),
+    ]
+
+
+def _estimate_output_range(shape: Conv2dShape, layer: SyntheticLayer) -> InputRange:
+    """Return a range that holds a convolution's results: x and weights are independent and normal."""
+    spread = 6 * float(np.sqrt((layer.weight**2).sum(axis=1).max()) * layer.x.std()) + float(np.abs(layer.bias).max())
+    return InputRange.covering(-spread, spread)
 
 
 @cache

@@ -19,7 +19,10 @@ import numpy as np
 
 from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import INT8
 from latbench.workloads.points import Point
+from sparse_kernels.formats import unpack
+from sparse_kernels.formats.int8 import STEPS
 from sparse_kernels.shapes import Conv2dShape
 
 # With this package openvino reports every import to a web service; without it, it does not.
@@ -28,7 +31,12 @@ sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 import openvino  # noqa: E402
 from openvino import opset13 as operators  # noqa: E402
 
-PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+PRECISIONS = {"float32": ("f32",), "bfloat16": ("bf16",), "int8": ("u8", "i8")}
+"""What OpenVINO says that it computes in, by the type of a point's activations."""
+
+HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
+"""What it is asked to compute in where a model does not say so itself, as one with steps of eight bits does."""
+
 _LAYERS = ("FullyConnected", "MatMul", "Convolution")
 _TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels, height, width
 
@@ -43,10 +51,10 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
             f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
             "numbers, it has a sparse format for int8 alone"
         )
-    weight_bytes = layer.weight.nbytes // (2 if point.dtype_w == "bfloat16" else 1)
+    weight_bytes = layer.weight.nbytes // {"bfloat16": 2, INT8: 4}.get(point.dtype_w, 1)
     copies = [compile_layer(point, layer) for _ in range(count_copies(weight_bytes, MOST_SESSIONS))]
     kernel, precision = find_executed(copies[0])
-    if precision != PRECISIONS[point.dtype_a]:
+    if precision not in PRECISIONS[point.dtype_a]:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
     x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
@@ -56,13 +64,32 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
 
 def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> openvino.CompiledModel:
     """Compile the layer as a model with weights of its own, for the point's threads and precision or a given one."""
-    shape = point.shape
+    shape, in_bytes = point.shape, point.dtype_w == INT8
     if isinstance(shape, Conv2dShape):
-        x, y = _convolution(shape, layer, last=point.layout == "nhwc")
+        x, y = _convolution(shape, layer, last=point.layout == "nhwc", in_bytes=in_bytes)
     else:
         x = operators.parameter(layer.x.shape, np.float32)
-        y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
-    return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
+        read, weight = _read_in_steps(x, layer) if in_bytes else x, _build_weight(layer, None, in_bytes)
+        y = operators.add(operators.matmul(read, weight, False, True), layer.bias)
+    return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or HINTS[point.dtype_a])
+
+
+def _read_in_steps(x: openvino.Node, layer: SyntheticLayer) -> openvino.Node:
+    """Build what tells OpenVINO to read x as bytes: 256 levels of the layer's input range."""
+    reading = layer.input_range
+    ends = [np.float32(reading.scale * (q - reading.zero)) for q in (0, STEPS)]
+    return operators.fake_quantize(x, *ends, *ends, STEPS + 1)
+
+
+def _build_weight(layer: SyntheticLayer, filters: tuple[int, ...] | None, in_bytes: bool) -> openvino.Node:
+    """Build the weight (m, k), or as filters (c_out, kh, kw, c_in) in torch's order; as bytes and scales, or floats."""
+    weight = unpack(layer.quantize(False).packed).astype(np.int8) if in_bytes else layer.weight
+    if filters is not None:
+        weight = np.ascontiguousarray(weight.reshape(filters).transpose(0, 3, 1, 2))
+    if not in_bytes:
+        return operators.constant(weight)
+    scales = layer.quantize(False).scales.reshape(-1, *[1] * (weight.ndim - 1))
+    return operators.multiply(operators.convert(operators.constant(weight), np.float32), scales)
 
 
 def read_model(path: Path) -> openvino.Model:
@@ -82,13 +109,16 @@ def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") 
     return openvino.Core().compile_model(model, "CPU", settings)
 
 
-def _convolution(shape: Conv2dShape, layer: SyntheticLayer, last: bool) -> tuple[openvino.Node, openvino.Node]:
+def _convolution(
+    shape: Conv2dShape, layer: SyntheticLayer, last: bool, in_bytes: bool
+) -> tuple[openvino.Node, openvino.Node]:
     """Build the model's x and y; with channels last both are transposed, which costs nothing once compiled."""
     size = tuple(layer.x.shape[axis] for axis in _TO_LAST) if last else layer.x.shape
     x = operators.parameter(size, np.float32)
-    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    images = operators.transpose(x, _FROM_LAST) if last else x
     y = operators.convolution(
-        operators.transpose(x, _FROM_LAST) if last else x, np.ascontiguousarray(filters),
+        _read_in_steps(images, layer) if in_bytes else images,
+        _build_weight(layer, (shape.c_out, shape.kh, shape.kw, shape.c_in), in_bytes),
         shape.stride, shape.padding, shape.padding, shape.dilation,
     )  # fmt: skip
     y = operators.add(y, layer.bias.reshape(1, -1, 1, 1))

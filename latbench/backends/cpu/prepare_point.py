@@ -13,6 +13,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,18 @@ from numpy.typing import NDArray
 
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.cgroups import read_available_bytes
-from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, INT8
 from latbench.machines.devices import read_memory_bytes
 from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import Packed, pack, round_packed
+from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8
+from sparse_kernels.int8_oracle import check_int8, check_int8_conv2d
 from sparse_kernels.oracle import BFLOAT16_ROUNDOFF, check, check_conv2d
-from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
-from sparse_kernels.shapes import Conv2dShape, Shape
+from sparse_kernels.patterns import Pattern, ShflBW
+from sparse_kernels.shapes import Conv2dShape
 
 # Copies of a weight at most. Smaller weights than pass the caches so are small beside the layers around them, too.
 MOST_COPIES = 256
@@ -37,6 +40,10 @@ MOST_SESSIONS = 32  # of an engine that takes milliseconds and megabytes for eac
 COLD_SHARE = 16  # of the memory, at most: the points of a block, and what each engine makes of them, have to fit
 IN_CACHE = "in_cache"  # flag of a row: even so many copies are so small that the caches may hold them
 _CHECKED_IMAGES = 2
+
+OWN_STEPS = "int8-dynamic"
+"""The kernel that reads each token by its own largest value."""
+
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class SyntheticLayer:
         float32 (m, k), with zeros where the mask drops.
     packed : Packed
         The same weight packed in the point's pattern.
+    mask : ndarray
+        bool (m, k), True where an element is kept.
     bias : ndarray
         float32 (m,)
     x : ndarray
@@ -57,8 +66,19 @@ class SyntheticLayer:
 
     weight: NDArray[np.float32]
     packed: Packed
+    mask: NDArray[np.bool_]
     bias: NDArray[np.float32]
     x: NDArray[np.float32]
+
+    @cached_property
+    def input_range(self) -> InputRange:
+        """How x is read in eight bits where all of it has one range."""
+        return InputRange.covering(float(self.x.min(initial=0)), float(self.x.max(initial=0)))
+
+    def quantize(self, own_steps: bool) -> Int8Weight:
+        """Return the weight in eight bits; own_steps: each token is read by its own largest value."""
+        reading = None if own_steps else self.input_range
+        return pack_int8(self.weight, self.mask, self.packed.pattern, find_scales(self.weight), reading)
 
 
 @dataclass(frozen=True)
@@ -128,13 +148,12 @@ def prepare_point(point: Point) -> Rotation:
     layer = build_synthetic_layer(point)
     engine = importlib.import_module(CPU_ENGINES[point.backend].module).prepare(point, layer)
     first = engine.output(engine.calls[0]())
-    packed = round_packed(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
-    roundoff = BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
-    error = _check(point.shape, layer, packed, first, roundoff)
+    judge = _build_check(point, layer)
+    error = judge(first)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
         y = engine.output(call())
         if not np.array_equal(y, first):
-            error = max(error, _check(point.shape, layer, packed, y, roundoff))
+            error = max(error, judge(y))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
     inputs = count_inputs_read(point.shape, layer.weight != 0)
@@ -164,6 +183,7 @@ def build_synthetic_layer(point: Point) -> SyntheticLayer:
     return SyntheticLayer(
         weight=weight,
         packed=pack(weight, mask, point.pattern),
+        mask=mask,
         bias=rng.standard_normal(shape.m, np.float32),
         x=copy_to_cache_line(rng.standard_normal(size, np.float32)),
     )
@@ -180,13 +200,31 @@ def build_synthetic_mask(
     if not isinstance(pattern, ShflBW):
         return pattern.mask(scores, sparsity)
     mask = np.empty(size, bool)
-    mask[rng.permutation(size[0])] = VectorWise(pattern.v).mask(scores, sparsity)
+    mask[rng.permutation(size[0])] = pattern.in_order.mask(scores, sparsity)
     return mask
 
 
-def _check(shape: Shape, layer: SyntheticLayer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
-    """Return the largest relative error of `y`; a large batch is checked by its first and last image."""
-    if not isinstance(shape, Conv2dShape):
-        return check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
-    images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
-    return check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias, roundoff=roundoff)
+def _build_check(point: Point, layer: SyntheticLayer) -> Callable[[np.ndarray], float]:
+    """Return the function that finds the largest relative error of a result, or raises WrongResult.
+
+    A large batch is checked by its first and last image.
+    """
+    shape, bias = point.shape, layer.bias
+    if point.dtype_w == INT8:
+        weight = layer.quantize(point.kernel == OWN_STEPS)
+        # Other libraries place and round steps in their own ways.
+        slack = 0.0 if CPU_ENGINES[point.backend].ours else 1.0
+        if isinstance(shape, Conv2dShape):
+            return lambda y: check_int8_conv2d(
+                _some(y), weight, shape, _some(layer.x), bias=bias, slack=slack
+            )
+        return lambda y: check_int8(y, weight, layer.x, bias=bias, slack=slack)
+    packed = round_packed(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
+    roundoff = BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
+    if isinstance(shape, Conv2dShape):
+        return lambda y: check_conv2d(_some(y), packed, shape, _some(layer.x), bias=bias, roundoff=roundoff)
+    return lambda y: check(y, packed, layer.x, bias=bias, layout="token_major", roundoff=roundoff)
+
+
+def _some(images: np.ndarray) -> np.ndarray:
+    return images if len(images) <= _CHECKED_IMAGES else images[[0, -1]]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
 from latbench.backends.installed_engines import Unsupported
-from latbench.base.engine_registry import CPU_ENGINES, TORCH
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, TORCH
 from latbench.workloads.points import Point
 from sparse_kernels.prunable_layers import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
@@ -34,7 +34,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
     kind = point.shape.op
     engine = CPU_ENGINES[TORCH]
-    known = (*engine.timed_kernels[kind], *engine.bfloat16_kernels[kind])
+    known = (*engine.timed_kernels[kind], *engine.list_rounded(kind, BFLOAT16))
     if point.kernel not in known:
         raise Unsupported(f"torch has no dense {kind} kernel {point.kernel}: known are {', '.join(known)}")
     if point.kernel != kind and not torch.backends.mkldnn.is_available():

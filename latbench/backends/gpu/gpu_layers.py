@@ -123,7 +123,9 @@ def build_random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[in
             groups = _nm_mask(rng, NM(pattern.keep, pattern.of), (-(-m // pattern.v), k))
             return groups.repeat(pattern.v, axis=0)[:m]
         case VectorWise() | ShflBW():
-            mask = _kept(rng, (-(-m // pattern.v), k), sparsity).repeat(pattern.v, axis=0)[:m]
+            cols = pattern.cols if isinstance(pattern, ShflBW) else 1
+            units = _kept(rng, (-(-m // pattern.v), -(-k // cols)), sparsity)
+            mask = units.repeat(pattern.v, axis=0)[:m].repeat(cols, axis=1)[:, :k]
             if isinstance(pattern, VectorWise):
                 return mask
             shuffled = np.empty_like(mask)

@@ -10,6 +10,7 @@ from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
     Engines,
+    Int8,
     Json,
     Patterns,
     Sessions,
@@ -25,6 +26,7 @@ from latbench.cli.sweep_points import (
     build_estimate,
     check_cpu_kernel_options,
     format_duration,
+    list_rounded,
     select_cpu_engines,
     select_cpu_points,
     select_gpu_blocks,
@@ -45,6 +47,7 @@ def plan(
     adaptive: Adaptive = False,
     tune: Tune = False,
     bf16: Bf16 = False,
+    int8: Int8 = False,
     sessions: Sessions = 1,
     as_json: Json = False,
 ) -> None:
@@ -52,7 +55,8 @@ def plan(
     from latbench.errors import UsageError
     from latbench.workloads.workload import list_workloads
 
-    options = PointOptions(workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, bf16)
+    options = PointOptions(workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune,
+        list_rounded(bf16, int8))
     if gpu is not None:
         if cpu:
             raise UsageError("a plan is for the CPU (--cpu) or for a GPU (--gpu), not for both")

@@ -14,6 +14,7 @@ from latbench.cli.options.common_options import (
     Adaptive,
     Bf16,
     Engines,
+    Int8,
     Json,
     Patterns,
     Sessions,
@@ -43,6 +44,7 @@ from latbench.cli.sweep_points import (
     build_estimate,
     check_cpu_kernel_options,
     format_duration,
+    list_rounded,
     select_cpu_engines,
     select_cpu_points,
     select_first_blocks,
@@ -80,6 +82,7 @@ def sweep(
     backends: Engines = None,
     tune: Tune = False,
     bf16: Bf16 = False,
+    int8: Int8 = False,
     sessions: Sessions = 1,
     seed: SweepSeed = 0,
     remeasure: RemeasureNoisy = False,
@@ -90,7 +93,8 @@ def sweep(
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = SweepCommandOptions(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
     options = PointOptions(
-        workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, bf16, seed
+        workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune,
+        list_rounded(bf16, int8), seed
     )
     _check_device_options(cpu, gpu, on, quick, slurm, options)
     _end_as_by_ctrl_c()

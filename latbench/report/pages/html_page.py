@@ -89,8 +89,12 @@ def build_page(inputs: ReportInputs, content: ReportData, command: Sequence[str]
             "setting. Figures over all shapes count a shape once per setting: for a single setting, report on a "
             "table of it."
         )
-    if {"bfloat16", "float32"} <= set(inputs.table["dtype_a"].dropna()):
-        warnings.append("Layers in bfloat16 are compared with the fastest dense layer in bfloat16 or float32.")
+    measured = set(inputs.table["dtype_a"].dropna())
+    for dtype, wider in point_frames.WIDER.items():
+        if dtype in measured and (known := [each for each in wider if each in measured]):
+            warnings.append(
+                f"Layers in {dtype} are compared with the fastest dense layer in {', '.join([*known, dtype])}."
+            )
     if len(content.places) > SHAPES:
         warnings.append(
             f"Only the {SHAPES} layer shapes with the longest dense time are listed and drawn, of "

@@ -75,8 +75,10 @@ def find_units(pattern: Pattern, sparsity: float) -> PatternUnits:
             return PatternUnits(keep=pattern.keep, of=pattern.of)
         case VectorNM():
             return PatternUnits(pattern.v, keep=pattern.keep, of=pattern.of)
-        case VectorWise() | ShflBW():
+        case VectorWise():
             return PatternUnits(pattern.v)
+        case ShflBW():
+            return PatternUnits(pattern.v, pattern.cols)
         case BlockWise():
             return PatternUnits(pattern.rows, pattern.cols)
         case Dense():

@@ -28,7 +28,6 @@ from search.pruning.masks.prunable_units import PatternUnits, find_units
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.one_shot_pruner import DAMPING, PrunedWeight
 from sparse_kernels.patterns import Pattern, ShflBW
-from sparse_kernels.shuffle import group_rows
 from sparse_kernels.top_units import Mask
 
 MEMORY_BYTES = 2**28
@@ -70,7 +69,7 @@ class ExactOBS(AdaPrune):
         order = np.arange(m)
         if isinstance(pattern, ShflBW):
             saliency = self.weight.double().square() / self.inverse().diagonal()
-            order = group_rows(saliency.numpy(), pattern.v, sparsity, np.random.default_rng(0))
+            order = pattern.order_rows(saliency.numpy(), sparsity)
             kept = units.select_best(self._trace_losses(units, order), m, k, sparsity)
         elif units.of:
             kept = np.isinf(self._trace_losses(units, order))

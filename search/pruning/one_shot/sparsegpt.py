@@ -23,7 +23,6 @@ from torch import Tensor
 from search.pruning.masks.prunable_units import PatternUnits, find_units
 from search.pruning.one_shot.one_shot_pruner import DAMPING, OneShotPruner, PrunedWeight
 from sparse_kernels.patterns import Pattern, ShflBW
-from sparse_kernels.shuffle import group_rows
 from sparse_kernels.top_units import Mask, select_top
 
 LAZY_COLUMNS = 128
@@ -42,7 +41,7 @@ class SparseGPT(OneShotPruner):
         order = np.arange(len(self.weight))
         if isinstance(pattern, ShflBW):
             scores = self.weight.double().square() / self.factor.diagonal().square()
-            order = group_rows(scores.numpy(), pattern.v, sparsity, np.random.default_rng(0))
+            order = pattern.order_rows(scores.numpy(), sparsity)
         pruned, kept = _prune_columns(self.weight[order].double(), self.factor, units, sparsity)
         weight, mask = torch.empty_like(pruned), torch.empty_like(kept)
         weight[order], mask[order] = pruned, kept

@@ -10,10 +10,7 @@ from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.tile_operands import Word
 from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
-from sparse_kernels.formats.int8 import LARGEST, MIDDLE
-
-# The least step of a token that is read by its own largest value: its reciprocal is finite.
-LEAST_STEP = 2.0**-126
+from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE
 
 BYTE = ir.IntType(8)
 

@@ -1,0 +1,127 @@
+"""Convolutions in eight bits: the exact whole numbers, and images in frames."""
+
+from dataclasses import replace
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from sparse_kernels import Conv2dShape, parse
+from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_PAIRS
+from sparse_kernels.cpu.plans import int8_conv2d
+from sparse_kernels.cpu.plans.int8_conv2d import QuadConv2dPlan, prepare_int8_conv2d
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
+from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
+from sparse_kernels.int8_oracle import check_int8_conv2d
+
+READING = InputRange(0.25, 77)
+SHAPES = {
+    "3x3": Conv2dShape(1, 8, 14, 14, 32, 3, 3, (1, 1), (1, 1), (1, 1)),
+    "few channels": Conv2dShape(2, 3, 17, 19, 16, 3, 3, (2, 2), (1, 1), (1, 1)),
+    "1x1": Conv2dShape(1, 64, 7, 7, 64, 1, 1, (1, 1), (0, 0), (1, 1)),
+    "dilated": Conv2dShape(3, 6, 9, 9, 24, 3, 3, (1, 1), (2, 2), (2, 2)),
+    "wide": Conv2dShape(1, 5, 8, 40, 7, 5, 5, (1, 1), (2, 2), (1, 1)),
+    "strided": Conv2dShape(2, 16, 8, 8, 8, 1, 1, (2, 2), (0, 0), (1, 1)),
+    "three apart": Conv2dShape(1, 4, 11, 11, 8, 3, 3, (3, 3), (1, 1), (1, 1)),
+}
+SPECS = ["block:4x4", "block:32x4", "vector:8", "shflbw:16", "dense", "block:1x4", "unstructured"]
+
+
+@pytest.fixture(autouse=True)
+def all_threads():
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
+
+
+def draw_weight(rng: np.random.Generator, spec: str, shape: Conv2dShape, reading: InputRange | None) -> Int8Weight:
+    pattern = parse(spec)
+    weight = rng.integers(-127, 128, (shape.m, shape.k)).astype(np.float32)
+    mask = pattern.mask(weight.astype(float) ** 2, 0.0 if spec == "dense" else 0.6)
+    scales = (2.0 ** rng.integers(-6, 2, shape.m)).astype(np.float32)
+    return pack_int8(weight * scales[:, None], mask, pattern, scales, reading)
+
+
+def draw_images(rng: np.random.Generator, shape: Conv2dShape) -> np.ndarray:
+    q = rng.integers(0, 256, (shape.batch, shape.c_in, shape.h, shape.w))
+    return ((q - READING.zero) * READING.scale).astype(np.float32)
+
+
+def convolve(weight: Int8Weight, shape: Conv2dShape, x: np.ndarray) -> np.ndarray:
+    """The convolution in float64, by torch."""
+    kernel = unpack_int8(weight).reshape(shape.m, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    operands = (torch.from_numpy(np.ascontiguousarray(each, np.float64)) for each in (x, kernel))
+    return torch.conv2d(*operands, None, shape.stride, shape.padding, shape.dilation).numpy()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_sums_are_the_exact_whole_numbers(rng: np.random.Generator, spec: str, name: str) -> None:
+    shape = SHAPES[name]
+    if parse(spec).refuses(shape):
+        pytest.skip("the pattern has no place in this layer")
+    weight, x = draw_weight(rng, spec, shape, READING), draw_images(rng, shape)
+    expected = convolve(weight, shape, x)
+    plan = prepare_int8_conv2d(weight, shape, "nchw")
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        for _ in range(2):  # the second time in memory that the first one has used
+            np.testing.assert_array_equal(plan(x), expected.astype(np.float32))
+
+
+def test_what_stands_in_for_the_unit_is_as_exact(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(find_cpu_target(), quads=QUADS_BY_PAIRS)
+    monkeypatch.setattr(int8_conv2d, "find_cpu_target", lambda: own)
+    shape = SHAPES["3x3"]
+    weight, x = draw_weight(rng, "block:4x4", shape, READING), draw_images(rng, shape)
+    np.testing.assert_array_equal(prepare_int8_conv2d(weight, shape, "nchw")(x), convolve(weight, shape, x))
+
+
+@pytest.mark.parametrize("spec", ["block:4x4", "block:1x4"])
+def test_any_image_is_read_as_its_nearest_steps(rng: np.random.Generator, spec: str) -> None:
+    shape = SHAPES["few channels"]
+    pattern, dense = parse(spec), rng.standard_normal((shape.m, shape.k)).astype(np.float32)
+    mask = pattern.mask(dense.astype(float) ** 2, 0.5)
+    reading = InputRange.covering(-2.0, 3.0)
+    weight = pack_int8(dense, mask, pattern, find_scales(np.where(mask, dense, 0)), reading)
+    x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w)).astype(np.float32) * 2
+    bias = rng.standard_normal(shape.m).astype(np.float32)
+    y = prepare_int8_conv2d(weight, shape, "nchw")(x, bias, "relu")
+    check_int8_conv2d(y, weight, shape, x, bias=bias, activation="relu")
+
+
+def run_framed(plan: QuadConv2dPlan, x: np.ndarray, margins: tuple[int | None, int | None]) -> np.ndarray:
+    """y through frames of these margins, or as torch has it."""
+    x_at, y_at = plan.x_places(len(x), margins[0]), plan.y_places(len(x), margins[1])
+    source, target = allocate_aligned(x_at.size), allocate_aligned(y_at.size)
+    inside(source, x_at)[...] = x
+    bias = np.zeros(plan.shape.c_out, np.float32)
+    plan.run(source.ctypes.data, x_at, bias.ctypes.data, 0, target.ctypes.data, y_at)
+    return inside(target, y_at).copy()
+
+
+def inside(flat: np.ndarray, places) -> np.ndarray:
+    """The positions of images in a flat array."""
+    steps = [4 * step for step in (places.image, places.channel, places.row, 1)]
+    return np.lib.stride_tricks.as_strided(flat[places.first :], places.shape, steps)
+
+
+@pytest.mark.parametrize("margins", [(1, None), (None, 1), (1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("spec", ["block:4x4", "block:1x4"])
+def test_images_may_lie_in_frames(
+    rng: np.random.Generator, spec: str, margins: tuple[int | None, int | None]
+) -> None:
+    shape = SHAPES["3x3"]
+    weight, x = draw_weight(rng, spec, shape, READING), draw_images(rng, shape)
+    plan = prepare_int8_conv2d(weight, shape, "nchw")
+    expected = convolve(weight, shape, x)
+    for _ in range(2):
+        np.testing.assert_array_equal(run_framed(plan, x, margins), expected)
+
+
+def test_images_need_one_range(rng: np.random.Generator) -> None:
+    shape = SHAPES["3x3"]
+    with pytest.raises(ValueError, match="needs an input range"):
+        prepare_int8_conv2d(draw_weight(rng, "block:4x4", shape, None), shape, "nchw")
