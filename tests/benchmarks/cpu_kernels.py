@@ -21,17 +21,21 @@ DeepSparse's sparse layers (the share of zeros that the table names, alone, not 
 --bf16 adds our linear layers with weights of bfloat16, and all layers with all that is multiplied in bfloat16, still
 against dense float32; and beside linear ones torch's dense layer with weights, activations and results in bfloat16,
 which counts as no baseline: it computes something else.
+
+--int8 adds our layers in eight bits, and the dense ones of OpenVINO, onnxruntime (and with the largest value of each
+call, `dynamic`): a speedup of a layer in eight bits is over the fastest of those.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,8 +60,9 @@ from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import pack
+from sparse_kernels.formats.int8 import InputRange, find_scales, pack_int8
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
-from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS, Plan
+from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS, Plan
 from sparse_kernels.planner import prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -175,6 +180,21 @@ def bfloat16_layer(shape: Shape, threads: int) -> Callable[[], object]:
     return lambda: layer(x)
 
 
+def int8_layers(backend: str, kernel: str, shape: Shape, threads: int, copies: int) -> list[Callable[[], object]]:
+    """Calls of the dense layer in eight bits in another library, as latbench's sweeps make them."""
+    layout = "nhwc" if isinstance(shape, Conv2dShape) and backend == "openvino" else ""
+    point = Point(
+        "cpu", backend, kernel, shape, Dense(), 0.0, threads, layout=layout, dtype_w="int8", dtype_a="int8"
+    )
+    module = importlib.import_module(f"latbench.backends.cpu.{backend}")
+    made = module.prepare(point, build_synthetic_layer(point))
+    return list(itertools.islice(itertools.cycle(made.calls), copies))
+
+
+INT8 = {
+    "OpenVINO int8": ("openvino", "int8"), "onnxruntime int8": ("onnxruntime", "int8"),
+    "onnxruntime dynamic": ("onnxruntime", "int8-dynamic"),
+}  # fmt: skip
 BFLOAT16 = "torch all bf16"
 DEEPSPARSE = {"DeepSparse": 0.0, "DeepSparse 75%": 0.75, "DeepSparse 90%": 0.9}
 ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer, "oneDNN prepacked": prepacked_layer}
@@ -186,10 +206,13 @@ def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
     """Take shapes and numbers of copies, then seconds, each answered with the least time of a call, until 0."""
     while (asked := pipe.recv()) is not None:
         shape, copies = asked
-        calls = [ENGINES[engine](shape, threads) for _ in range(copies)]
+        if engine in INT8:
+            calls = int8_layers(*INT8[engine], shape, threads, copies)
+        else:
+            calls = [ENGINES[engine](shape, threads) for _ in range(copies)]
         while seconds := pipe.recv():
             found = least(calls, seconds, threads)
-            time.sleep(SPINNING_SECONDS if engine == "onnxruntime" else 0)
+            time.sleep(SPINNING_SECONDS if engine.startswith("onnxruntime") else 0)
             pipe.send(found)
 
 
@@ -224,11 +247,13 @@ class Peers:
 
 
 @contextmanager
-def engines(threads: int, bf16: bool = False) -> Iterator[Peers]:
+def engines(threads: int, bf16: bool = False, int8: bool = False) -> Iterator[Peers]:
     """A process for each engine that there is."""
     context = multiprocessing.get_context("spawn")
     workers: dict[str, tuple[Callable[..., None], Any]] = {
-        name: (dense_worker, name) for name in ENGINES if bf16 or name != BFLOAT16
+        name: (dense_worker, name)
+        for name in (*ENGINES, *(INT8 if int8 else ()))
+        if bf16 or name != BFLOAT16
     }
     with suppress(LatbenchError):  # not set up: the table does not name it
         deepsparse_environment.find_environment()
@@ -271,13 +296,15 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     y = FramedImages(ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
     copy_images(find_cpu_target().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
-    return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
+    relu, bias_at = ACTIVATIONS.index("relu"), bias.ctypes.data
+    return lambda plan: plan.run(x.address, x.places, bias_at, relu, y.address, y.places)
 
 
 def numba_cases(
-    shape: Shape, specs: Sequence[str], layout: str, frames: bool, cold: bool, bf16: bool
+    shape: Shape, specs: Sequence[str], how: argparse.Namespace
 ) -> dict[tuple[str, float], tuple[Plan, Calls, int]]:
     """(plan, calls, kept weights) for every pattern and sparsity this shape can have."""
+    layout, frames, cold, bf16 = how.layout, how.frames, how.cold, how.bf16
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(np.sqrt(shape.k))
     bias = np.zeros(shape.m, np.float32)
@@ -288,7 +315,9 @@ def numba_cases(
         if pattern.refuses(shape) is not None:
             continue
         for sparsity in sparsities:
-            packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
+            mask = pattern.mask(weight.astype(np.float64) ** 2, sparsity)
+            packed = pack(weight, mask, pattern)
+            in_bytes = pack_int8(weight, mask, pattern, find_scales(weight), InputRange.covering(-4.0, 4.0))
             run: dict[str, Callable[[Any], object]]
             plans: dict[str, Any] = {}
             if isinstance(shape, Conv2dShape):
@@ -296,6 +325,8 @@ def numba_cases(
                 if bf16:
                     with suppress(ValueError):  # a pattern that gains nothing from it
                         plans[f"{spec} bf16"] = prepare_conv2d(packed, shape, "numba", precision="bfloat16")
+                if how.int8:
+                    plans[f"{spec} int8"] = prepare_conv2d(in_bytes, shape, "numba")
                 run = dict.fromkeys(plans, conv2d_run(shape, frames, bias))
             else:
                 plans[spec] = prepare(packed, "numba", layout, shape.n)
@@ -304,6 +335,10 @@ def numba_cases(
                         name = f"{spec} {precision.replace('bfloat16', 'bf16')}"
                         with suppress(ValueError):
                             plans[name] = prepare(packed, "numba", layout, shape.n, precision=precision)
+                if how.int8 and layout == "token_major":
+                    own_steps = replace(in_bytes, input_range=None)
+                    for name, each in (("int8", in_bytes), ("int8 dynamic", own_steps)):
+                        plans[f"{spec} {name}"] = prepare(each, "numba", layout, shape.n)
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
                 if layout == "feature_major":
                     x = np.ascontiguousarray(x.T)
@@ -334,14 +369,15 @@ class Measured:
     reads: dict[Key, list[float]]
     """Of summing up as many bytes as each of ours reads; of cold weights only."""
 
-    @property
-    def fastest(self) -> str:
-        """The dense engine of least median."""
-        return min((name for name in self.peers if name in BASELINES), key=lambda name: np.median(self.peers[name]))
+    def fastest(self, names: Sequence[str] = BASELINES) -> str:
+        """The dense engine of least median among these."""
+        return min((name for name in self.peers if name in names), key=lambda name: np.median(self.peers[name]))
 
     def speedup(self, key: Key, peer: str | None = None) -> float:
-        """Over a peer, by default the fastest dense one: the median of the rounds' ratios."""
-        return float(np.median(np.divide(self.peers[peer or self.fastest], self.ours[key])))
+        """Over a peer, by default the fastest dense one in the precision of the key: the median of the rounds'
+        ratios."""
+        peer = peer or self.fastest([*INT8] if "int8" in key[0] else BASELINES)
+        return float(np.median(np.divide(self.peers[peer], self.ours[key])))
 
     def share_of_reading(self, key: Key) -> float:
         """How fast a call is beside summing up the bytes that it reads: the median of the rounds' ratios."""
@@ -350,7 +386,7 @@ class Measured:
 
 def measure(shape: Shape, running: Peers, specs: Sequence[str], how: argparse.Namespace) -> Measured:
     """Time all engines and all cases of one shape in turns."""
-    cases = numba_cases(shape, specs, how.layout, how.frames, how.cold, how.bf16)
+    cases = numba_cases(shape, specs, how)
     start = time.perf_counter()
     for _, calls, _ in cases.values():
         calls[0]()
@@ -395,7 +431,7 @@ def show(found: Measured, how: argparse.Namespace) -> None:
     for engine, times in found.peers.items():
         seconds = float(np.median(times))
         kept = 1 - DEEPSPARSE.get(engine, 0.0)
-        what = "dense " if engine in BASELINES else "      "
+        what = "dense " if engine in (*BASELINES, *INT8) else "      "
         print(f"  {what}{engine:16} {seconds * 1e6:8.1f} us         {kept * shape.flop / seconds / 1e9:5.0f} GFLOP/s")
     for key, times in found.ours.items():
         plan, nnz = found.plans[key]
@@ -424,6 +460,7 @@ def main() -> None:
     parser.add_argument("--frames", action="store_true", help="images of convolutions lie in frames, as in a model")
     parser.add_argument("--cold", action="store_true", help="weights come from memory")
     parser.add_argument("--bf16", action="store_true", help="also weights of bfloat16, and dense all in bfloat16")
+    parser.add_argument("--int8", action="store_true", help="also all layers in eight bits")
     parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
@@ -440,7 +477,7 @@ def main() -> None:
         shapes = [LinearShape(*(int(number) for number in text.split("x"))) for text in arguments.shape.split(",")]
     specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
     found = []
-    with engines(arguments.threads, arguments.bf16) as peers:
+    with engines(arguments.threads, arguments.bf16, arguments.int8) as peers:
         for shape in shapes:
             found.append(measure(shape, peers, specs, arguments))
             show(found[-1], arguments)

@@ -240,3 +240,24 @@ def test_the_scale_of_scores_does_not_matter(pattern, scale, rng):
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4), BlockWise(2, 2), VectorWise(2), ShflBW(2)], ids=str)
 def test_scores_of_zero_are_chosen_among_all_the_same(pattern):
     assert pattern.mask(np.zeros((8, 8)), 0.5).sum() == 32
+
+
+@pytest.mark.parametrize("size", [(64, 32), (33, 18), (7, 3)], ids=str)
+def test_shuffled_fours_of_columns_are_blocks_in_another_order(rng, size):
+    pattern = ShflBW(8, 4)
+    assert parse("shflbw:8x4") == pattern and str(pattern) == "shflbw:8x4"
+    scores = rng.random(size)
+    mask = pattern.mask(scores, 0.5)
+    packed = pack(rng.standard_normal(size).astype(np.float32), mask, pattern)
+    order = packed.row_ids[: size[0]]
+    blocks = BlockWise(8, 4)
+    pack(np.ones(size, np.float32), mask[order], blocks)  # raises unless they are whole blocks
+    assert scores[mask].sum() >= scores[blocks.mask(scores, 0.5)].sum() - 1e-9
+    np.testing.assert_array_equal(unpack(packed) != 0, mask)
+
+
+def test_a_mask_that_splits_fours_of_columns_is_refused():
+    mask = np.zeros((8, 8), bool)
+    mask[:, 1:5] = True
+    with pytest.raises(NotOfPattern, match="keeps 4 columns together"):
+        pack(np.ones((8, 8), np.float32), mask, ShflBW(8, 4))

@@ -1,0 +1,152 @@
+"""Torch layers in eight bits, and models converted to them."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparse_kernels import Conv2dShape, parse
+from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
+from sparse_kernels.int8_oracle import check_int8, check_int8_conv2d
+from sparse_kernels.nn import SparseConv2d, SparseLinear
+from sparse_kernels.prunable_layers import weight_matrix
+
+
+def choose(layer: nn.Module, spec: str, reading: InputRange | None, sparsity: float = 0.5) -> LayerPattern:
+    """A pattern at a sparsity, in eight bits."""
+    weight = weight_matrix(layer).numpy()
+    pattern = parse(spec)
+    mask = pattern.mask(weight.astype(float) ** 2, 0.0 if spec == "dense" else sparsity)
+    return LayerPattern(pattern, mask, "int8", Quantization(find_scales(np.where(mask, weight, 0)), reading))
+
+
+def to_sparse(layer: Any, choice: LayerPattern, **given: Any) -> Any:
+    """The layer in eight bits."""
+    kind = SparseConv2d if isinstance(layer, nn.Conv2d) else SparseLinear
+    return kind.from_dense(
+        layer, choice.pattern, choice.mask, precision="int8", quantization=choice.quantization, **given
+    )
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("spec", ["block:32x4", "shflbw:16x4", "block:1x4", "dense"])
+@pytest.mark.parametrize("reading", [InputRange.covering(-3.0, 3.0), None], ids=["one range", "own steps"])
+def test_a_linear_layer_gives_the_product_in_eight_bits(
+    rng: np.random.Generator, backend: str, spec: str, reading: InputRange | None
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(67, 96)
+    sparse = to_sparse(layer, choose(layer, spec, reading), backend=backend, activation="relu")
+    for lead in ((), (5,), (2, 3), (0,), (40,)):
+        x = torch.from_numpy(rng.standard_normal((*lead, 67)).astype(np.float32))
+        y = sparse(x)
+        assert y.shape == (*lead, 96)
+        rows = x.reshape(-1, 67).numpy(), y.reshape(-1, 96).numpy()
+        check_int8(rows[1], sparse.planned_weight, rows[0], bias=sparse.bias.numpy(), activation="relu")
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_a_convolution_gives_the_product_in_eight_bits(rng: np.random.Generator, backend: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(6, 24, 3, padding=1, stride=2)
+    sparse = to_sparse(layer, choose(layer, "block:8x4", InputRange.covering(-3.0, 3.0)), backend=backend)
+    x = rng.standard_normal((2, 6, 11, 9)).astype(np.float32)
+    shape = Conv2dShape(2, 6, 11, 9, 24, 3, 3, (2, 2), (1, 1), (1, 1))
+    y = sparse(torch.from_numpy(x)).numpy()
+    check_int8_conv2d(y, sparse.planned_weight, shape, x, bias=sparse.bias.numpy())
+
+
+def test_precision_and_quantization_belong_together() -> None:
+    layer = nn.Linear(8, 8)
+    for wrong in ({"precision": "int8"}, {"quantization": Quantization(np.ones(8, np.float32))}):
+        with pytest.raises(ValueError, match="belong together"):
+            SparseLinear.from_dense(layer, parse("dense"), None, **wrong)
+    with pytest.raises(ValueError, match="8 rows needs 8 scales"):
+        to_sparse(layer, LayerPattern(parse("dense"), None, "int8", Quantization(np.ones(7, np.float32))))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_and_pickles_compute_the_same(rng: np.random.Generator, again: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64)
+    sparse = to_sparse(layer, choose(layer, "block:32x4", InputRange.covering(-1.0, 4.0)))
+    x = torch.from_numpy(rng.standard_normal((9, 32)).astype(np.float32))
+    torch.testing.assert_close(again(sparse)(x), sparse(x), rtol=0, atol=0)
+
+
+def test_operators_rebuild_the_layer(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64)
+    for reading in (InputRange.covering(-1.0, 4.0), None):
+        sparse = to_sparse(layer, choose(layer, "block:32x4", reading))
+        other = SparseLinear.rebuild(*sparse.operands())
+        x = torch.from_numpy(rng.standard_normal((9, 32)).astype(np.float32))
+        assert other.precision == "int8"
+        torch.testing.assert_close(other(x), sparse(x), rtol=0, atol=0)
+
+
+def test_an_exported_model_computes_the_same(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64)
+    sparse = to_sparse(layer, choose(layer, "block:32x4", None))
+    x = torch.from_numpy(rng.standard_normal((9, 32)).astype(np.float32))
+    with torch.no_grad():
+        exported = torch.export.export(nn.Sequential(sparse, nn.Tanh()), (x,)).module()
+        torch.testing.assert_close(exported(x), sparse(x).tanh(), rtol=0, atol=0)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with norms, one of which turns rows around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.head(torch.relu(self.second(x)).mean((2, 3)))
+
+
+def test_a_converted_model_multiplies_bytes_and_folds_norms_into_steps(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    model = Convolutions().eval()
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.linspace(-2, 2, 16))
+        model.norm.running_mean.uniform_(-1, 1)
+        model.norm.running_var.uniform_(0.5, 2)
+    x = torch.from_numpy(rng.standard_normal((3, 4, 8, 8)).astype(np.float32))
+    choices = {
+        "first": choose(model.first, "block:4x4", InputRange.covering(-4.0, 4.0), 0.3),
+        "second": choose(model.second, "block:4x4", InputRange.covering(0.0, 8.0), 0.3),
+        "head": choose(model.head, "dense", None),
+    }
+    fast = convert(model, choices, (x,))
+    layers = {name: module for name, module in fast.named_modules() if hasattr(module, "planned_weight")}
+    assert {layer.precision for layer in layers.values()} == {"int8"} and len(layers) == 3
+    assert layers["first"].activation == "relu"  # the norm is folded
+    whole = np.rint(layers["first"].planned_weight.packed.values)
+    assert np.abs(whole).max() == 127
+
+    masked = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, choice in choices.items():
+            layer = masked.get_submodule(name)
+            matrix = round_to_steps(weight_matrix(layer).numpy() * choice.mask, choice.quantization.scales)
+            from sparse_kernels.prunable_layers import set_weight_matrix
+
+            set_weight_matrix(layer, torch.from_numpy(matrix))
+        expected, found = masked(x), fast(x)
+    # Each layer reads its input with an error of half a step of 255, so results move by a per cent or two.
+    assert 1e-5 < (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_model_in_eight_bits_is_refused_on_a_gpu_backend() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="is for backend numba, not cupy"):
+        convert(model, {"0": choose(model[0], "dense", None)}, (torch.zeros(2, 8),), backend="cupy")
