@@ -126,8 +126,7 @@ class BlockLayer(NamedTuple):
     weights: arrays of the panels, or of the single rows. quads: what sums of quads are worth. n, k, m: tokens,
     columns of x as tiles read it, and features of y. features: of x, four to a column of quads. elements: of scratch
     memory for each part, which holds x and some rows of y of a block, less what is blocked. With quads a vector of
-    tokens as bytes follows, and the tokens' steps. x_starts,
-    y_starts: int64, where the vectors start in x and in y; in those of a block, unless they are blocked. tile_starts:
+    tokens as bytes follows, and the tokens' steps. x_starts, y_starts: int64, where the vectors start in x and in y; in those of a block, unless they are blocked. tile_starts:
     int64, where the vectors start in blocked x. most: vectors of a block. tokens: that a block has room for. run:
     rows of y that are put back together. x_stride, y_stride: elements from one column of x, from one row of y to the
     next. parts: threads.
@@ -176,8 +175,9 @@ def bind_kernel(
     y_grid: VectorGrid = there if y_layout == "token_blocked" else here
     tokens = -(-block // tile) * tile * lanes
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
-    as_bytes = -(-lanes * k // LINE) * LINE + LINE
-    needed = threads * (tokens * laid_out + (as_bytes + tokens if numbers in QUADS else 0))
+    # A vector of tokens as bytes, what is written beyond its last row, and the tokens' steps.
+    as_bytes = (lanes * k + 2 * LINE - 1) // LINE * LINE + tokens if numbers in QUADS else 0
+    needed = threads * (tokens * laid_out + as_bytes)
     far = not single and n * (k + m) >= FAR
     # Copied x with fewer columns than y has rows is read soon. Fetching it takes longer than it saves.
     fetch_x = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
@@ -186,8 +186,8 @@ def bind_kernel(
         rows, settings.vectors, lanes, target.fused, numbers, x_layout, y_layout, fetch_x, fetch_y, settings.own_steps
     )
     layer = BlockLayer(
-        weights=weights.arrays, quads=settings.quads, n=n, k=k, m=m, features=settings.features or k, elements=needed // threads, x_starts=x_grid.x_starts,
-        y_starts=y_grid.y_starts, tile_starts=there.x_starts, most=block, tokens=tokens, run=run,
+        weights=weights.arrays, quads=settings.quads, n=n, k=k, m=m, features=settings.features or k,
+        elements=needed // threads, x_starts=x_grid.x_starts, y_starts=y_grid.y_starts, tile_starts=there.x_starts, most=block, tokens=tokens, run=run,
         x_stride=x_grid.x_stride, y_stride=y_grid.y_stride, parts=threads,
     )  # fmt: skip
     kernel = build_stream_kernel(form) if single else build_panel_kernel(form)
@@ -278,38 +278,25 @@ def lay_out_block(
                 copy_vector(lanes, numbers, source_at, target_at + c * x.stride * 4, x.n - token)
 
 
-class QuadInput(NamedTuple):
-    """x of n tokens and their features that is read as bytes, in quads.
-
-    address: of the first element. n, features: tokens and features. target: address of the block. stride: elements
-    from one column of quads of the block to the next. bytes_at: address of room for a vector of tokens as bytes, in
-    rows of `quads` elements. steps_at: address of the steps of the block's tokens. reading_at: how x is read.
-    """
-
-    address: int
-    n: int
-    features: int
-    target: int
-    stride: int
-    bytes_at: int
-    quads: int
-    steps_at: int
-    reading_at: int
-
-
 @inline
-def lay_out_quads(form: Any, x: QuadInput, starts: NDArray[np.int64], first: int, width: int) -> None:
-    """Lay out the x of `width` vectors from `first` on as quads, tokens along the vector; form: of `quantize_row`."""
-    lanes = form[0]
+def lay_out_quads(form: Any, call: LinearCall, layer: BlockLayer, vectors: Any, x_at: int, steps_at: int) -> None:
+    """Read the x of some vectors of tokens as bytes, and lay it out as quads, tokens along the vector.
+
+    form: of `quantize_row`. vectors: the first, and how many. x_at: address of the block. steps_at: address of the
+    steps of its tokens, before which there is room for a vector of tokens as bytes.
+    """
+    lanes, (first, width), quads = form[0], vectors, layer.k
+    bytes_at = steps_at - (lanes * quads + 2 * LINE - 1) // LINE * LINE * 4
     for v in range(width):
         token = (first + v) * lanes
-        left = min(lanes, x.n - token)
+        left = min(lanes, layer.n - token)
         for t in range(left):
-            source_at = x.address + (token + t) * x.features * 4
-            steps_at = x.steps_at + (v * lanes + t) * 4
-            quantize_row(form, source_at, x.bytes_at + t * x.quads * 4, x.features, x.reading_at, steps_at)
-        source, target = Matrix(x.bytes_at, x.quads), Matrix(x.target + starts[v] * 4, x.stride)
-        tokens_to_lanes((lanes, FLOATS), source, target, left, x.quads)
+            quantize_row(
+                form, call.x_at + (token + t) * layer.features * 4, bytes_at + t * quads * 4, layer.features,
+                layer.quads.reading.ctypes.data, steps_at + (v * lanes + t) * 4,
+            )  # fmt: skip
+        target = Matrix(x_at + layer.x_starts[v] * 4, layer.x_stride)
+        tokens_to_lanes((lanes, FLOATS), Matrix(bytes_at, quads), target, left, quads)
 
 
 @inline
@@ -407,14 +394,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             after = begin + min(grains * (block + 1) // blocks * vectors, each)
             width, x_first, y_first, done = after - first, first if x_blocked else 0, first if y_blocked else 0, 0
             if quads:
-                bytes_at = (
-                    scratch_at + (layer.elements - layer.tokens - (lanes * k + 2 * LINE - 1) // LINE * LINE) * 4
-                )
-                quad_source = QuadInput(
-                    call.x_at, n, layer.features, x_at, layer.x_stride, bytes_at, k, steps_at,
-                    layer.quads.reading.ctypes.data,
-                )  # fmt: skip
-                lay_out_quads(read_form, quad_source, x_starts, first, width)
+                lay_out_quads(read_form, call, layer, (first, width), x_at, steps_at)
             elif not x_blocked:
                 source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
                 lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
@@ -441,12 +421,11 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
                     table[panel, 2],
                 )  # fmt: skip
                 finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
-                worth = QuadWorth(
-                    layer.quads.offsets.ctypes.data + panel * rows * 4, layer.quads.scales.ctypes.data + panel * rows * 4,
-                    steps_at if own_steps else 0,
-                )  # fmt: skip
-                finished = (finish, worth)
-                walk, next_walk = multiply_panel(tile_form, weights, x, y, finished, (walk, next_walk), per_step)
+                offsets_at, scales_at = layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data
+                row_at = panel * rows * 4
+                worth = QuadWorth(offsets_at + row_at, scales_at + row_at, steps_at if own_steps else 0)
+                walks = multiply_panel(tile_form, weights, x, y, (finish, worth), (walk, next_walk), per_step)
+                walk, next_walk = walks
                 behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                 if not y_blocked and (behind == m or min(behind + rows, m) > done + layer.run):
                     filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, done, behind)
@@ -488,12 +467,7 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
             first = begin + grains * block // blocks * unit
             width = begin + min(grains * (block + 1) // blocks * unit, each) - first
             if quads:
-                bytes_at = steps_at - (lanes * k + 2 * LINE - 1) // LINE * LINE * 4
-                quad_source = QuadInput(
-                    call.x_at, n, layer.features, x_at, layer.x_stride, bytes_at, k, steps_at,
-                    layer.quads.reading.ctypes.data,
-                )  # fmt: skip
-                lay_out_quads(read_form, quad_source, x_starts, first, width)
+                lay_out_quads(read_form, call, layer, (first, width), x_at, steps_at)
             elif not x_blocked:
                 source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
                 lay_out_block(layout_form, source, x_starts, tile_starts, first, width)

@@ -226,9 +226,9 @@ class TokenMajorForm(NamedTuple):
 
     tokens, vectors, lanes: of the register tile. fused: multiply-adds are fused. permuted: rows have to be put back.
     size: bytes of a weight. prefetch: how weights are fetched. packed: the tokens of x are packed side by side first
-    (`packs_tokens`). numbers: what tiles multiply; for quads a chunk of x is read as bytes first. own_steps: each
-    token has a step of its own then. whole_chunks: each part has whole chunks, so it puts permuted rows back itself, tile by tile,
-    while it finds them in its caches.
+    (`packs_tokens`). whole_chunks: each part has whole chunks, so it puts permuted rows back itself, tile by tile,
+    while it finds them in its caches. numbers: what tiles multiply; for quads a chunk of x is read as bytes first.
+    own_steps: each token has a step of its own then.
     """
 
     tokens: int
