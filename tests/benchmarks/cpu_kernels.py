@@ -183,9 +183,7 @@ def bfloat16_layer(shape: Shape, threads: int) -> Callable[[], object]:
 def int8_layers(backend: str, kernel: str, shape: Shape, threads: int, copies: int) -> list[Callable[[], object]]:
     """Calls of the dense layer in eight bits in another library, as latbench's sweeps make them."""
     layout = "nhwc" if isinstance(shape, Conv2dShape) and backend == "openvino" else ""
-    point = Point(
-        "cpu", backend, kernel, shape, Dense(), 0.0, threads, layout=layout, dtype_w="int8", dtype_a="int8"
-    )
+    point = Point("cpu", backend, kernel, shape, Dense(), 0.0, threads, layout=layout, dtype_w="int8", dtype_a="int8")
     module = importlib.import_module(f"latbench.backends.cpu.{backend}")
     made = module.prepare(point, build_synthetic_layer(point))
     return list(itertools.islice(itertools.cycle(made.calls), copies))
@@ -251,9 +249,7 @@ def engines(threads: int, bf16: bool = False, int8: bool = False) -> Iterator[Pe
     """A process for each engine that there is."""
     context = multiprocessing.get_context("spawn")
     workers: dict[str, tuple[Callable[..., None], Any]] = {
-        name: (dense_worker, name)
-        for name in (*ENGINES, *(INT8 if int8 else ()))
-        if bf16 or name != BFLOAT16
+        name: (dense_worker, name) for name in (*ENGINES, *(INT8 if int8 else ())) if bf16 or name != BFLOAT16
     }
     with suppress(LatbenchError):  # not set up: the table does not name it
         deepsparse_environment.find_environment()

@@ -11,12 +11,14 @@ from sparse_kernels import (
     Conv2dShape,
     Dense,
     LinearShape,
+    NotOfPattern,
     ShflBW,
     Unstructured,
     VectorNM,
     VectorWise,
     pack,
     parse,
+    unpack,
 )
 from sparse_kernels.top_units import select_top_units
 

@@ -45,7 +45,6 @@ OWN_STEPS = "int8-dynamic"
 """The kernel that reads each token by its own largest value."""
 
 
-
 @dataclass(frozen=True)
 class SyntheticLayer:
     """A layer with synthetic weights, which every engine gets.
@@ -215,9 +214,7 @@ def _build_check(point: Point, layer: SyntheticLayer) -> Callable[[np.ndarray], 
         # Other libraries place and round steps in their own ways.
         slack = 0.0 if CPU_ENGINES[point.backend].ours else 1.0
         if isinstance(shape, Conv2dShape):
-            return lambda y: check_int8_conv2d(
-                _some(y), weight, shape, _some(layer.x), bias=bias, slack=slack
-            )
+            return lambda y: check_int8_conv2d(_some(y), weight, shape, _some(layer.x), bias=bias, slack=slack)
         return lambda y: check_int8(y, weight, layer.x, bias=bias, slack=slack)
     packed = round_packed(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
     roundoff = BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0

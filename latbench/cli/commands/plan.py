@@ -55,8 +55,9 @@ def plan(
     from latbench.errors import UsageError
     from latbench.workloads.workload import list_workloads
 
-    options = PointOptions(workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune,
-        list_rounded(bf16, int8))
+    options = PointOptions(
+        workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, list_rounded(bf16, int8)
+    )
     if gpu is not None:
         if cpu:
             raise UsageError("a plan is for the CPU (--cpu) or for a GPU (--gpu), not for both")

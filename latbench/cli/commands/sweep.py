@@ -93,8 +93,14 @@ def sweep(
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = SweepCommandOptions(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
     options = PointOptions(
-        workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune,
-        list_rounded(bf16, int8), seed
+        workload or (),
+        patterns or (),
+        sparsities or (),
+        backends or (),
+        adaptive,
+        tune,
+        list_rounded(bf16, int8),
+        seed,
     )
     _check_device_options(cpu, gpu, on, quick, slurm, options)
     _end_as_by_ctrl_c()

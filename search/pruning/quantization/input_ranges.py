@@ -139,9 +139,7 @@ def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[
     def note_ends(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         low, high = ends.get(name, (0.0, 0.0))
         least, most = (float(each) for each in torch.aminmax(args[0].detach())) if args[0].numel() else (0.0, 0.0)
-        if not (np.isfinite(least) and np.isfinite(most)):
-            raise BadData(f"layer {name}: its inputs on the calibration data hold NaN or infinite values")
-        ends[name] = min(low, least), max(high, most)
+        ends[name] = float(np.minimum(low, least)), float(np.maximum(high, most))  # NaN stays
         rows[name] += _count_rows(module, args[0], output)
 
     counts = {name: np.zeros(BINS) for name in layers}
@@ -158,6 +156,8 @@ def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[
         for name in layers:
             if name not in ends:
                 raise BadData(f"layer {name} is never called on the calibration data of task {task.name}: exclude it")
+            if not np.isfinite(ends[name]).all():
+                raise BadData(f"layer {name}: its inputs on the calibration data hold NaN or infinite values")
     for name, (low, high) in ends.items():
         if low == high:  # only zeros
             counts[name][0] = 1.0

@@ -100,7 +100,12 @@ class ChannelRun(NamedTuple):
 
 @vector_code(QuantizeForm)
 def quantize_channels(
-    builder: ir.IRBuilder, form: QuantizeForm, source: ChannelRun, target: ir.Value, count: ir.Value, reading: ir.Value
+    builder: ir.IRBuilder,
+    form: QuantizeForm,
+    source: ChannelRun,
+    target: ir.Value,
+    count: ir.Value,
+    reading: ir.Value,
 ) -> None:
     """target[p] = the bytes of four channels at position p, one quad each, for p < count.
 

@@ -309,8 +309,7 @@ class Emitter:
         return self.builder.trunc(self.to_whole(x), ir.VectorType(ir.IntType(8), self.lanes))
 
     def to_whole(self, x: ir.Value) -> ir.Value:
-        """Return the nearest whole numbers, ties to even, from 0 to 255; 0 for NaN. Only the lowest bytes mean them.
-        """
+        """Return the nearest whole numbers, ties to even, from 0 to 255; 0 for NaN. Only the lowest bytes mean them."""
         builder, zero, most = self.builder, ir.Constant(self.vector, None), self.constant(255.0)
         x = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
         x = builder.select(builder.fcmp_ordered("<", x, most), x, most)

@@ -36,8 +36,8 @@ from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
@@ -207,7 +207,9 @@ def build_kernel(
             weights = TileWeights(values_at + table[panel, 0] * 4, columns_at + table[panel, 1] * 4, table[panel, 2])
             finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
             worth = QuadWorth(
-                layer.quads.offsets.ctypes.data + panel * rows * 4, layer.quads.scales.ctypes.data + panel * rows * 4, 0
+                layer.quads.offsets.ctypes.data + panel * rows * 4,
+                layer.quads.scales.ctypes.data + panel * rows * 4,
+                0,
             )
             while v < stop:
                 width = vectors if v + vectors <= stop else 1

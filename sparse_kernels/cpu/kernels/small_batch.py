@@ -181,7 +181,9 @@ def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) 
             rows = WeightStream(stream.ctypes.data + table[stage, begin] * 4, behind - first)
             activation = call.activation if stage == stages - 1 else PARTIAL
             finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
-            multiply_stream(stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish, QuadWorth(0, 0, 0))
+            multiply_stream(
+                stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish, QuadWorth(0, 0, 0)
+            )
         done = RowsOfBlock(sums_at + first * layer.stride * 4, layer.stride, 0, 1, first, behind)
         put_back(form, done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
 

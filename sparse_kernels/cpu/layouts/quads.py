@@ -44,9 +44,7 @@ def build_quad_groups(weight: Int8Weight, run: int) -> Groups:
     column = groups.columns % run
     quads = groups.columns // run * -(-run // QUAD) + column // QUAD
     group_of = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
-    keys, place = np.unique(
-        group_of * np.int64(2**32) + quads, return_inverse=True
-    )  # rising by group, then by quad
+    keys, place = np.unique(group_of * np.int64(2**32) + quads, return_inverse=True)  # rising by group, then by quad
     values = np.zeros((keys.size, groups.height, QUAD), np.int8)
     values[place, :, column % QUAD] = groups.values
     indptr = np.searchsorted(keys >> 32, np.arange(groups.indptr.size)).astype(np.int64)

@@ -264,7 +264,9 @@ class CpuConv2dPlan:
                 padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
-            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers if self._pairs else FLOATS).bind(ImageCopyCall, laid_out)
+            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers if self._pairs else FLOATS).bind(
+                ImageCopyCall, laid_out
+            )
         if grid.flat is not None:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(
