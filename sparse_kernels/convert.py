@@ -55,8 +55,8 @@ class LayerPattern:
     """The pattern that a layer gets.
 
     pattern: of the mask. mask: bool (m, k), True where a weight is kept; None keeps all. precision: float32, or what
-    its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say; int8 with a quantization. quantization: how
-    the layer is read in eight bits. Weights are rounded to its steps.
+    its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say; int8 with a quantization. quantization:
+    how the layer is read in eight bits. Weights are rounded to its steps.
     """
 
     pattern: Pattern
@@ -258,7 +258,7 @@ def _alike(a: LayerPattern, b: LayerPattern) -> bool:
 
 
 def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> LayerPattern:
-    """Make the weight what its kernel will multiply with, in place: masked, and rounded; return what is known then."""
+    """Make the weight what its kernel will multiply with, in place: masked and rounded; return what is known then."""
     if choice.mask is not None:
         matrix = weight_matrix(module)
         if choice.mask.shape != matrix.shape:
@@ -628,17 +628,16 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
 
 
 def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, backend: str, tune: bool) -> nn.Module:
-    quantization = None if choice.quantization is None else _follow_folding(module, choice.quantization)
+    quantization = choice.quantization
+    precision = choice.precision if quantization is None else _follow_folding(module, quantization)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         kind = SparseConv1d if isinstance(module, nn.Conv1d) else SparseConv2d
         return kind.from_dense(
-            module, choice.pattern, choice.mask,
-            activation=activation, backend=backend, precision=choice.precision, quantization=quantization,
-        )  # fmt: skip
+            module, choice.pattern, choice.mask, activation=activation, backend=backend, precision=precision
+        )
     return SparseLinear.from_dense(
-        module, choice.pattern, choice.mask,
-        activation=activation, backend=backend, tune=tune, precision=choice.precision, quantization=quantization,
-    )  # fmt: skip
+        module, choice.pattern, choice.mask, activation=activation, backend=backend, tune=tune, precision=precision
+    )
 
 
 def _follow_folding(module: nn.Module, quantization: Quantization) -> Quantization:

@@ -25,8 +25,8 @@ def prepare(
     Parameters
     ----------
     packed : Packed or Int8Weight
-        The weight (m, k), from `pack`, or from `pack_int8` for a product in eight bits: ``token_major``, with the
-        backends ``numba`` and ``reference``. Results are float32.
+        The weight (m, k), from `pack`. From `pack_int8` for a product in eight bits, ``token_major``, with the
+        backends ``numba`` and ``reference``.
     backend : str
         ``reference``, ``numba``, ``cupy`` or ``numba_cuda``.
     layout : str
@@ -62,8 +62,7 @@ def prepare(
     if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n must be a number of columns of at least 0, not {n}")
     if isinstance(packed, Int8Weight):
-        if tune or precision != "float32":
-            raise ValueError("a weight in eight bits takes neither tune=True nor another precision")
+        _check_int8(precision, tune)
         return find_kernel("int8", "linear", backend)(packed, layout, n)
     function = find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
@@ -87,8 +86,8 @@ def prepare_conv2d(
     Parameters
     ----------
     packed : Packed or Int8Weight
-        The weight (c_out, kh*kw*c_in), from `pack`, or from `pack_int8` with an input range for a product in eight
-        bits, with the backends ``numba`` and ``reference``.
+        The weight (c_out, kh*kw*c_in), from `pack`. From `pack_int8` with an input range for a product in eight bits,
+        with the backends ``numba`` and ``reference``.
     shape : Conv2dShape
         The layer, for about shape.batch images a call; the plan runs any number.
     backend : str
@@ -123,14 +122,18 @@ def prepare_conv2d(
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
     if in_bytes:
-        if precision != "float32":
-            raise ValueError("a weight in eight bits takes no other precision")
+        _check_int8(precision)
         return function(packed, shape, layout)
     if backend == "numba":
         return function(packed, shape, layout, precision)
     if precision != "float32":
         raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
     return function(packed, shape, layout)
+
+
+def _check_int8(precision: str, tune: bool = False) -> None:
+    if tune or precision != "float32":
+        raise ValueError("a weight in eight bits takes neither tune=True nor another precision")
 
 
 def matmul(packed: Packed, x: Array, *, backend: str) -> Array:

@@ -144,7 +144,7 @@ def select_engines(given: Sequence[str], needed: Mapping[str, Sequence[str]], in
 
 
 def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> None:
-    """Raise UsageError for --tune, --bf16 and --int8 without an engine that takes them; `engines` of a GPU are none."""
+    """Raise UsageError for --tune, --bf16 and --int8 without an engine that takes them; those of a GPU are none."""
     from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, INT8
     from latbench.errors import UsageError
 

@@ -110,8 +110,8 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """Build a table of median speedups by pattern and engine (rows) and sparsity (columns), and its heading.
 
     A speedup is over the fastest dense engine of the same layer shape and setting; the median is over layer shapes.
-    Rounded points are compared with dense engines of the same type and of wider ones. None where no sparse point has a dense
-    one to compare with.
+    Rounded points are compared with dense engines of the same type and of wider ones. None where no sparse point has
+    a dense one to compare with.
     """
     from rich.table import Table
 

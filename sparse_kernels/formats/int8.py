@@ -158,7 +158,7 @@ def pack_int8(
         raise ValueError(f"a weight of {rows} rows needs {rows} scales, positive and finite")
     if k * LARGEST * STEPS > LARGEST_SUM:
         raise ValueError(
-            f"sums over rows of {k} weights may pass 32 bits: at most {LARGEST_SUM // (LARGEST * STEPS)} are multiplied"
+            f"sums over rows of {k} weights may pass 32 bits: {LARGEST_SUM // (LARGEST * STEPS)} are the most"
         )
     whole = np.clip(np.rint(weight / scales[:, None]), -LARGEST, LARGEST).astype(np.float32)
     return Int8Weight(pack(whole, mask, pattern), freeze(scales.astype(np.float32)), input_range)
@@ -172,7 +172,7 @@ def quantize_packed(packed: Packed, quantization: Quantization) -> Int8Weight:
 
 def round_to_steps(weight: Weight, scales: NDArray[np.float32]) -> Weight:
     """Return the weight (m, k) that whole numbers of steps from -127 to 127 stand for, nearest to another."""
-    whole = np.clip(np.rint(weight / scales[:, None]), -LARGEST, LARGEST)
+    whole: Weight = np.clip(np.rint(weight / scales[:, None]), -LARGEST, LARGEST)
     return (whole * scales[:, None]).astype(np.float32)
 
 

@@ -16,7 +16,15 @@ from sparse_kernels.formats import Packed
 from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
-from sparse_kernels.nn.sparse_layer import ACTIVATIONS, GPU_BACKENDS, INT8, SparseLayer, machine_of, pack_layer
+from sparse_kernels.nn.sparse_layer import (
+    ACTIVATIONS,
+    GPU_BACKENDS,
+    INT8,
+    SparseLayer,
+    machine_of,
+    pack_layer,
+    split_precision,
+)
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.prunable_layers import ConvolutionGeometry, find_geometry
@@ -67,8 +75,7 @@ class SparseConv2d(SparseLayer):
         *,
         activation: str | None = None,
         backend: str = "numba",
-        precision: str = "float32",
-        quantization: Quantization | None = None,
+        precision: str | Quantization = "float32",
     ) -> SparseConv2d:
         """Return the sparse layer of a pruned Conv2d.
 
@@ -84,10 +91,9 @@ class SparseConv2d(SparseLayer):
             ``relu``, ``gelu`` or None, applied to the result.
         backend : str
             ``numba``, ``reference`` or ``cupy``.
-        precision : str
-            ``float32`` or ``bfloat16``, as `prepare_conv2d` says; ``int8`` with a quantization.
-        quantization : Quantization or None
-            How the layer is read in eight bits, by one range of inputs.
+        precision : str or Quantization
+            ``float32`` or ``bfloat16``, as `prepare_conv2d` says; or how the layer is read in eight bits, by one
+            range of inputs.
 
         Returns
         -------
@@ -101,7 +107,7 @@ class SparseConv2d(SparseLayer):
         """
         packed = pack_layer(conv, pattern, mask)
         bias, geometry = conv._parameters["bias"], find_geometry(conv)
-        return cls(packed, bias, activation, backend, geometry, precision, quantization)
+        return cls(packed, bias, activation, backend, geometry, *split_precision(precision))
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:

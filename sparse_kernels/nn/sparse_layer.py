@@ -388,7 +388,8 @@ class SparseLayer(nn.Module):
             "kind": type(self).__name__, "format": self._format.__name__, "settings": settings,
             "arrays": self._arrays, "activation": self.activation, "backend": self.backend,
             "precision": self.precision,
-            "input_range": None if self._input_range is None else dataclasses.astuple(self._input_range), "own": self._list_own(), "dimensions": len(self._weight_shape),
+            "input_range": None if self._input_range is None else dataclasses.astuple(self._input_range),
+            "own": self._list_own(), "dimensions": len(self._weight_shape),
         }  # fmt: skip
         return json.dumps(described, sort_keys=True)
 
@@ -452,6 +453,11 @@ class SparseLayer(nn.Module):
         inherited: Any = super()
         inherited.__setstate__(state)
         self._enlist()
+
+
+def split_precision(precision: str | Quantization) -> tuple[str, Quantization | None]:
+    """Return a precision's name, and how the layer is read in eight bits if it is."""
+    return (INT8, precision) if isinstance(precision, Quantization) else (precision, None)
 
 
 def pack_layer(module: nn.Module, pattern: Pattern, mask: np.ndarray | None) -> Packed:

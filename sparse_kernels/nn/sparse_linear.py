@@ -15,7 +15,7 @@ from sparse_kernels.formats import Packed
 from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_linear, call_operator
-from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer, machine_of, pack_layer
+from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer, machine_of, pack_layer, split_precision
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.planner import prepare
 from sparse_kernels.tensors.plain_tensors import address_of, is_plain
@@ -64,8 +64,7 @@ class SparseLinear(SparseLayer):
         activation: str | None = None,
         backend: str = "numba",
         tune: bool = False,
-        precision: str = "float32",
-        quantization: Quantization | None = None,
+        precision: str | Quantization = "float32",
     ) -> SparseLinear:
         """Return the sparse layer of a pruned Linear.
 
@@ -83,10 +82,8 @@ class SparseLinear(SparseLayer):
             ``numba``, ``reference`` or ``cupy``.
         tune : bool
             Try a few kernels at the first call and keep the fastest; backend ``numba`` only.
-        precision : str
-            What may be rounded to bfloat16, as `prepare` says; ``int8`` with a quantization.
-        quantization : Quantization or None
-            How the layer is read in eight bits.
+        precision : str or Quantization
+            What may be rounded to bfloat16, as `prepare` says; or how the layer is read in eight bits.
 
         Returns
         -------
@@ -99,7 +96,8 @@ class SparseLinear(SparseLayer):
             If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         bias = linear._parameters.get("bias")
-        return cls(pack_layer(linear, pattern, mask), bias, activation, backend, tune, precision, quantization)
+        packed, settings = pack_layer(linear, pattern, mask), split_precision(precision)
+        return cls(packed, bias, activation, backend, tune, *settings)
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:

@@ -7,8 +7,8 @@ linear      the five layers of `cpu_kernels` with 128 and 2,048 tokens, warm, as
             alone, hot; inside a network it is slower)
 few         the same with 1 and 8 tokens, weights from memory: beside a plain sum over as many bytes
 resnet50    its 1x1 and 3x3 convolutions with 1 and 16 images, in the frames in which a converted model keeps them
-int8        (only where --int8 is given) linear layers and convolutions in eight bits, over the fastest dense engine in
-            eight bits, and over our own layers of the same pattern and sparsity in float32
+int8        (only where --int8 is given) linear layers and convolutions in eight bits, over the fastest dense engine
+            in eight bits, and over our own layers of the same pattern and sparsity in float32
 
 A line is a figure: the median of the layers (least-most), what is asked, and whether the median reaches it; of linear
 layers every one is asked. Engines, turns, rounds and medians are those of cpu_kernels.py, which shows one shape in
@@ -56,7 +56,8 @@ OF_128 = [
 LINEAR = {128: OF_128, 2048: [*shuffled(3.5, 8.0), *OVER_DEEPSPARSE]}
 INT8_LINEAR = [
     Goal(("block:32x4 int8", 0.75), 2.7), Goal(("block:32x4 int8", 0.9), 5.5), Goal(("shflbw:32x4 int8", 0.75), 2.7),
-    Goal(("shflbw:32x4 int8", 0.9), 5.5), Goal(("dense int8", 0.0), 0.9), Goal(("dense int8", 0.0), 0.9, "OpenVINO int8"),
+    Goal(("shflbw:32x4 int8", 0.9), 5.5), Goal(("dense int8", 0.0), 0.9),
+    Goal(("dense int8", 0.0), 0.9, "OpenVINO int8"),
     Goal(("block:1x4 int8", 0.9), 1.0), Goal(("block:4x4 int8", 0.9), 1.0),
 ]  # fmt: skip
 INT8_CONV = [Goal((f"block:{size}x4 int8", 0.75), 2.0) for size in (4, 8, 16, 32)]

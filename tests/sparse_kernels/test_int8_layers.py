@@ -12,7 +12,7 @@ from torch import nn
 from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
-from sparse_kernels.int8_oracle import check_int8, check_int8_conv2d
+from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
 from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.prunable_layers import weight_matrix
 
@@ -28,9 +28,7 @@ def choose(layer: nn.Module, spec: str, reading: InputRange | None, sparsity: fl
 def to_sparse(layer: Any, choice: LayerPattern, **given: Any) -> Any:
     """The layer in eight bits."""
     kind = SparseConv2d if isinstance(layer, nn.Conv2d) else SparseLinear
-    return kind.from_dense(
-        layer, choice.pattern, choice.mask, precision="int8", quantization=choice.quantization, **given
-    )
+    return kind.from_dense(layer, choice.pattern, choice.mask, precision=choice.quantization, **given)
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])

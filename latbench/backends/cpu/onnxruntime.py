@@ -87,8 +87,9 @@ def _serialise(
 def build_int8_model(shape: Shape, layer: SyntheticLayer, dynamic: bool) -> bytes:
     """Return the layer in eight bits as a serialised ONNX model, as ONNX Runtime's own tools write it.
 
-    Weights have a scale a row. A linear layer's sums become floats. What a convolution returns is read as bytes again,
-    without which ONNX Runtime multiplies it in float32. dynamic: all tokens are read by the largest value among them.
+    Weights have a scale a row. A linear layer's sums become floats. What a convolution returns is read as bytes
+    again, or else ONNX Runtime multiplies it in float32. dynamic: all tokens are read by the largest value among
+    them.
     """
     weight = layer.quantize(False)
     whole, scales, reading = unpack(weight.packed).astype(np.int8), weight.scales, layer.input_range

@@ -82,8 +82,8 @@ def _read_in_steps(x: openvino.Node, layer: SyntheticLayer) -> openvino.Node:
 
 
 def _build_weight(layer: SyntheticLayer, filters: tuple[int, ...] | None, in_bytes: bool) -> openvino.Node:
-    """Build the weight (m, k), or as filters (c_out, kh, kw, c_in) in torch's order; as bytes and scales, or floats."""
-    weight = unpack(layer.quantize(False).packed).astype(np.int8) if in_bytes else layer.weight
+    """Build the weight (m, k), or as filters (c_out, kh, kw, c_in) in torch's order; floats, or bytes and scales."""
+    weight: np.ndarray = unpack(layer.quantize(False).packed).astype(np.int8) if in_bytes else layer.weight
     if filters is not None:
         weight = np.ascontiguousarray(weight.reshape(filters).transpose(0, 3, 1, 2))
     if not in_bytes:

@@ -29,7 +29,7 @@ from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import Packed, pack, round_packed
 from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8
-from sparse_kernels.int8_oracle import check_int8, check_int8_conv2d
+from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
 from sparse_kernels.oracle import BFLOAT16_ROUNDOFF, check, check_conv2d
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.shapes import Conv2dShape

@@ -95,8 +95,8 @@ Int8 = Annotated[
     bool,
     typer.Option(
         "--int8",
-        help="Extra CPU points in eight bits: latbench's kernels and patterns that keep columns in fours, with weights "
-        "and activations in int8. Dense engines in int8 are the baseline.",
+        help="Extra CPU points in eight bits: latbench's kernels and patterns that keep columns in fours, with "
+        "weights and activations in int8. Dense engines in int8 are the baseline.",
     ),
 ]
 Sessions = Annotated[

@@ -69,7 +69,8 @@ def _cover_most(found: InputStatistics) -> InputRange:
     below = np.cumsum(found.counts) / found.counts.sum()
     width = (found.high - found.low) / BINS
     first, last = np.searchsorted(below, OUTSIDE, side="right"), np.searchsorted(below, 1 - OUTSIDE)
-    return InputRange.covering(found.low + width * first, found.low + width * (min(last, BINS - 1) + 1))
+    behind = min(int(last), BINS - 1) + 1
+    return InputRange.covering(found.low + width * first, found.low + width * behind)
 
 
 def _cover_for_least_error(found: InputStatistics) -> InputRange:

@@ -109,5 +109,5 @@ def round_weight(
     if reading is not None:
         # Each input is off by an error of its own, which all weights of its column carry on.
         lost += rows * reading.scale**2 / 12 * float(found.double().square().sum())
-    error = lost / energy if energy > 0 else 0.0 if lost == 0 else float("inf")
-    return RoundedWeight(PrunedWeight(found, pruned.mask, error), scales.float().numpy())
+    relative = lost / energy if energy > 0 else 0.0 if lost == 0 else float("inf")
+    return RoundedWeight(PrunedWeight(found, pruned.mask, relative), scales.float().numpy())

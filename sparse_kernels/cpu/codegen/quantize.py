@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
-from sparse_kernels.cpu.codegen.tile_operands import Word
+from sparse_kernels.cpu.codegen.tile_operands import QuadWorth, Word
 from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE
 
 BYTE = ir.IntType(8)
+
+
+@inline
+def locate_worth(quads: Any, row: int, steps_at: int) -> QuadWorth:
+    """Return what sums are worth from this row of the panels on; quads: `QuadArrays`; steps_at: of tokens, or 0."""
+    return QuadWorth(quads.offsets.ctypes.data + row * 4, quads.scales.ctypes.data + row * 4, steps_at)
 
 
 class QuantizeForm(NamedTuple):

@@ -128,12 +128,11 @@ def token_tile(
     y: TokenSums,
     finish: Epilogue,
     fetch: WeightFetch,
-    worth: QuadWorth,
 ) -> None:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
-    values: (count, vectors*lanes), float32 or bits of bfloat16. With quads a column is four columns of bytes, of x
-    and of values in the place of a float32; then sums are what they are `worth`, and nothing may be present.
+    values: (count, vectors*lanes), float32 or bits of bfloat16. With quads a column is four columns of bytes, in the
+    place of a float32, and nothing may be present.
 
     ROWS and FOURS leave sums as they are, all outputs of the tile, without bias and activation. FOURS: four tokens of
     an output lie side by side, y[t // 4, position, t % 4], also for tokens that are not left.
@@ -180,7 +179,7 @@ def token_tile(
     else:
         sums = columns_with(True, True)
     if form.numbers in QUADS:
-        sums = value_tokens(emit, sums, n_vectors, x, worth)
+        sums = _convert_token_sums(emit, sums, n_vectors, x, finish.worth)
     if form.order == FOURS:
         fours = [
             (four, v, emit.pointer(y.address, builder.mul(y.stride, emit.integer(four))))
@@ -216,7 +215,7 @@ def token_tile(
     emit.finish(finish.activation, sums, lambda: [biases[v] for _, v in outputs], store)
 
 
-def value_tokens(
+def _convert_token_sums(
     emit: Emitter, sums: list[ir.Value], n_vectors: int, x: TokenRows, worth: QuadWorth
 ) -> list[ir.Value]:
     """Return what sums of quads are worth, by vectors of outputs for one token after the other."""
@@ -235,7 +234,7 @@ def value_tokens(
     return emit.either(worth.token_scales, by_token, lambda: valued)
 
 
-def value_rows(emit: Emitter, sums: list[ir.Value], n_vectors: int, worth: QuadWorth) -> list[ir.Value]:
+def convert_row_sums(emit: Emitter, sums: list[ir.Value], n_vectors: int, worth: QuadWorth) -> list[ir.Value]:
     """Return what sums of quads are worth, by vectors of positions for one row after the other."""
     builder, n_rows = emit.builder, len(sums) // n_vectors
     places = [emit.pointer(address) for address in (worth.offsets, worth.scales)]
@@ -283,7 +282,6 @@ def row_tile(
     y: FramedOutput,
     finish: RowEpilogue,
     walk: LineWalk,
-    worth: QuadWorth,
 ) -> None:
     """y[row_ids[r], y.starts[v] + i] = activation(sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
 
@@ -294,8 +292,8 @@ def row_tile(
     (`Emitter.doubled`), and the pace is by pairs. Values hold two columns' weights in each 32 bits, the last column's
     alone if count is odd (`Panels.paired`).
 
-    With quads a column is four columns of bytes, of x and of values in the place of a float32, and sums are what they
-    are `worth`: offsets and scales by row, token scales by lane, vector after vector.
+    With quads a column is four columns of bytes, in the place of a float32. What sums are worth hangs on the row, and
+    on the token: a lane of a vector.
     """
     n_rows, n_lanes, kind, frames = form.rows, form.lanes, form.numbers, form.framed
     emit = Emitter(builder, n_lanes, bool(form.fused))
@@ -358,7 +356,7 @@ def row_tile(
         for other in others:
             sums = [emit.add(a, b, kind) for a, b in zip(sums, other, strict=True)]
         if kind in QUADS:
-            sums = value_rows(emit, sums, n_vectors, worth)
+            sums = convert_row_sums(emit, sums, n_vectors, finish.worth)
         # For a row that is not written, the bias of row 0 is read.
         known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
         bias_pointer = emit.pointer(finish.bias)

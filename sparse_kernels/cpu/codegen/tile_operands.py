@@ -71,6 +71,10 @@ class QuadWorth(NamedTuple):
     token_scales: Word
 
 
+WORTH_OF_FLOATS = QuadWorth(0, 0, 0)
+"""For code that does not look at it."""
+
+
 class VectorInput(NamedTuple):
     """Vectors of positions of x.
 
@@ -110,23 +114,26 @@ class PackedOutput(NamedTuple):
 class Epilogue(NamedTuple):
     """How sums of outputs in order are finished.
 
-    bias: address of the bias, from the first output on. activation: code of the activation.
+    bias: address of the bias, from the first output on. activation: code of the activation. worth: of sums of quads,
+    a `QuadWorth`.
     """
 
     bias: Word
     activation: Word
+    worth: Any
 
 
 class RowEpilogue(NamedTuple):
     """How sums of rows are finished and where they go.
 
     row_ids: address of int32, the row of y of each row; a negative one is not written. bias: address of the bias of
-    row 0. activation: code of the activation.
+    row 0. activation: code of the activation. worth: of sums of quads, a `QuadWorth`.
     """
 
     row_ids: Word
     bias: Word
     activation: Word
+    worth: Any
 
 
 class LineWalk(NamedTuple):
@@ -189,12 +196,13 @@ class StreamEpilogue(NamedTuple):
     """How sums of a stream are finished.
 
     add_present: 1 continues the sums that lie in y, 0 starts at zero. bias: address of the bias of row 0. activation:
-    code of the activation.
+    code of the activation. worth: of sums of quads, a `QuadWorth` from row 0 on.
     """
 
     add_present: Word
     bias: Word
     activation: Word
+    worth: Any
 
 
 class MatrixWeights(NamedTuple):

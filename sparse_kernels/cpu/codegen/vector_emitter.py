@@ -263,7 +263,7 @@ class Emitter:
         return c
 
     def multiply_quads(self, x: ir.Value, w: ir.Value, sums: ir.Value, numbers: int) -> ir.Value:
-        """sums + x * w for the four bytes of each lane: of x from 0 to 255, of w with a sign.
+        """Return sums + x * w for the four bytes of each lane: of x from 0 to 255, of w with a sign.
 
         Vectors and sums are 32-bit whole numbers in the place of floats. Nothing saturates: two products of bytes are
         more than 16 bits hold, so pairs are multiplied as 16 bits each.
@@ -286,14 +286,14 @@ class Emitter:
         return builder.bitcast(total, self.vector)
 
     def _even_and_odd(self, x: ir.Value, shift: Callable[[ir.Value, ir.Value], ir.Value]) -> list[ir.Value]:
-        """Bytes 0 and 2 of each lane, and bytes 1 and 3, as 16 bits; `shift` to the right with or without the sign."""
+        """Return bytes 0 and 2 of each lane, then bytes 1 and 3, as 16 bits; shift: right, with the sign or not."""
         halves = ir.VectorType(I16, 2 * self.lanes)
         eight = ir.Constant(halves, [8] * (2 * self.lanes))
         x = self.builder.bitcast(x, halves)
         return [shift(self.builder.shl(x, eight), eight), shift(x, eight)]
 
     def _multiply_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The products of each lane's two 16-bit numbers, summed in 32 bits."""
+        """Return the products of each lane's two 16-bit numbers, summed in 32 bits."""
         halves, wide = ir.VectorType(I16, 2 * self.lanes), ir.VectorType(I32, self.lanes)
         name = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[self.lanes]
         kind = ir.FunctionType(wide, [halves, halves])
@@ -309,7 +309,7 @@ class Emitter:
         return self.builder.trunc(self.to_whole(x), ir.VectorType(ir.IntType(8), self.lanes))
 
     def to_whole(self, x: ir.Value) -> ir.Value:
-        """Return the nearest whole numbers, ties to even, from 0 to 255; 0 for NaN. Only the lowest bytes mean them."""
+        """Return the nearest whole numbers, ties to even, from 0 to 255; 0 for NaN. Only the lowest byte is valid."""
         builder, zero, most = self.builder, ir.Constant(self.vector, None), self.constant(255.0)
         x = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
         x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
@@ -317,7 +317,7 @@ class Emitter:
         return builder.bitcast(builder.fadd(x, self.constant(1.5 * 2.0**23)), ir.VectorType(I32, self.lanes))
 
     def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value) -> ir.Value:
-        """(sums + offset) * scale as floats: of 32-bit whole numbers in the place of floats, and offsets alike."""
+        """Return (sums + offset) * scale as floats; sums and offset: 32-bit whole numbers in the place of floats."""
         builder, wide = self.builder, ir.VectorType(I32, self.lanes)
         whole = builder.add(builder.bitcast(sums, wide), builder.bitcast(offset, wide))
         return builder.fmul(builder.sitofp(whole, self.vector), scale)

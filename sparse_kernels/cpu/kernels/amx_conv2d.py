@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen import amx_tiles as amx
 from sparse_kernels.cpu.codegen.amx_tiles import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
 from sparse_kernels.cpu.codegen.tile_operands import (
+    WORTH_OF_FLOATS,
     GatherBuffers,
     MatrixSums,
     MatrixWeights,
@@ -229,7 +230,7 @@ def multiply_positions(
         weights = MatrixWeights(
             values_at + table[panel, 0], columns_at + table[panel, 1] * 4, table[panel, 2], all_steps
         )
-        finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
+        finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation, WORTH_OF_FLOATS)
         for v in range(first, stop):
             # The next tile: the next vector, or the first one with the next panel.
             next_v, then = v + 1 - first, panel

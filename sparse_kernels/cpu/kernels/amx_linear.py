@@ -31,6 +31,7 @@ from sparse_kernels.cpu.codegen.amx_tiles import (
 )  # fmt: skip
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds, split_thirds
 from sparse_kernels.cpu.codegen.tile_operands import (
+    WORTH_OF_FLOATS,
     Epilogue,
     GatherBuffers,
     MatrixSums,
@@ -338,7 +339,7 @@ def finish_block(
 ) -> None:
     """Finish the sums of a block of tokens and put them in their places in y."""
     _, _, _, by_token, blocked, _ = form
-    n, m, finish = layer.n, layer.m, Epilogue(call.bias_at, call.activation)
+    n, m, finish = layer.n, layer.m, Epilogue(call.bias_at, call.activation, WORTH_OF_FLOATS)
     positions_at = layer.positions.ctypes.data
     for token in range(tokens[0], tokens[1], TOKENS):
         left = tokens[1] - token

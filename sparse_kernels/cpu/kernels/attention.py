@@ -26,9 +26,9 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     tokens_to_lanes,
 )
 from sparse_kernels.cpu.codegen.tile_operands import (
+    WORTH_OF_FLOATS,
     Epilogue,
     Matrix,
-    QuadWorth,
     TileWeights,
     TokenRows,
     TokenSums,
@@ -246,18 +246,18 @@ def attend_tile(
     tokens, vectors, lanes, fused, _, _, _, _, _, _, _, _ = form
     width = vectors * lanes
     key_panels = (sizes.keys + width - 1) // width
-    row, left, nothing, unfetched = key_panels * width, queries.left, Epilogue(0, 0), WeightFetch(0, 0)
-    worth = QuadWorth(0, 0, 0)
+    row, left, unfetched = key_panels * width, queries.left, WeightFetch(0, 0)
+    nothing = Epilogue(0, 0, WORTH_OF_FLOATS)
     for panel in range(key_panels):
         weights = TileWeights(head.keys_at + panel * sizes.d * width * 4, head.columns_at, sizes.d)
         scores = TokenSums(scores_at + panel * width * 4, row, width, 0)
-        token_tile(form, weights, queries, scores, nothing, unfetched, worth)
+        token_tile(form, weights, queries, scores, nothing, unfetched)
     for t in range(min(tokens, left)):
         softmax((lanes, fused), scores_at + t * row * 4, sizes.keys, scale)
     for panel in range((sizes.e + width - 1) // width):
         weights = TileWeights(head.values_at + panel * sizes.keys * width * 4, head.columns_at, sizes.keys)
         y = TokenSums(results.address + panel * width * 4, results.stride, sizes.e - panel * width, 0)
-        token_tile(form, weights, TokenRows(scores_at, row, left), y, nothing, unfetched, worth)
+        token_tile(form, weights, TokenRows(scores_at, row, left), y, nothing, unfetched)
 
 
 @cache

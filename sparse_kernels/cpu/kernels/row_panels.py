@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
+from sparse_kernels.cpu.codegen.quantize import locate_worth
 from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, fetch, row_tile
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     LineWalk,
-    QuadWorth,
     RowEpilogue,
     TileWeights,
     VectorInput,
@@ -205,12 +205,8 @@ def build_kernel(
             if panel == 0 or item == begin:
                 column, ahead = 0, stop
             weights = TileWeights(values_at + table[panel, 0] * 4, columns_at + table[panel, 1] * 4, table[panel, 2])
-            finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation)
-            worth = QuadWorth(
-                layer.quads.offsets.ctypes.data + panel * rows * 4,
-                layer.quads.scales.ctypes.data + panel * rows * 4,
-                0,
-            )
+            worth = locate_worth(layer.quads, panel * rows, 0)
+            finish = RowEpilogue(ids_at + panel * rows * 4, call.bias_at, call.activation, worth)
             while v < stop:
                 width = vectors if v + vectors <= stop else 1
                 for _ in range(each):
@@ -221,7 +217,7 @@ def build_kernel(
                             column, ahead = column + 1, stop
                 x = VectorInput(x_at, layer.x_stride, x_starts_at + v * 8, width)
                 y = FramedOutput(call.y_at, layer.y_stride, y_starts_at + v * 8, keep_at + v * 8, call.added_at)
-                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0), worth)
+                row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0))
                 v += width
 
     return multiply

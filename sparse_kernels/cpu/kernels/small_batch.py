@@ -22,10 +22,10 @@ from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import fetch_now
 from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, copy_vector, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.codegen.tile_operands import (
+    WORTH_OF_FLOATS,
     FramedOutput,
     LineWalk,
     Matrix,
-    QuadWorth,
     RowEpilogue,
     StreamEpilogue,
     TileWeights,
@@ -141,8 +141,10 @@ def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permu
             weights = TileWeights(
                 values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4, table[panel, 2]
             )
-            finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
-            row_tile(tile_form, weights, x, y, finish, LineWalk(0, 0, 0), QuadWorth(0, 0, 0))
+            finish = RowEpilogue(
+                row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation, WORTH_OF_FLOATS
+            )
+            row_tile(tile_form, weights, x, y, finish, LineWalk(0, 0, 0))
         if not permuted:
             first = np.int64(row_ids[begin * rows])
             behind = np.int64(row_ids[end * rows]) if end < table.shape[0] else layer.m
@@ -180,10 +182,8 @@ def build_stream_kernel(lanes: int, halvings: int, fused: bool, by_token: bool) 
         for stage in range(stages):
             rows = WeightStream(stream.ctypes.data + table[stage, begin] * 4, behind - first)
             activation = call.activation if stage == stages - 1 else PARTIAL
-            finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
-            multiply_stream(
-                stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish, QuadWorth(0, 0, 0)
-            )
+            finish = StreamEpilogue(min(stage, 1), call.bias_at, activation, WORTH_OF_FLOATS)
+            multiply_stream(stream_form, 1, rows, x_at + bounds[stage] * lanes * 4, sums_at, finish)
         done = RowsOfBlock(sums_at + first * layer.stride * 4, layer.stride, 0, 1, first, behind)
         put_back(form, done, layer.start, PlainOutput(call.y_at, layer.n, layer.m))
 

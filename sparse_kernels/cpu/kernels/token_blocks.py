@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import FAR, LINE_BYTES, Walk, advance, start_standing, start_walk
-from sparse_kernels.cpu.codegen.quantize import QuantizeForm, quantize_row
+from sparse_kernels.cpu.codegen.quantize import QuantizeForm, locate_worth, quantize_row
 from sparse_kernels.cpu.codegen.register_tiles import (
     RowTileForm,
     copy_run,
@@ -86,8 +86,8 @@ class BlockSettings(NamedTuple):
 
     vectors: of a register tile. target: the vector unit. layouts: of x and of y, each token_major, feature_major, or
     token_blocked in whole tiles; single rows must be laid out for whole tiles then. numbers: what tiles multiply;
-    with pairs, weights are `Panels.paired`. quads: what sums of quads are worth; features: of token-major x then, four
-    to a column; own_steps: each token is read by its own largest value.
+    with pairs, weights are `Panels.paired`. quads: what sums of quads are worth. features: of token-major x with
+    quads, four to a column. own_steps: each token is read by its own largest value.
     """
 
     vectors: int
@@ -126,10 +126,10 @@ class BlockLayer(NamedTuple):
     weights: arrays of the panels, or of the single rows. quads: what sums of quads are worth. n, k, m: tokens,
     columns of x as tiles read it, and features of y. features: of x, four to a column of quads. elements: of scratch
     memory for each part, which holds x and some rows of y of a block, less what is blocked. With quads a vector of
-    tokens as bytes follows, and the tokens' steps. x_starts, y_starts: int64, where the vectors start in x and in y; in those of a block, unless they are blocked. tile_starts:
-    int64, where the vectors start in blocked x. most: vectors of a block. tokens: that a block has room for. run:
-    rows of y that are put back together. x_stride, y_stride: elements from one column of x, from one row of y to the
-    next. parts: threads.
+    tokens as bytes follows, and the tokens' steps. x_starts, y_starts: int64, where the vectors start in x and in y;
+    in those of a block, unless they are blocked. tile_starts: int64, where the vectors start in blocked x. most:
+    vectors of a block. tokens: that a block has room for. run: rows of y that are put back together. x_stride,
+    y_stride: elements from one column of x, from one row of y to the next. parts: threads.
     """
 
     weights: Any
@@ -187,8 +187,8 @@ def bind_kernel(
     )
     layer = BlockLayer(
         weights=weights.arrays, quads=settings.quads, n=n, k=k, m=m, features=settings.features or k,
-        elements=needed // threads, x_starts=x_grid.x_starts, y_starts=y_grid.y_starts, tile_starts=there.x_starts, most=block, tokens=tokens, run=run,
-        x_stride=x_grid.x_stride, y_stride=y_grid.y_stride, parts=threads,
+        elements=needed // threads, x_starts=x_grid.x_starts, y_starts=y_grid.y_starts, tile_starts=there.x_starts,
+        most=block, tokens=tokens, run=run, x_stride=x_grid.x_stride, y_stride=y_grid.y_stride, parts=threads,
     )  # fmt: skip
     kernel = build_stream_kernel(form) if single else build_panel_kernel(form)
     return KernelWithScratch(kernel.bind(LinearCall, layer), needed)
@@ -331,17 +331,37 @@ def walk_token_tiles(lanes: int, at: int, k: int, begin: int, end: int, turns: i
 
 
 @inline
+def start_walks(form: Any, call: LinearCall, layer: BlockLayer, vectors: tuple[int, int, int], turns: int) -> Any:
+    """Return the walks over x of the next block, and over the lines of y that this block will fill.
+
+    form: lanes of a vector, whether x is fetched, whether it is token-major, whether y is fetched. vectors: where
+    this block begins, where the next one begins and ends. turns: tiles that fetch from each.
+    """
+    lanes, fetch_x, x_by_token, fetch_y = form
+    first, after, end = vectors
+    x_walk = y_walk = start_standing(call.bias_at)
+    if fetch_x and after < end:
+        if x_by_token:
+            last = min(end * lanes, layer.n)
+            x_walk = walk_token_rows(call.x_at, layer.features, after * lanes, last, turns)
+        else:
+            x_at = call.x_at + layer.tile_starts[after] * 4
+            x_walk = walk_token_tiles(lanes, x_at, layer.k, after, end, turns)
+    if fetch_y:
+        y_walk = walk_output_strips(call.y_at, layer.m, first * lanes, min(after * lanes, layer.n), turns)
+    return x_walk, y_walk
+
+
+@inline
 def multiply_panel(
-    form: Any, weights: TileWeights, x: VectorInput, y: FramedOutput, finish: Any, walks: Any, per_step: int
+    form: Any, weights: TileWeights, x: VectorInput, y: FramedOutput, finish: RowEpilogue, walks: Any, per_step: int
 ) -> Any:
     """Multiply the vectors of a block by a panel, and return the walks behind its tiles, which take turns with them.
 
-    form: of `row_tile`. finish: a `RowEpilogue` and a `QuadWorth`. per_step: columns of a step of a tile, with which
-    it fetches.
+    form: of `row_tile`. per_step: columns of a step of a tile, with which it fetches.
     """
     vectors, lanes = form[1], form[2]
-    epilogue, worth = finish
-    walk, next_walk = walks
+    (walk, next_walk), worth = walks, finish.worth
     v = 0
     while v < x.width:
         together = vectors if v + vectors <= x.width else 1
@@ -351,7 +371,8 @@ def multiply_panel(
         tile_y = FramedOutput(y.address, y.stride, y.starts + v * 8, 0, 0)
         steps = worth.token_scales and worth.token_scales + v * lanes * 4
         tile_worth = QuadWorth(worth.offsets, worth.scales, steps)
-        row_tile(form, weights, tile_x, tile_y, epilogue, LineWalk(line, stride, pace), tile_worth)
+        tile_finish = RowEpilogue(finish.row_ids, finish.bias, finish.activation, tile_worth)
+        row_tile(form, weights, tile_x, tile_y, tile_finish, LineWalk(line, stride, pace))
         v += together
     return walk, next_walk
 
@@ -374,6 +395,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
     walk_y = fetch_y and y_by_token
     tile_form = tuple(RowTileForm(rows, vectors, lanes, int(fused), 0, int(fetch_x or walk_y), numbers))
     layout_form, output_form = (lanes, numbers, x_by_token, copied), (lanes, y_by_token)
+    walk_form = lanes, fetch_x, x_by_token, walk_y
     per_step = 2 if numbers in (PAIRS, PAIRS_BY_UNIT) else 1
 
     @build_parallel_kernel
@@ -398,17 +420,9 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             elif not x_blocked:
                 source = BlockInput(call.x_at, n, k, x_at, layer.x_stride)
                 lay_out_block(layout_form, source, x_starts, tile_starts, first, width)
-            # Tiles fetch in turns: x of the next block, and lines of y that this block will fill.
+            end = begin + min(grains * (block + 2) // blocks * vectors, each) if block + 1 < blocks else after
             turns = (panels * ((width + vectors - 1) // vectors) + 1) // 2
-            walk = next_walk = start_standing(call.bias_at)
-            if fetch_x and block + 1 < blocks:
-                end = begin + min(grains * (block + 2) // blocks * vectors, each)
-                if x_by_token:
-                    walk = walk_token_rows(call.x_at, layer.features, after * lanes, min(end * lanes, n), turns)
-                else:
-                    walk = walk_token_tiles(lanes, call.x_at + tile_starts[after] * 4, k, after, end, turns)
-            if walk_y:
-                next_walk = walk_output_strips(call.y_at, m, first * lanes, min(after * lanes, n), turns)
+            walk, next_walk = start_walks(walk_form, call, layer, (first, after, end), turns)
             x = VectorInput(x_at, layer.x_stride, x_starts.ctypes.data + x_first * 8, width)
             for panel in range(panels):
                 done_at = y_at - done * layer.y_stride * 4
@@ -420,12 +434,9 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
                     values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4,
                     table[panel, 2],
                 )  # fmt: skip
-                finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation)
-                offsets_at, scales_at = layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data
-                row_at = panel * rows * 4
-                worth = QuadWorth(offsets_at + row_at, scales_at + row_at, steps_at if own_steps else 0)
-                walks = multiply_panel(tile_form, weights, x, y, (finish, worth), (walk, next_walk), per_step)
-                walk, next_walk = walks
+                worth = locate_worth(layer.quads, panel * rows, steps_at if own_steps else 0)
+                finish = RowEpilogue(row_ids.ctypes.data + panel * rows * 4, call.bias_at, call.activation, worth)
+                walk, next_walk = multiply_panel(tile_form, weights, x, y, finish, (walk, next_walk), per_step)
                 behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                 if not y_blocked and (behind == m or min(behind + rows, m) > done + layer.run):
                     filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, done, behind)
@@ -457,9 +468,7 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
         x_at = call.x_at if x_blocked else scratch_at
         y_at = call.y_at if y_blocked else scratch_at if x_blocked else scratch_at + layer.tokens * k * 4
         steps_at = scratch_at + (layer.elements - layer.tokens) * 4
-        worth = QuadWorth(
-            layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data, steps_at if own_steps else 0
-        )
+        worth = locate_worth(layer.quads, 0, steps_at if own_steps else 0)
         begin = units * part // layer.parts * unit
         each = min(units * (part + 1) // layer.parts * unit, total) - begin
         blocks, grains = (each + layer.most - 1) // layer.most, (each + unit - 1) // unit
@@ -476,8 +485,8 @@ def build_stream_kernel(settings: BlockForm) -> ParallelKernel:
                 activation = call.activation if stage == stages - 1 else PARTIAL
                 rows = WeightStream(stream.ctypes.data + table[stage, 0] * 4, m)
                 source_at = x_at + (x_start + bounds[stage] * layer.x_stride) * 4
-                finish = StreamEpilogue(min(stage, 1), call.bias_at, activation)
-                multiply_stream(stream_form, width, rows, source_at, y_at + y_start * 4, finish, worth)
+                finish = StreamEpilogue(min(stage, 1), call.bias_at, activation, worth)
+                multiply_stream(stream_form, width, rows, source_at, y_at + y_start * 4, finish)
             if not y_blocked:
                 filled = RowsOfBlock(y_at, layer.y_stride, first * lanes, width, 0, m)
                 put_back(output_form, filled, y_starts, PlainOutput(call.y_at, n, m))

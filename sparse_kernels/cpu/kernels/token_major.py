@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import LINE_BYTES, fetch_now
-from sparse_kernels.cpu.codegen.quantize import QuantizeForm, quantize_row
+from sparse_kernels.cpu.codegen.quantize import QuantizeForm, locate_worth, quantize_row
 from sparse_kernels.cpu.codegen.register_tiles import (
     AHEAD,
     FINISHED,
@@ -36,9 +36,9 @@ from sparse_kernels.cpu.codegen.register_tiles import (
 )
 from sparse_kernels.cpu.codegen.scatter_rows import scatter_rows
 from sparse_kernels.cpu.codegen.tile_operands import (
+    WORTH_OF_FLOATS,
     Epilogue,
     Matrix,
-    QuadWorth,
     TileWeights,
     TokenRows,
     TokenSums,
@@ -252,7 +252,7 @@ class TokenMajorLayer(NamedTuple):
     a block. parts: threads. positions: uint32 (m), where rows of y wait among the panels' rows, or in fours. shares:
     in how many shares permuted rows are put back, unless chunks are whole. waiting: elements of scratch memory that
     sums take: those of all panels, for n tokens in whole tiles or, if chunks are whole, a chunk of each part. Where x
-    is packed or read as bytes, there is room behind them for a chunk of x for each part: `chunk_elements`.
+    is packed or read as bytes, there is room behind them for a chunk of x for each part: `count_chunk_elements`.
     """
 
     weights: PanelArrays
@@ -278,7 +278,7 @@ def pack_chunk(tokens: int, x_at: int, n: int, k: int, chunk: Any, target_at: in
         tokens_to_lanes((tokens, FLOATS), Matrix(x_at + token * k * 4, k), target, n - token, k)
 
 
-def chunk_elements(form: TokenMajorForm, chunk: int, k: int) -> int:
+def count_chunk_elements(form: TokenMajorForm, chunk: int, k: int) -> int:
     """Return the elements of scratch memory that a chunk of x takes for each part.
 
     Bytes are written by whole vectors, so there is a cache line behind them, then the steps of the tokens.
@@ -361,21 +361,19 @@ def multiply_stage(
                     next_at = table[work.begin + asked // per_column, 0]
                     elsewhere = (next_at - table[here, 0]) * size + asked % per_column * LINE_BYTES
                     asked, due = asked + 1, due - turns
+            worth = locate_worth(layer.quads, row, work.steps_at and work.steps_at + token_in_chunk * 4)
             token_tile(
                 form, TileWeights(values_at + table[here, 0] * size, columns_at + table[here, 1] * 4, table[here, 2]),
                 TokenRows(x_at, k, n - token),
                 TokenSums(sums_at + row * together * 4, features, features - row, add_present),
-                Epilogue(call.bias_at + row * 4, call.activation if last else PARTIAL), WeightFetch(elsewhere, cold),
-                QuadWorth(
-                    layer.quads.offsets.ctypes.data + row * 4, layer.quads.scales.ctypes.data + row * 4,
-                    work.steps_at and work.steps_at + token_in_chunk * 4,
-                ),
+                Epilogue(call.bias_at + row * 4, call.activation if last else PARTIAL, worth),
+                WeightFetch(elsewhere, cold),
             )  # fmt: skip
         if whole and work.stop == panels and last:
             for t in range(0, min(tokens, n - token), together):
                 waiting = WaitingSums(sums_at + t * features * 4, positions_at, m)
                 y = TokenRows(call.y_at + (token + t) * m * 4, m, n - token - t)
-                scatter_rows(scatter_form, waiting, y, Epilogue(call.bias_at, call.activation))
+                scatter_rows(scatter_form, waiting, y, Epilogue(call.bias_at, call.activation, WORTH_OF_FLOATS))
 
 
 @inline
@@ -396,7 +394,7 @@ def put_back_share(form: Any, width: int, share: int, call: LinearCall, layer: T
         begin, end = m * share // layer.shares, m * (share + 1) // layer.shares
     positions_at, finish = (
         layer.positions.ctypes.data + begin * 4,
-        Epilogue(call.bias_at + begin * 4, call.activation),
+        Epilogue(call.bias_at + begin * 4, call.activation, WORTH_OF_FLOATS),
     )
     for token in range(first, last, together):
         waiting = WaitingSums(call.scratch_at + token * features * 4, positions_at, end - begin)

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.codegen.quantize import locate_worth
 from sparse_kernels.cpu.codegen.register_tiles import copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     PackedOutput,
-    QuadWorth,
     StreamEpilogue,
     VectorSources,
     WeightStream,
@@ -230,8 +230,7 @@ def build_kernel(
     reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
     stream_form, copy_form = (vectors, lanes, int(fused), 0, numbers), (vectors, lanes, int(fused))
-    stride = vectors * lanes
-    most = _bundles_at_a_time(stride)
+    stride, most = vectors * lanes, _bundles_at_a_time(vectors * lanes)
 
     @build_parallel_kernel
     def multiply(part: int, call: ScratchProductCall, layer: StreamLayer) -> None:
@@ -239,7 +238,7 @@ def build_kernel(
         x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
         stages, bundles = table.shape
         total = x_starts.size
-        worth = QuadWorth(layer.quads.offsets.ctypes.data, layer.quads.scales.ctypes.data, 0)
+        worth = locate_worth(layer.quads, 0, 0)
         tiles = (total + vectors - 1) // vectors
         begin = find_part_begin(work, tiles, part, layer.parts)
         end = find_part_begin(work, tiles, part + 1, layer.parts)
@@ -267,9 +266,9 @@ def build_kernel(
                     copy_columns(copy_form, end_v - v, source, x_at)
                     column = 0
                 last = IDENTITY if framed else call.activation
-                finish = StreamEpilogue(min(stage, 1), call.bias_at, PARTIAL if stage < stages - 1 else last)
+                finish = StreamEpilogue(min(stage, 1), call.bias_at, PARTIAL if stage < stages - 1 else last, worth)
                 rows = WeightStream(stream.ctypes.data + table[stage, first] * 4, end_row - row)
-                multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish, worth)
+                multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish)
             packed_at, starts_at = y_at + row * stride * 4, y_starts.ctypes.data + v * 8
             below = row * layer.y_stride * 4
             if framed:

@@ -30,6 +30,10 @@ class QuadArrays(NamedTuple):
     scales: NDArray[np.float32]
     reading: NDArray[np.float32]
 
+    def copy(self) -> QuadArrays:
+        """Return the same with arrays of its own."""
+        return QuadArrays(self.offsets.copy(), self.scales.copy(), self.reading.copy())
+
 
 FLOATS_ONLY = QuadArrays(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
 

@@ -102,8 +102,8 @@ class CpuConv2dPlan:
     """A convolution's plan: weights as panels, and what it knows of each batch it has met.
 
     by_vectors: for the matrix unit, makes the plan that computes y again where sums are not finite; it is kept from
-    then on. So the plan holds on to the packed weight, 4 bytes a number that `nbytes` does not count. numbers: what is
-    multiplied; with quads an element of x is four channels, `quads` says what sums are worth, and `padding` is the 32
+    then on. So the plan holds on to the packed weight, 4 bytes a number that `nbytes` does not count. numbers: what
+    is multiplied. With quads an element of x is four channels. quads: what their sums are worth. padding: the 32
     bits of an element outside of an image.
     """
 

@@ -49,7 +49,7 @@ class QuadPlan(CpuLinearPlan):
 
     def copy(self) -> QuadPlan:
         """Return the same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), quads=QuadArrays(*(array.copy() for array in self.quads)))
+        return replace(self, panels=self.panels.copy(), quads=self.quads.copy())
 
 
 class QuadTokenPlan(QuadPlan):
@@ -75,7 +75,7 @@ class QuadTokenPlan(QuadPlan):
             parts=threads, positions=panels.positions_in_fours(lanes) if in_fours else panels.positions,
             shares=threads if n * m >= token_major.WORTH_SHARING else 1, waiting=waiting,
         )  # fmt: skip
-        needed = waiting + threads * token_major.chunk_elements(form, chunk, k)
+        needed = waiting + threads * token_major.count_chunk_elements(form, chunk, k)
         return KernelWithScratch(token_major.build_kernel(form).bind(LinearCall, layer), needed)
 
 
@@ -101,7 +101,8 @@ def prepare_int8_linear(weight: Int8Weight, layout: str, n: int) -> QuadPlan:
     height = groups.height
     if height == m:  # all rows share all columns
         height = 2 * target.lanes if height > target.lanes else target.lanes
-    tile, kind, kernel = token_major.choose_tile(height, target), QuadTokenPlan, "tokens"
+    kind: type[QuadPlan] = QuadTokenPlan
+    tile, kernel = token_major.choose_tile(height, target), "tokens"
     if tile is None:
         kind, kernel = QuadRowPlan, "rows"
         size, vectors = row_panels.choose_tile(groups.height, target) if groups.height > 1 else (1, TILE)

@@ -158,7 +158,7 @@ class TokenPlan(CpuLinearPlan):
             positions=panels.positions_in_fours(self.tile[2]) if in_fours else panels.positions,
             shares=threads if n * m >= token_major.WORTH_SHARING else 1, waiting=waiting,
         )  # fmt: skip
-        needed = waiting + threads * token_major.chunk_elements(form, chunk, k)
+        needed = waiting + threads * token_major.count_chunk_elements(form, chunk, k)
         return KernelWithScratch(token_major.build_kernel(form).bind(LinearCall, layer), needed)
 
     def copy(self) -> TokenPlan:

@@ -6,7 +6,7 @@ from numba import njit
 
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.scatter_rows import scatter_rows
-from sparse_kernels.cpu.codegen.tile_operands import Epilogue, TokenRows, WaitingSums
+from sparse_kernels.cpu.codegen.tile_operands import WORTH_OF_FLOATS, Epilogue, TokenRows, WaitingSums
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW
@@ -25,7 +25,9 @@ def placing(lanes):
         def put(sums, places, tokens, y, bias, activation):
             waiting = WaitingSums(sums.ctypes.data, places.ctypes.data, bias.size)
             rows = TokenRows(y.ctypes.data, y.shape[1], tokens)
-            scatter_rows((together, lanes, fused), waiting, rows, Epilogue(bias.ctypes.data, activation))
+            scatter_rows(
+                (together, lanes, fused), waiting, rows, Epilogue(bias.ctypes.data, activation, WORTH_OF_FLOATS)
+            )
 
         return put
 

@@ -14,7 +14,7 @@ from sparse_kernels.cpu.plans import int8_conv2d
 from sparse_kernels.cpu.plans.int8_conv2d import QuadConv2dPlan, prepare_int8_conv2d
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
 from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
-from sparse_kernels.int8_oracle import check_int8_conv2d
+from sparse_kernels.int8.int8_oracle import check_int8_conv2d
 
 READING = InputRange(0.25, 77)
 SHAPES = {

@@ -14,7 +14,7 @@ from sparse_kernels.cpu.plans import int8_linear
 from sparse_kernels.cpu.plans.int8_linear import prepare_int8_linear
 from sparse_kernels.formats import unpack
 from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
-from sparse_kernels.int8_oracle import check_int8
+from sparse_kernels.int8.int8_oracle import check_int8
 from sparse_kernels.oracle import WrongResult
 
 BY_TOKENS = ["block:32x4", "block:16x4", "shflbw:32", "vector:32", "vectornm:32:2:4", "dense"]

@@ -16,7 +16,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 @dataclass(frozen=True, eq=False)
 class ReferenceInt8:
-    """The plan of a layer in eight bits on the reference backend; shape: of a convolution, None for a linear layer."""
+    """The plan of a layer in eight bits on the reference backend; shape: of a convolution, or None."""
 
     weight: Int8Weight
     layout: str
@@ -59,10 +59,10 @@ def multiply_int8(weight: Int8Weight, x: Array) -> Array:
     """Return the product (m, n) of a weight (m, k) and x (n, k), read as bytes; float32."""
     whole = unpack(weight.packed).astype(np.int64)
     q, zero, steps = read_as_bytes(x, weight.input_range)
-    sums = whole @ (q - zero).T
-    if weight.input_range is not None:
-        return sums.astype(np.float32) * (weight.scales * steps[0])[:, None]
-    return sums.astype(np.float32) * weight.scales[:, None] * steps
+    sums: Array = (whole @ (q - zero).T).astype(np.float32)
+    scales = weight.scales[:, None]
+    result: Array = sums * scales * steps if weight.input_range is None else sums * (scales * steps)
+    return result
 
 
 def read_as_bytes(x: Array, reading: InputRange | None) -> tuple[NDArray[np.int64], int, NDArray[np.float32]]:
@@ -75,10 +75,10 @@ def read_as_bytes(x: Array, reading: InputRange | None) -> tuple[NDArray[np.int6
         if reading is None:
             steps = (np.abs(x).max(axis=1, initial=0.0) * np.float32(1 / LARGEST)).astype(np.float32)
             steps = np.where(steps < LEAST_STEP, np.float32(LEAST_STEP), steps)
-            zero, inverse = MIDDLE, (np.float32(1) / steps)[:, None]
+            zero, inverse = MIDDLE, np.float32(1) / steps[:, None]
         else:
             steps, zero = np.array([reading.scale], np.float32), reading.zero
-            inverse = np.float32(1 / reading.scale)
+            inverse = np.array([[1 / reading.scale]], np.float32)
         q = np.clip(np.rint(x * inverse + np.float32(zero)), 0, STEPS)
         return np.nan_to_num(q, nan=0.0).astype(np.int64), zero, steps
 

@@ -1,9 +1,11 @@
 """The right result of a layer in eight bits, and how far from it a right kernel may be.
 
-A kernel reads each x as the whole number q that is nearest to x / scale + zero, from 0 to 255, and sums whole numbers
-exactly. So there is one right sum, and what follows it is float32, which rounds at most seven times by u = 2**-24 of
-|sum| * scale and |bias| (Higham 2002, section 3.1): the sum as a float, what 1 is worth, their product, a token's step
-(twice), the product with it, and the bias.
+A kernel reads each x as the whole number q from 0 to 255 that is nearest to x / scale + zero. It sums whole numbers
+exactly, so there is one right sum.
+
+What follows the sum is float32. It rounds at most seven times by u = 2**-24 of |sum| * scale and |bias| (Higham 2002,
+section 3.1): the sum as a float, what 1 is worth, their product, a token's step (twice), the product with it, and the
+bias.
 
 Only where x lies between two steps, nearly in the middle, are both right: a kernel multiplies by 1 / scale, rounded.
 Such an x may shift the result by what a step of it is worth. Tests whose x lie on steps leave no such room.
@@ -42,7 +44,8 @@ def check_int8(
     """Raise WrongResult unless y (n, m) is the layer's result for x (n, k), both token-major.
 
     slack: 1 allows another library to round each x to another step than this project does, 0 does not. Then errors
-    of a result are sums of independent errors of steps; ten standard deviations of that sum are allowed. Returns the largest error relative to the scale on which float32 rounds.
+    of a result are sums of independent errors of steps; ten standard deviations of that sum are allowed. Returns the
+    largest error relative to the scale on which float32 rounds.
     """
     expected, bound, scale = _expected(weight, x, bias, activation, slack)
     return compare_results(y.T, expected, bound, scale)
