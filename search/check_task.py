@@ -220,7 +220,7 @@ def check_score(reference: str, layers: Sequence[str]) -> None:
     task = load_task(reference)
     model, example = task.model(), task.example()
     try:
-        converted = convert_for_example(model, dict.fromkeys(layers, LayerPattern(Dense())), "numba", example)
+        converted = convert_for_example(model, dict.fromkeys(layers, LayerPattern(Dense())), example)
     except ValueError as error:
         raise UsageError(f"task {task.name}: its model cannot be converted to latbench's kernels: {error}") from error
     try:

@@ -2,12 +2,23 @@
 
 from dataclasses import dataclass
 
-from latbench.base.engine_registry import NUMBA
+from latbench.base.engine_registry import FLOAT32, NUMBA
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Threads of each engine, and the backend of the pruned model, a name of `latbench.base.engine_registry`."""
+    """How a pruned model runs.
+
+    Attributes
+    ----------
+    threads
+        Threads of each engine.
+    backend
+        Backend of the pruned model, one of `latbench.base.engine_registry.PRUNED_ENGINES`.
+    precisions
+        Types in which its layers may be multiplied. Dense engines that round as far are its rivals, too.
+    """
 
     threads: int
     backend: str = NUMBA
+    precisions: tuple[str, ...] = (FLOAT32,)

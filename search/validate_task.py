@@ -377,7 +377,7 @@ def examine_task(reference: str, layers: Sequence[str], has_loss: bool, has_scor
         seen["data"] = _try(faults, "calibration", lambda: hash_pruning_inputs(task))
     converted = None
     try:
-        converted = convert_for_example(model, dict.fromkeys(layers, LayerPattern(Dense())), "numba", example)
+        converted = convert_for_example(model, dict.fromkeys(layers, LayerPattern(Dense())), example)
     except ValueError as error:
         faults.append(("model", f"the model cannot be converted to latbench's kernels: {error}"))
     if has_score:

@@ -6,12 +6,15 @@ model; its name also tells the precision, as in `numba-bf16`. Nothing here impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
-TORCH, NUMBA, NUMBA_BFLOAT16, DEEPSPARSE = "torch", "numba", "numba-bf16", "deepsparse"
+PRECISIONS = FLOAT32, BFLOAT16, INT8
+"""Types in which a layer's weights and inputs are multiplied, from the most precise."""
+
+TORCH, NUMBA, DEEPSPARSE = "torch", "numba", "deepsparse"
 TORCH_GPU, TORCH_SPARSE, CUBLAS = "torch_gpu", "torch_sparse", "cublas"
 CUSPARSE, CUPY, NUMBA_CUDA = "cusparse", "cupy", "numba_cuda"
 
@@ -294,14 +297,16 @@ MODEL_ENGINES = {
         ModelEngine(NUMBA, NUMBA, runs_pruned=True),
         ModelEngine("torch-bf16", TORCH, "bf16", BFLOAT16, output_precision=BFLOAT16),
         ModelEngine("openvino-bf16", "openvino", "bf16", BFLOAT16, shares_export=True),
-        ModelEngine(NUMBA_BFLOAT16, NUMBA, "bf16", BFLOAT16, runs_pruned=True, phrase=" in bfloat16"),
+        ModelEngine("numba-bf16", NUMBA, "bf16", BFLOAT16),
+        ModelEngine("openvino-int8", "openvino", "int8", INT8, shares_export=True),
+        ModelEngine("onnxruntime-int8", "onnxruntime", "int8", INT8, shares_export=True),
         ModelEngine(DEEPSPARSE, DEEPSPARSE, runs_pruned=True, phrase=" on DeepSparse"),
     )
 }
 """Engines of whole models, by name."""
 
 PRUNED_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.runs_pruned)
-"""The engines that can run a pruned model: latbench's own kernels in float32 or bfloat16, or DeepSparse."""
+"""The engines that can run a pruned model: latbench's own kernels, or DeepSparse."""
 
 
 def list_standard(engines: Mapping[str, LayerEngine]) -> tuple[str, ...]:
@@ -310,8 +315,8 @@ def list_standard(engines: Mapping[str, LayerEngine]) -> tuple[str, ...]:
 
 
 def runs_our_kernels(name: str) -> bool:
-    """Return whether a model engine runs latbench's own kernels; False for an unknown name."""
-    return name in MODEL_ENGINES and MODEL_ENGINES[name].ours
+    """Return whether a pruned model on this engine runs latbench's own kernels; False for an unknown name."""
+    return name == NUMBA
 
 
 def is_deepsparse(name: str) -> bool:
@@ -319,32 +324,29 @@ def is_deepsparse(name: str) -> bool:
     return name == DEEPSPARSE
 
 
-def convert_to_table_name(name: str) -> str:
-    """Return the name that tables give to an engine of a search: one name for our kernels in every precision.
+def find_narrowest(precisions: Iterable[str]) -> str:
+    """Return the least precise of these types."""
+    return max(precisions, key=PRECISIONS.index)
 
-    Any other name stays as it is. No row of a layer has the name of a whole-model engine such as `torch-bf16`: a
-    search by such a name finds nothing.
+
+def list_as_precise(precision: str) -> tuple[str, ...]:
+    """List the types that are as precise as this one, or more so."""
+    return PRECISIONS[: PRECISIONS.index(precision) + 1]
+
+
+def list_rivals(name: str, precisions: Iterable[str] = (FLOAT32,)) -> tuple[str, ...]:
+    """List the dense model engines that a pruned model must beat.
+
+    Parameters
+    ----------
+    name : str
+        The engine that runs the pruned model. DeepSparse is a rival only where it does.
+    precisions : iterable of str
+        Types in which the pruned model's layers may be multiplied. An engine that rounds further is no rival.
     """
-    return NUMBA if runs_our_kernels(name) else name
-
-
-def find_precision(name: str) -> str:
-    """Return the precision that a model engine multiplies in; float32 for an unknown name."""
-    return MODEL_ENGINES[name].precision if name in MODEL_ENGINES else FLOAT32
-
-
-def may_round(name: str) -> bool:
-    """Return whether a model engine rounds to bfloat16, so that dense engines that round are its rivals, too."""
-    return find_precision(name) == BFLOAT16
-
-
-def list_rivals(name: str) -> tuple[str, ...]:
-    """List the dense model engines that a pruned model on this engine must beat.
-
-    Those that round to bfloat16 count where it rounds, and DeepSparse where it runs the pruned model.
-    """
+    allowed = list_as_precise(find_narrowest(precisions))
     return tuple(
         each.name
         for each in MODEL_ENGINES.values()
-        if (each.precision == FLOAT32 or may_round(name)) and (each.backend != DEEPSPARSE or is_deepsparse(name))
+        if each.precision in allowed and (each.backend != DEEPSPARSE or is_deepsparse(name))
     )

@@ -2,10 +2,12 @@
 
     <folder>/database.json                          version; model_hash; made_by, the provenance of the entries: the
                                                     pruning method with a hash of the calibration data
-    <folder>/<layer>/<pattern>@<sparsity>.safetensors
-        values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
+    <folder>/<layer>/<pattern>@<sparsity>.safetensors, or ....int8.safetensors for an option in eight bits
+        values (nnz,) float32     the kept weights, row after row of the matrix (m, k); int8 in eight bits
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
-        metadata                  shape "m,k"; error |dy|^2 / |y|^2 of the layer's outputs on the calibration data
+        scales (m,) float32       in eight bits: what 1 of each row is worth
+        metadata                  shape "m,k"; error |dy|^2 / |y|^2 of the layer's outputs on the calibration data;
+                                  in eight bits input "scale,zero", how inputs are read
 
 Every file is whole or absent. A folder that was built from other weights, or in another way, is refused.
 """
@@ -25,13 +27,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from latbench.base.engine_registry import INT8
 from latbench.base.files import remove_left_behind, write_atomically, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
+from search.problem.layers import Option
+from sparse_kernels.formats.int8 import InputRange, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,14 @@ class Entry:
         Tensor (m, k) bool, True = kept.
     error
         Relative error |dy|^2 / |y|^2 of the layer's outputs.
+    quantization
+        How the layer is read in eight bits; None for another precision.
     """
 
     weight: Tensor
     mask: Tensor
     error: float
+    quantization: Quantization | None = None
 
 
 class Database:
@@ -79,63 +87,73 @@ class Database:
         if (path := self.folder / "database.json").exists():
             self.provenance = _check_index(path, model_hash, provenance)
 
-    def has(self, layer: str, pattern: str, sparsity: float) -> bool:
-        """Return whether there is such an entry."""
-        return self._path(layer, pattern, sparsity).exists()
+    def has(self, layer: str, option: Option) -> bool:
+        """Return whether there is such an entry, or the layer needs none because it does not change."""
+        return option.in_database is None or self._path(layer, option).exists()
 
-    def error(self, layer: str, pattern: str, sparsity: float) -> float:
-        """Return the error of an entry without reading its weights. Raises BadData as `get` does."""
-        return _error(self._path(layer, pattern, sparsity), self._metadata(layer, pattern, sparsity))
+    def error(self, layer: str, option: Option) -> float:
+        """Return the error of an option without reading its weights. Raises BadData as `get` does."""
+        return 0.0 if option.in_database is None else _error(self._path(layer, option), self._metadata(layer, option))
 
-    def get(self, layer: str, pattern: str, sparsity: float) -> Entry:
-        """Return an entry. Raises BadData if it is missing or damaged."""
-        path = self._path(layer, pattern, sparsity)
-        metadata = self._metadata(layer, pattern, sparsity)
+    def get(self, layer: str, option: Option) -> Entry:
+        """Return the entry of an option that changes the layer. Raises BadData if it is missing or damaged."""
+        path, metadata = self._path(layer, option), self._metadata(layer, option)
+        quantization = None
         try:
+            m, k = map(int, metadata["shape"].split(","))
             with safe_open(path, "pt") as file:
                 values, bits = file.get_tensor("values"), file.get_tensor("mask")
-            m, k = map(int, metadata["shape"].split(","))
+                if option.precision == INT8:
+                    scale, zero = metadata["input"].split(",")
+                    quantization = Quantization(
+                        file.get_tensor("scales").numpy(), InputRange(float(scale), int(zero))
+                    )
             mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=m * k).astype(bool)).view(m, k)
             weight = torch.zeros(m, k)
-            weight[mask] = values
+            weight[mask] = values.float()
+            if quantization is not None:
+                weight *= torch.from_numpy(quantization.scales)[:, None]
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise _damaged(path) from error
-        return Entry(weight, mask, _error(path, metadata))
+        return Entry(weight, mask, _error(path, metadata), quantization)
 
-    def put(self, layer: str, pattern: str, sparsity: float, weight: Tensor, mask: Tensor, error: float) -> None:
+    def put(self, layer: str, option: Option, entry: Entry) -> None:
         """Store an entry.
 
         Parameters
         ----------
-        layer, pattern, sparsity
+        layer, option
             Key of the entry.
-        weight
-            Tensor (m, k) float32, zero wherever the mask is False.
-        mask
-            Tensor (m, k) bool, True = kept.
-        error
-            Relative error of the layer's outputs.
+        entry
+            Weight, mask and error. In eight bits the weight is whole numbers of steps, and inputs have one range.
 
         Raises
         ------
         EnvironmentUnusable
             The file cannot be written.
         """
+        weight, mask, reading = entry.weight.detach(), entry.mask, entry.quantization
         if weight.shape != mask.shape or mask.dtype != torch.bool or weight.dtype != torch.float32:
             raise TypeError(
                 "an entry is a float32 weight and a bool mask of one shape, "
                 f"not {weight.dtype} {tuple(weight.shape)} and {mask.dtype} {tuple(mask.shape)}"
             )
+        if (reading is None) != (option.precision != INT8):
+            raise TypeError(f"an entry has a quantization if and only if it is in eight bits, not one of {option}")
         index = self.folder / "database.json"
         if not index.exists():
             content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.provenance}
             write_text_atomically(index, json.dumps(content) + "\n")
-        tensors = {
-            "values": weight.detach()[mask].contiguous(),
-            "mask": torch.from_numpy(np.packbits(mask.numpy())),
-        }
-        metadata = {"shape": ",".join(map(str, mask.shape)), "error": repr(float(error))}
-        path = self._path(layer, pattern, sparsity)
+        tensors = {"mask": torch.from_numpy(np.packbits(mask.numpy()))}
+        metadata = {"shape": ",".join(map(str, mask.shape)), "error": repr(float(entry.error))}
+        if reading is not None:
+            if reading.input_range is None:
+                raise TypeError("an entry in eight bits has one range for all inputs")
+            tensors["scales"] = torch.from_numpy(np.array(reading.scales))
+            weight = (weight / tensors["scales"][:, None]).round().to(torch.int8)
+            metadata["input"] = f"{reading.input_range.scale!r},{reading.input_range.zero}"
+        tensors["values"] = weight[mask].contiguous()
+        path = self._path(layer, option)
         try:
             write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
         except SafetensorError as error:
@@ -146,16 +164,16 @@ class Database:
         for folder in (self.folder, *self.folder.glob("*/")):
             remove_left_behind(folder)
 
-    def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
+    def _path(self, layer: str, option: Option) -> Path:
         # Quoted, so that every layer name is one folder. Some file systems refuse the colons of a pattern.
-        return self.folder / quote(layer, safe="") / f"{pattern.replace(':', '-')}@{sparsity:.6g}.safetensors"
+        name = f"{option.pattern.replace(':', '-')}@{option.sparsity:.6g}"
+        ending = ".int8.safetensors" if option.precision == INT8 else ".safetensors"
+        return self.folder / quote(layer, safe="") / f"{name}{ending}"
 
-    def _metadata(self, layer: str, pattern: str, sparsity: float) -> Mapping[str, str]:
-        path = self._path(layer, pattern, sparsity)
+    def _metadata(self, layer: str, option: Option) -> Mapping[str, str]:
+        path = self._path(layer, option)
         if not path.exists():
-            raise BadData(
-                f"{self.folder} has no layer {layer} pruned to {pattern} at {sparsity:g}; `latbench search` builds it"
-            )
+            raise BadData(f"{self.folder} has no layer {layer} as {option}; `latbench search` builds it")
         try:
             with safe_open(path, "pt") as file:
                 return file.metadata() or {}

@@ -1,6 +1,6 @@
-"""A profile: the pattern and sparsity of every layer, its predicted seconds, and its origin.
+"""A profile: the option of every layer, its predicted seconds, and its origin.
 
-A profile is stored as JSON, version 2, and read strictly, so that `prune` and `verify` use what `latbench search`
+A profile is stored as JSON, version 3, and read strictly, so that `prune` and `verify` use what `latbench search`
 promised.
 """
 
@@ -14,14 +14,17 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from latbench.base.engine_registry import FLOAT32, PRECISIONS
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.importers.text_formats import write_spdy_profile
+from search.deployment import Deployment
+from search.problem.layers import Option
 from sparse_kernels.patterns import parse
 
 _LOG = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 
 Record = TypeVar("Record")
 
@@ -36,6 +39,12 @@ class LayerChoice:
     seconds_low: float
     seconds_high: float
     error: float
+    precision: str = FLOAT32
+
+    @property
+    def option(self) -> Option:
+        """The option alone."""
+        return Option(self.pattern, self.sparsity, self.precision)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,9 @@ class Profile:
         Bytes of all weights of the pruned model, with searched layers as they are packed.
     dense_bytes
         Bytes of all weights of the dense model.
+    precisions
+        Types that a layer could have, with commas between them. `dense_engine` is the fastest of those that round no
+        further than these.
     """
 
     task: str
@@ -130,6 +142,17 @@ class Profile:
     most_bytes: float | None = None
     weight_bytes: float | None = None
     dense_bytes: float | None = None
+    precisions: str = FLOAT32
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The option of every layer."""
+        return {name: choice.option for name, choice in self.layers.items()}
+
+    @property
+    def deployment(self) -> Deployment:
+        """How the pruned model runs."""
+        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")))
 
     @property
     def weights(self) -> Weights | None:
@@ -160,7 +183,7 @@ class Profile:
         write_text_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def save_spdy(self, path: Path) -> None:
-        """Write each layer's sparsity, without its pattern, in SPDY's text format."""
+        """Write each layer's sparsity alone, in SPDY's text format."""
         write_spdy_profile({name: choice.sparsity for name, choice in self.layers.items()}, path)
 
 
@@ -199,6 +222,8 @@ def read_profile(path: Path) -> Profile:
             raise BadData(f"{path}: layer {name}: {error}") from None
         if not 0 <= choice.sparsity < 1:
             raise BadData(f"{path}: layer {name}: a sparsity must lie in [0, 1), not {choice.sparsity}")
+        if choice.precision not in PRECISIONS:
+            raise BadData(f"{path}: layer {name}: unknown precision {choice.precision}")
     found = _record(Profile, content, str(path))
     for name in ("target", "dense_seconds", "predicted_seconds", "predicted_low", "predicted_high"):
         if getattr(found, name) <= 0:

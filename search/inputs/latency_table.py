@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack
 
 import pandas as pd
 
-from latbench.base.engine_registry import convert_to_table_name, may_round
+from latbench.base.engine_registry import FLOAT32, NUMBA, find_narrowest, list_as_precise
 from latbench.errors import BadData, UsageError
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
@@ -26,7 +26,7 @@ from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seco
 from search.inputs.table_rows import (
     EngineRows,
     select_inside_network,
-    select_precision,
+    select_precisions,
     select_sweep_rows,
 )
 from search.problem.layers import DENSE, Interval, LayerOptions, convert_to_interval
@@ -51,6 +51,8 @@ class TableSelection(TypedDict, total=False):
         Patterns to take besides dense; all by default.
     sparsities
         Sparsities to take; all by default. With a cost model: the sparsities to predict.
+    precisions
+        Types in which our own CPU kernels may multiply; float32 by default. For shapes only.
     """
 
     network: str | None
@@ -60,6 +62,7 @@ class TableSelection(TypedDict, total=False):
     batch: int | None
     patterns: Sequence[str] | None
     sparsities: Sequence[float] | None
+    precisions: Sequence[str] | None
 
 
 class ModelSeconds(TypedDict):
@@ -100,7 +103,7 @@ def problem_from_table(
         Seconds of the converted model besides these layers.
     **selection
         The rows and options to take, needed where the table has several: network, device, backend, threads, batch,
-        patterns, sparsities (see `TableSelection`).
+        patterns, sparsities, precisions (see `TableSelection`).
 
     Raises
     ------
@@ -169,7 +172,7 @@ def _build_from_shapes(
 ) -> Problem:  # fmt: skip
     """Return the problem of layers with these shapes, as measured or as a cost model predicts."""
     swept = select_sweep_rows(rows, device=selection.get("device"), threads=selection.get("threads"))
-    engine = _select_engine(swept, selection.get("backend"))
+    engine = _select_engine(swept, selection.get("backend"), tuple(selection.get("precisions") or (FLOAT32,)))
     patterns, sparsities = selection.get("patterns"), selection.get("sparsities")
     if model is None:
         measured = build_measured_layers(engine.rows, shapes)
@@ -178,10 +181,10 @@ def _build_from_shapes(
         found = build_predicted_layers(
             model, engine.with_patterns(patterns), shapes, sparsities=sparsities, coverage=coverage
         )
-    return _build_with_fastest_dense(found, swept, engine.backend, shapes, stated)
+    return _build_with_fastest_dense(found, swept, engine, shapes, stated)
 
 
-def _select_engine(swept: pd.DataFrame, backend: str | None) -> EngineRows:
+def _select_engine(swept: pd.DataFrame, backend: str | None, precisions: tuple[str, ...]) -> EngineRows:
     """Return the rows of an engine; by default of the only one that timed sparse layers."""
     if backend is None:
         found = sorted(swept.loc[swept["pattern"] != DENSE, "backend"].unique())
@@ -189,24 +192,25 @@ def _select_engine(swept: pd.DataFrame, backend: str | None) -> EngineRows:
             names = " and ".join(found) or "no backend"
             raise UsageError(f"sparse layers were timed on {names}: choose one, backend=... (--backend)")
         backend = str(found[0])
-    rows = select_precision(swept[swept["backend"] == convert_to_table_name(backend)], backend)
+    rows = select_precisions(swept[swept["backend"] == backend], precisions)
     if rows.empty:
-        raise BadData(f"the table holds no swept layer on {backend}")
-    return EngineRows(rows, backend, int(rows["threads"].iloc[0]))
+        raise BadData(f"the table holds no swept layer on {backend} in {' or '.join(precisions)}")
+    return EngineRows(rows, backend, int(rows["threads"].iloc[0]), precisions)
 
 
 def _build_with_fastest_dense(
-    layers: tuple[LayerOptions, ...], swept: pd.DataFrame, backend: str, shapes: Mapping[str, Shape],
+    layers: tuple[LayerOptions, ...], swept: pd.DataFrame, engine: EngineRows, shapes: Mapping[str, Shape],
     stated: ModelSeconds,
 ) -> Problem:  # fmt: skip
     """Return the problem whose dense model is the stated one, or runs on the fastest engine of the table."""
     if stated["dense_seconds"] is not None:
         return build_problem(layers, **stated)
-    # A model that may run in bfloat16 competes with dense engines of both types, others with float32 only.
-    rivals = swept if may_round(backend) else select_precision(swept, backend)
-    dense, engine = _find_fastest_dense(rivals, shapes)
+    # A model on our kernels competes with dense engines that round no further than it may.
+    allowed = list_as_precise(find_narrowest(engine.precisions))
+    rivals = swept[swept["dtype_a"].isin(allowed)] if engine.backend == NUMBA else swept
+    dense, name = _find_fastest_dense(rivals, shapes)
     fixed = convert_to_interval(stated["fixed_seconds"] or 0.0)
-    return build_problem(layers, dense_seconds=dense + fixed, fixed_seconds=fixed, dense_engine=engine)
+    return build_problem(layers, dense_seconds=dense + fixed, fixed_seconds=fixed, dense_engine=name)
 
 
 def _find_fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Interval, str]:
@@ -214,7 +218,8 @@ def _find_fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tupl
     sums: dict[str, Interval] = {}
     for engine, own in rows[rows["pattern"] == DENSE].groupby("backend"):
         with contextlib.suppress(BadData):  # an engine that lacks a layer does not compete
-            sums[str(engine)] = sum_dense_seconds(build_measured_layers(own.assign(kernel_requested="auto"), shapes))
+            alike = own.assign(kernel_requested="auto", dtype_a=FLOAT32)  # so that the fastest of all counts
+            sums[str(engine)] = sum_dense_seconds(build_measured_layers(alike, shapes))
     if not sums:
         raise BadData("no engine's dense times of all layers are in the table: give dense_seconds (--dense-seconds)")
     engine = min(sums, key=lambda name: sums[name].value)

@@ -10,11 +10,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from latbench.base.engine_registry import may_round
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
 from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
-from search.inputs.table_rows import EngineRows, select_default_kernels, select_network_rows, select_shape
+from search.inputs.table_rows import (
+    EngineRows,
+    list_precisions_of_rows,
+    select_default_kernels,
+    select_network_rows,
+    select_shape,
+)
 from search.knapsack.arrays import Floats
 from search.problem.layers import CLOSE, DENSE, LayerOptions, Option
 from sparse_kernels.patterns import parse
@@ -22,6 +28,10 @@ from sparse_kernels.shapes import Shape
 
 _SIZES = [field.name for field in KEY_COLUMNS]
 _SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
+
+
+RATHER_ROUND = {FLOAT32: "", BFLOAT16: " --bf16", INT8: " --int8"}
+"""What a sweep is told so that it times layers in a precision."""
 
 
 class CostModel(Protocol):
@@ -38,7 +48,7 @@ class CostModel(Protocol):
 
 
 def build_measured_layers(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[LayerOptions, ...]:
-    """Return each layer with every pattern and sparsity that the rows hold for its shape. Errors are NaN.
+    """Return each layer with every option that the rows hold for its shape. Errors are NaN.
 
     Parameters
     ----------
@@ -104,11 +114,11 @@ def build_predicted_layers(
         if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
             wanted = _make_covered_rows(model, engine.rows, shape, sparsities)
         if DENSE not in set(wanted["pattern"]):
-            bf16 = " --bf16" if may_round(engine.backend) else ""
+            rounded = "".join(RATHER_ROUND[each] for each in engine.precisions)
             raise BadData(
                 f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
                 f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
-                f"(latbench trace, then latbench sweep --workload{bf16})"
+                f"(latbench trace, then latbench sweep --workload{rounded})"
             )
         low, high = model.predict_interval(wanted, coverage)
         return _build_layer(wanted, np.asarray(model.predict(wanted)), low, high, shape)
@@ -222,7 +232,7 @@ def _make_covered_rows(
     own = select_shape(rows, shape)
     others = own if {DENSE} < set(own["pattern"]) else select_default_kernels(rows[rows["op"] == shape.op])
     made = []
-    for spec, measured in others.groupby("pattern", sort=True):
+    for (spec, _), measured in others.groupby(["pattern", "dtype_a"], sort=True):
         pattern = parse(str(spec))
         if pattern.refuses(shape) is not None:
             continue
@@ -243,7 +253,9 @@ def _make_covered_rows(
 def _build_layer(rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None) -> LayerOptions:
     """Return a layer without a name whose options are in these rows."""
     options = tuple(
-        Option(str(pattern), float(sparsity))
-        for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
+        Option(str(pattern), float(sparsity), precision)
+        for pattern, sparsity, precision in zip(
+            rows["pattern"], rows["sparsity_target"], list_precisions_of_rows(rows), strict=True
+        )
     )
     return LayerOptions("", options, seconds, low, high, np.full(len(options), np.nan), shape=shape)

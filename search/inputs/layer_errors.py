@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from latbench.errors import BadData
 from search.inputs.option_frame import read_frame
 from search.problem.error_table import LayerErrors, convert_frame_to_errors
-from search.problem.layers import DENSE, Option
+from search.problem.layers import Option
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -23,16 +23,19 @@ KINDS = ("output", "weight")
 
 def read_output_errors(problem: Problem, database: Database) -> LayerErrors:
     """Read |dy|^2 / |y|^2 of each layer's outputs y on the calibration data from the database."""
-    return _collect(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
+    return _collect(problem, database.error)
 
 
 def compute_weight_errors(problem: Problem, database: Database, model: nn.Module) -> LayerErrors:
-    """Return |dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
+    """Return |dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`.
+
+    What layers in eight bits lose of their inputs does not count.
+    """
     from sparse_kernels.prunable_layers import weight_matrix
 
     def error(layer: str, it: Option) -> float:
         dense = weight_matrix(model.get_submodule(layer)).double().numpy()
-        pruned = database.get(layer, it.pattern, it.sparsity).weight.double().numpy()
+        pruned = database.get(layer, it).weight.double().numpy()
         whole = float((dense**2).sum())
         return float(((pruned - dense) ** 2).sum()) / whole if whole else 0.0
 
@@ -49,14 +52,14 @@ def read_errors(path: Path) -> LayerErrors:
 
 
 def _collect(problem: Problem, error: Callable[[str, Option], float]) -> LayerErrors:
-    """Return the errors of all sparse options; NaN, from outputs that overflow, becomes infinity."""
+    """Return the errors of all options that change a layer; NaN, from outputs that overflow, becomes infinity."""
 
     def compute(layer: str, it: Option) -> float:
         value = error(layer, it)
         return math.inf if math.isnan(value) else value
 
     return {
-        part.name: {it: compute(part.name, it) for it in part.options if it.pattern != DENSE}
+        part.name: {it: compute(part.name, it) for it in part.options if it.in_database is not None}
         for layer in problem.layers
         for part in layer.parts
     }

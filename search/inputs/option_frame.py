@@ -5,6 +5,7 @@ The columns are:
     layer            text
     pattern          text    dense, vector:32, nm:2:4, ...
     sparsity         real    0 where the pattern is dense
+    precision        text, optional: float32 (by default), bfloat16 or int8
     seconds          real
     low_seconds, high_seconds    real, optional: the interval of `seconds`
     error            real, optional: inf for an option that cannot be used; ignored for dense options
@@ -19,13 +20,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from latbench.base.engine_registry import INT8
 from latbench.errors import BadData
 from search.inputs.problem_builder import Seconds, build_problem
+from search.problem.error_table import list_precisions
 from search.problem.layers import DENSE, LayerOptions, build_option, tie_layers
 from search.problem.problem import Problem
 
 REQUIRED = ("layer", "pattern", "sparsity", "seconds")
-TEXTS = ("layer", "pattern", "tied")
+TEXTS = ("layer", "pattern", "precision", "tied")
 """Text columns, also where values look like numbers: layer 0.10 is not layer 0.1, and a layer may be called NA."""
 NUMBERS = ("sparsity", "seconds", "low_seconds", "high_seconds", "error")
 NO_NUMBER = ("", "nan", "NaN", "NA", "N/A", "null", "None")
@@ -61,7 +64,8 @@ def problem_from_frame(
     problem = build_problem(
         _build_layers(frame), dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, dense_engine=dense_engine
     )
-    known = "error" in frame.columns and frame.loc[frame["pattern"] != DENSE, "error"].notna().any()
+    changed = (frame["pattern"] != DENSE) | (np.array(list_precisions(frame)) == INT8)
+    known = "error" in frame.columns and frame.loc[changed, "error"].notna().any()
     return problem.with_errors(frame) if known else problem
 
 
@@ -102,7 +106,8 @@ def _build_layers(frame: pd.DataFrame) -> list[LayerOptions]:
 
 def _build_layer(name: str, own: pd.DataFrame) -> LayerOptions:
     """Return the layer whose options are in these rows."""
-    options = tuple(map(build_option, own["pattern"].astype(str), own["sparsity"].astype(float)))
+    stored = own["pattern"].astype(str), own["sparsity"].astype(float), list_precisions(own)
+    options = tuple(map(build_option, *stored))
     if twice := {str(it) for it in options if options.count(it) > 1}:
         raise BadData(f"layer {name} has {min(twice)} twice")
     seconds = own["seconds"].to_numpy(np.float64)
@@ -119,5 +124,5 @@ def _build_layer(name: str, own: pd.DataFrame) -> LayerOptions:
                 f"layer {name} takes {values[0]:g} s ({values[1]:g} to {values[2]:g}) as {it}: seconds must be "
                 "finite, at least 0, and within their interval"
             )
-    errors = np.array([0.0 if it.pattern == DENSE else math.nan for it in options])
+    errors = np.array([0.0 if it.in_database is None else math.nan for it in options])
     return LayerOptions(name, options, seconds, low, high, errors)

@@ -11,13 +11,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from latbench.base.engine_registry import DEEPSPARSE, convert_to_table_name, find_precision, runs_our_kernels
+from latbench.base.engine_registry import DEEPSPARSE, FLOAT32, NUMBA, PRECISIONS
 from latbench.errors import UsageError
 from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import convert_shape_to_columns
+from search.deployment import Deployment
 from search.problem.layers import DENSE, format_names
 from sparse_kernels.shapes import Shape
 
@@ -28,11 +29,12 @@ _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dty
 
 @dataclass(frozen=True)
 class EngineRows:
-    """Timed rows of one engine with one number of threads, in its precision."""
+    """Timed rows of one engine with one number of threads, in the precisions that a search may choose."""
 
     rows: pd.DataFrame
     backend: str
     threads: int
+    precisions: tuple[str, ...] = (FLOAT32,)
 
     def with_patterns(self, patterns: Sequence[str] | None) -> EngineRows:
         """Return the rows of dense layers and of these patterns; None keeps all."""
@@ -78,9 +80,7 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
     known: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(
-            pc.equal(piece["backend"], convert_to_table_name(backend)), pc.equal(piece["threads"], threads)
-        )
+        ours = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
@@ -109,22 +109,28 @@ def read_network_rows(table: str | Place, *, threads: int) -> pd.DataFrame:
     return select_rows(table, SCHEMA.names, wanted)
 
 
-def select_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
-    """Return the rows in the precision of an engine; of other libraries' engines those of a single type."""
-    if runs_our_kernels(backend):
-        return rows[rows[["dtype_w", "dtype_a"]].eq(find_precision(backend)).all(axis=1)]
-    return rows[rows["dtype_w"] == rows["dtype_a"]]
+def select_precisions(rows: pd.DataFrame, precisions: Sequence[str]) -> pd.DataFrame:
+    """Return the rows whose weights and activations have one type; of our own CPU kernels in these types.
+
+    Rows of kernels that find a token's range when it is there are not among them: a model reads its inputs in ranges
+    that were found before.
+    """
+    wanted = (rows["backend"] != NUMBA) | rows["dtype_a"].isin(precisions)
+    return rows[(rows["dtype_w"] == rows["dtype_a"]) & wanted & (rows["kernel_requested"] != "int8-dynamic")]
 
 
-def select_engine_rows(table: pd.DataFrame, *, backend: str, threads: int) -> EngineRows:
-    """Return the timed rows of sweeps on one engine with one number of threads."""
+def list_precisions_of_rows(rows: pd.DataFrame) -> list[str]:
+    """Return the precision of each row's option; only our own CPU kernels have several."""
+    pairs = zip(rows["backend"], rows["dtype_a"], strict=True)
+    return [str(dtype) if backend == NUMBA and dtype in PRECISIONS else FLOAT32 for backend, dtype in pairs]
+
+
+def select_engine_rows(table: pd.DataFrame, deployment: Deployment) -> EngineRows:
+    """Return the timed rows of sweeps on one engine with one number of threads, in its precisions."""
+    threads, backend, precisions = deployment.threads, deployment.backend, deployment.precisions
     rows = select_timed(table)
-    rows = rows[
-        (rows["purpose"] == "sweep")
-        & (rows["backend"] == convert_to_table_name(backend))
-        & (rows["threads"] == threads)
-    ]
-    return EngineRows(select_precision(rows, backend), backend, threads)
+    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
+    return EngineRows(select_precisions(rows, precisions), backend, threads, precisions)
 
 
 def select_sweep_rows(rows: pd.DataFrame, *, device: str | None, threads: int | None) -> pd.DataFrame:
@@ -207,10 +213,14 @@ def select_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
 
 
 def select_default_kernels(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each pattern and sparsity, dense first.
+    """Return one row for each pattern, sparsity and precision, dense first.
 
     It is the row of the kernel that a model runs by default; without one, the fastest.
     """
-    rows = rows.assign(_other=rows["kernel_requested"] != "auto", _sparse=rows["pattern"] != DENSE)
+    rows = rows.assign(
+        _other=rows["kernel_requested"] != "auto", _sparse=rows["pattern"] != DENSE,
+        _precision=list_precisions_of_rows(rows),
+    )  # fmt: skip
     rows = rows.sort_values(["_sparse", "sparsity_target", "pattern", "_other", "median_seconds"], kind="stable")
-    return rows.drop_duplicates(["pattern", "sparsity_target"]).drop(columns=["_other", "_sparse"])
+    rows = rows.drop_duplicates(["pattern", "sparsity_target", "_precision"])
+    return rows.drop(columns=["_other", "_sparse", "_precision"])

@@ -1,7 +1,7 @@
 """A cache of losses, kept beside the layer database: what was evaluated once is not evaluated again.
 
     <database>/trials.jsonl    a line a profile and range of batches, in the order evaluated, only ever appended to:
-        {"key": "...", "held": {layer: "pattern@sparsity"}, "first": 0, "losses": [...]}
+        {"key": "...", "held": {layer: [pattern, sparsity, precision]}, "first": 0, "losses": [...]}
         key      what losses depend on beside the profile (see `hash_loss_inputs`); lines of other keys are skipped
         first    the number of the first batch; losses of the batches from there on
 
@@ -16,6 +16,7 @@ import inspect
 import json
 import linecache
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 
 from latbench.errors import EnvironmentUnusable
 from search.loss.evaluator import ProfileOptions
+from search.problem.layers import Option
 from search.task import Task
 
 # Goes up when the same profile would be evaluated otherwise than before.
-VERSION = 1
+VERSION = 2
 
 
 class LossCache:
@@ -76,7 +78,7 @@ class LossCache:
     def _write(self, profile: ProfileOptions, first: int, losses: Sequence[float]) -> None:
         if self._path is None:
             return
-        options = dict(zip(self._names, (f"{pattern}@{sparsity!r}" for pattern, sparsity in profile), strict=True))
+        options = dict(zip(self._names, map(astuple, profile), strict=True))
         line = json.dumps({"key": self._key, "held": options, "first": first, "losses": list(losses)})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +93,10 @@ class LossCache:
             entry = json.loads(line)
             if entry["key"] != self._key or set(entry["held"]) != set(self._names):
                 return
-            options = (entry["held"][name].rsplit("@", 1) for name in self._names)
-            profile = tuple((pattern, float(sparsity)) for pattern, sparsity in options)
+            held = (entry["held"][name] for name in self._names)
+            profile = tuple(
+                Option(str(pattern), float(sparsity), str(precision)) for pattern, sparsity, precision in held
+            )
             first, losses = int(entry["first"]), [float(loss) for loss in entry["losses"]]
         except (ValueError, KeyError, TypeError, AttributeError):
             return

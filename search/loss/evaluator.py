@@ -3,7 +3,8 @@
 Pruning moves the means and variances of activations, and pruned models get their batch norms tuned to that. So norms
 use the statistics of each calibration batch here, which gives about what tuning gives and costs nothing. Batches are
 thus evaluated apart: the loss on a batch is the same whichever others are evaluated with it. Models that do not allow
-this are evaluated under other conditions (`search.loss.evaluation_conditions`).
+this are evaluated under other conditions (`search.loss.evaluation_conditions`). Layers in eight bits read their
+inputs in steps.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from search.artifacts.layer_database import Database
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions
-from search.problem.layers import DENSE
+from search.problem.layers import DENSE_OPTION, Option
+from search.pruning.quantization.rounded_inputs import add_reading
 from search.task import Task
+from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
-ProfileOptions = tuple[tuple[str, float], ...]
-"""(pattern, sparsity) of each layer of a profile, in the order of the layers."""
+ProfileOptions = tuple[Option, ...]
+"""The option of each layer of a profile, in the order of the layers."""
 
 THREADS = 1
 """Threads of an evaluator. Sums of floats depend on the number of threads that share them. With the same number for
@@ -71,8 +74,9 @@ class LossEvaluator:
         conditions.prepare(model, device)
         self._modules = [model.get_submodule(name) for name in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
-        self._current: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
-        self._cached: OrderedDict[tuple[int, str, float], Tensor] = OrderedDict()
+        self._current = [DENSE_OPTION] * len(self._names)
+        self._readings: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._cached: OrderedDict[tuple[int, Option], tuple[Tensor, Quantization | None]] = OrderedDict()
         self._free_bytes = memory_bytes
 
     @property
@@ -89,23 +93,31 @@ class LossEvaluator:
     def _swap_layers(self, profile: ProfileOptions) -> None:
         for i, wanted in enumerate(profile):
             if self._current[i] != wanted:
-                set_weight_matrix(self._modules[i], self._weight(i, *wanted))
+                weight, quantization = self._read(i, wanted)
+                set_weight_matrix(self._modules[i], weight)
+                if i in self._readings:
+                    self._readings.pop(i).remove()
+                if quantization is not None:
+                    self._readings[i] = add_reading(self._modules[i], quantization)
                 self._current[i] = wanted
 
-    def _weight(self, i: int, pattern: str, sparsity: float) -> Tensor:
-        if pattern == DENSE:
-            return self._dense[i]
-        key = i, pattern, sparsity
+    def _read(self, i: int, option: Option) -> tuple[Tensor, Quantization | None]:
+        """Return the weight of an option of layer i, and how the layer is read in eight bits."""
+        stored = option.in_database
+        if stored is None:
+            return self._dense[i], None
+        key = i, stored
         if key in self._cached:
             self._cached.move_to_end(key)
             return self._cached[key]
-        weight = self._database.get(self._names[i], pattern, sparsity).weight.to(self._device)
-        self._cached[key] = weight
+        entry = self._database.get(self._names[i], stored)
+        weight = entry.weight.to(self._device)
+        self._cached[key] = weight, entry.quantization
         self._free_bytes -= weight.nbytes
         while self._free_bytes < 0:
-            _, oldest = self._cached.popitem(last=False)
+            _, (oldest, _) = self._cached.popitem(last=False)
             self._free_bytes += oldest.nbytes
-        return weight
+        return weight, entry.quantization
 
 
 def move_to_device(batch: Any, device: str) -> Any:

@@ -175,8 +175,7 @@ class ParallelEvaluator:
         return losses
 
     def _options(self, choice: Choice) -> ProfileOptions:
-        options = expand_choice(self._layers, choice).values()
-        return tuple((option.pattern, option.sparsity) for option in options)
+        return tuple(expand_choice(self._layers, choice).values())
 
 
 def _split(numbers: range, parts: int) -> Iterator[range]:

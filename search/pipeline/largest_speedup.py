@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,13 +27,14 @@ from search.pipeline.search_job import NearestProfile
 from search.pipeline.search_request import SearchInputs, SearchRequest
 from search.pipeline.search_setup import set_up_search
 from search.problem.calibration import ignore_intervals
+from search.problem.layers import Option, expand_choice
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.prune_model import tune_norms
+from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model.end_to_end import ModelTimer
-from search.whole_model.overhead import name_options
 
 STEPS = 6
 """Targets of the bisection: the last ones differ by a few per cent."""
@@ -123,8 +124,7 @@ def search_fastest(
     for _ in range(MOST_SEARCHES):
         found = _search_nearest(inputs, with_target(request, target), timer, progress)
         progress(f"scoring the profile of {found.target:.2f}x", None, None)
-        options = {name: (choice.pattern, choice.sparsity) for name, choice in found.layers.items()}
-        if scorer.score_options(options) >= least:
+        if scorer.score_options(found.options) >= least:
             return found
         target = max(BACKOFF * found.target, LEAST_TARGET)
     raise PromiseMissed(
@@ -183,12 +183,13 @@ class _Scorer:
 
     def score(self, problem: Problem, choice: Choice) -> float:
         """Return the score of a profile."""
-        return self.score_options(name_options(problem.layers, choice))
+        return self.score_options(expand_choice(problem.layers, choice))
 
-    def score_options(self, options: dict[str, tuple[str, float]]) -> float:
+    def score_options(self, options: Mapping[str, Option]) -> float:
         """Return the score of the model with these options by layer."""
         model = copy.deepcopy(self._inputs.model)
-        stitch(model, options, self._database)
-        tune_norms(self._inputs.task, model, self._batches)
-        with torch.no_grad():
-            return self._inputs.task.score(model)
+        stitched = stitch(model, options, self._database)
+        with read_inputs_in_steps(model, stitched.quantizations):
+            tune_norms(self._inputs.task, model, self._batches)
+            with torch.no_grad():
+                return self._inputs.task.score(model)

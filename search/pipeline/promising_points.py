@@ -2,7 +2,7 @@
 
 A search chooses among latbench's own kernels, so no other engine is timed here; whole models are compared with every
 dense engine later. A pattern is not measured further where it is far slower than dense. Nor is it where another
-pattern, which is at least as free, is as fast.
+pattern, which is at least as free, is as fast. Each precision is judged by itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import pandas as pd
 from latbench.tables.table import select_timed
 from latbench.workloads.points import Point
 from search.problem.layers import is_at_least_as_free
-from sparse_kernels.patterns import Dense
+from sparse_kernels.patterns import Dense, Pattern
 from sparse_kernels.shapes import Shape
 
 FIRST_SPARSITY = 0.75
 
 SPARSITIES = (0.5, FIRST_SPARSITY, 0.9, 0.95)
 """Sparsities of a pattern that is measured further; a cost model interpolates between them."""
+
+UNUSED = ("bf16-weights", "int8-dynamic")
+"""Kernels that a searched model does not run: it rounds inputs too, in ranges that were found before."""
 
 AS_FAST = 1.1
 """A pattern up to this many times as slow as another counts as equally fast."""
@@ -39,7 +42,7 @@ class PromisingPoints:
     """
 
     def __init__(self, points: Iterable[Point]) -> None:
-        self._points = list(points)
+        self._points = [point for point in points if point.kernel not in UNUSED]
         self._calls = 0
 
     def __call__(self, table: pd.DataFrame | None) -> list[Point]:
@@ -59,18 +62,18 @@ class PromisingPoints:
         seconds = dict(zip(rows["point_id"], rows["median_seconds"], strict=True))
         return [
             point
-            for shape in dict.fromkeys(point.shape for point in self._points)
-            for point in self._select_promising(shape, seconds)
+            for shape, precision in dict.fromkeys((point.shape, point.dtype_a) for point in self._points)
+            for point in self._select_promising(shape, precision, seconds)
         ]
 
     def _is_first(self, point: Point) -> bool:
         """Return whether a point is the first of its shape and pattern: at FIRST_SPARSITY, or the nearest one."""
-        own = [it.sparsity for it in self._points if (it.shape, it.pattern) == (point.shape, point.pattern)]
+        own = [it.sparsity for it in self._points if _key(it) == _key(point)]
         return point.sparsity == min(own, key=lambda sparsity: abs(sparsity - FIRST_SPARSITY))
 
-    def _select_promising(self, shape: Shape, seconds: dict[str, float]) -> list[Point]:
+    def _select_promising(self, shape: Shape, precision: str, seconds: dict[str, float]) -> list[Point]:
         """Return the points of the promising patterns of a shape, those measured first among them."""
-        own = [point for point in self._points if point.shape == shape]
+        own = [point for point in self._points if (point.shape, point.dtype_a) == (shape, precision)]
         first = [point for point in own if self._is_first(point) and point.id in seconds]
         dense = min((seconds[point.id] for point in first if isinstance(point.pattern, Dense)), default=None)
         if dense is None:
@@ -81,6 +84,10 @@ class PromisingPoints:
             if seconds[point.id] <= TOO_SLOW * dense and not _is_dominated(point, first, seconds)
         }
         return [point for point in own if point.pattern in promising]
+
+
+def _key(point: Point) -> tuple[Shape, Pattern, str]:
+    return point.shape, point.pattern, point.dtype_a
 
 
 def _is_dominated(point: Point, others: Sequence[Point], seconds: dict[str, float]) -> bool:

@@ -100,7 +100,7 @@ def _prune(
     progress("pruning", None, None)
     result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=progress)
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
-    model_folder.save_pruned(output, result.model, result.masks, profile, facts)
+    model_folder.save_pruned(output, result.model, result.masks, profile, facts, result.quantizations)
     # Checkpoints of earlier recipes go, too.
     for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
         if left.suffix != ".tmp" or is_left_behind(left):

@@ -39,7 +39,7 @@ from search.pipeline.speedup_loop import (
     warn_of_noise,
     warn_of_overshoot,
 )
-from search.problem.layers import LayerOptions, Option, expand_choice
+from search.problem.layers import LayerOptions, expand_choice
 from search.problem.problem import Problem
 from search.problem.second_budget import count_model_bytes
 from search.progress import Progress
@@ -168,7 +168,7 @@ class _RoundTimer:
 
     def time(self, choices: Sequence[Choice]) -> list[MeasuredSpeedup]:
         """Return the speedups of these profiles, by this session and all before it."""
-        options = [overhead.name_options(self._layers, choice) for choice in choices]
+        options = [expand_choice(self._layers, choice) for choice in choices]
         profiles = {name_profile(it): it for it in options}
         number = len(self.sessions)
         if number < len(self._earlier) and set(self._earlier[number].profiles) == set(profiles):
@@ -226,7 +226,7 @@ def _verified_choices(problem: Problem, verified: Sequence[Session]) -> list[Cho
     for session in verified[-MAX_VERIFIED:]:
         for options in session.profiles.values():
             with contextlib.suppress(UsageError):
-                found.append(problem.selection({name: Option(*it) for name, it in options.items()}).choice)
+                found.append(problem.selection(options).choice)
     return found
 
 
@@ -300,6 +300,7 @@ def build_profile(
         part.name: LayerChoice(
             part.options[j].pattern, part.options[j].sparsity,
             float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
+            part.options[j].precision,
         )
         for layer, j in zip(problem.layers, found.choice, strict=True)
         for part in layer.parts
@@ -336,6 +337,7 @@ def build_profile(
         most_bytes=promise.most_bytes,
         weight_bytes=budget.used(expand_choice(problem.layers, found.choice)) if budget else None,
         dense_bytes=float(count_model_bytes(inputs.model)) if budget else None,
+        precisions=",".join(deployment.precisions),
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

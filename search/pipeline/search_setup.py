@@ -138,11 +138,7 @@ class _Pruning:
 
     def options(self, problem: Problem) -> Problem:
         """Prune every option of the problem; return the problem."""
-        options = {
-            part.name: [(option.pattern, option.sparsity) for option in part.options]
-            for layer in problem.layers
-            for part in layer.parts
-        }
+        options = {part.name: part.options for layer in problem.layers for part in layer.parts}
         fill_database(
             self.inputs.task, self.inputs.model, options, self.database,
             lambda done, total: self.progress("pruning layers into the database", done, total),
@@ -195,7 +191,7 @@ def build_layers(
             threads=threads, batch=inputs.task.example().batch, coverage=coverage,
         )  # fmt: skip
     rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
-    engine = select_engine_rows(rows, backend=backend, threads=threads)
+    engine = select_engine_rows(rows, deployment)
     return build_predicted_layers(
         load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
         sparsities=candidates.sparsities, coverage=coverage,

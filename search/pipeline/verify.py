@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
-from latbench.base.engine_registry import MODEL_ENGINES, TORCH, is_deepsparse
+from latbench.base.engine_registry import MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -101,7 +101,7 @@ def verify(
     check_threads(
         profile.threads, f"{folder} was searched for {profile.threads} threads", "search again with fewer --threads"
     )
-    deployment = Deployment(profile.threads, backend or profile.backend)
+    deployment = replace(profile.deployment, backend=backend or profile.backend)
     if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
@@ -113,9 +113,8 @@ def verify(
         scores = _score_models(task, folder, deployment, timer)
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
-    options = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
     key = describe_conditions(task, profile.model_hash, deployment)
-    write_sessions([build_session(timings, options)], key, output / SESSION)
+    write_sessions([build_session(timings, profile.options)], key, output / SESSION)
     content = {"version": VERSION, **asdict(verdict)}
     write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
     return verdict
@@ -191,7 +190,7 @@ def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -
     wanted = hash_manifest(folder), backend, hash_score_code(task)
     if known is None or not known.met or (known.inputs, known.backend, known.code) != wanted:
         return None
-    key = describe_conditions(task, profile.model_hash, Deployment(profile.threads, backend))
+    key = describe_conditions(task, profile.model_hash, replace(profile.deployment, backend=backend))
     return known if read_sessions(output / SESSION, key) else None
 
 
@@ -268,15 +267,20 @@ def build_session(timings: Timings, options: OptionsByLayer) -> Session:
 
 
 def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:
-    """Return a table row for every engine: op "model", purpose "verify"."""
+    """Return a table row for every engine: op "model", purpose "verify".
+
+    The type of the pruned model is the least precise one that a layer has.
+    """
     found = []
+    narrowest = find_narrowest(choice.precision for choice in profile.layers.values())
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
         engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
+        precision = narrowest if name == PRUNED else engine.precision
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
             "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": engine.kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
-            "batch": verdict.batch, "dtype_w": engine.precision, "dtype_a": engine.precision,
+            "batch": verdict.batch, "dtype_w": precision, "dtype_a": precision,
             "dtype_out": engine.output_precision,
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",

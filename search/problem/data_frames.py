@@ -31,5 +31,6 @@ def _build_frame(layer: LayerOptions) -> pd.DataFrame:
         "layer": layer.name,
         "pattern": [it.pattern for it in layer.options],
         "sparsity": [it.sparsity for it in layer.options],
+        "precision": [it.precision for it in layer.options],
         "seconds": layer.seconds, "low_seconds": layer.low, "high_seconds": layer.high, "error": layer.errors,
     })  # fmt: skip

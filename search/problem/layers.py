@@ -1,4 +1,4 @@
-"""Layers of a model and the options of each: a pattern at a sparsity, with its seconds and its error."""
+"""Layers of a model and the options of each: a pattern at a sparsity in a precision, with its seconds and error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, PRECISIONS
 from latbench.errors import UsageError
 from search.knapsack.arrays import Choice, Floats
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
@@ -49,24 +50,56 @@ def convert_to_interval(seconds: float | Interval) -> Interval:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store a layer: a pattern at a sparsity."""
+    """One way to store and multiply a layer.
+
+    Attributes
+    ----------
+    pattern
+        The pattern of its weight, such as `vector:32` or `dense`.
+    sparsity
+        The share of weights that it drops.
+    precision
+        The type in which weights and inputs are multiplied, one of `latbench.base.engine_registry.PRECISIONS`.
+    """
 
     pattern: str
     sparsity: float
+    precision: str = FLOAT32
 
     def __str__(self) -> str:
-        return self.pattern if self.pattern == DENSE else f"{self.pattern} at {self.sparsity:.6g}"
+        stored = self.pattern if self.pattern == DENSE else f"{self.pattern} at {self.sparsity:.6g}"
+        return stored if self.precision == FLOAT32 else f"{stored} in {self.precision}"
+
+    @property
+    def in_database(self) -> Option | None:
+        """The option whose weights and error the layer database has for this one; None if the layer does not change.
+
+        A weight for bfloat16 is the one for float32, which its kernel rounds: that error is far below those of
+        pruning, and is not counted.
+        """
+        if self.precision == BFLOAT16:
+            return replace(self, precision=FLOAT32).in_database
+        return self if self.precision == INT8 or self.pattern != DENSE else None
 
     def is_close(self, other: Option) -> bool:
         """Return whether both are equal up to the digits that a text gives of a sparsity."""
-        return self.pattern == other.pattern and abs(self.sparsity - other.sparsity) <= CLOSE
+        same = (self.pattern, self.precision) == (other.pattern, other.precision)
+        return same and abs(self.sparsity - other.sparsity) <= CLOSE
+
+    def needs_no_more(self, other: Option) -> bool:
+        """Return whether this option drops no more weights, with a pattern as free, in a precision as high."""
+        return (
+            self.sparsity <= other.sparsity
+            and PRECISIONS.index(self.precision) <= PRECISIONS.index(other.precision)
+            and is_spec_at_least_as_free(self.pattern, other.pattern)
+        )
 
 
 DENSE_OPTION = Option(DENSE, 0.0)
 
 
-def build_option(spec: str, sparsity: float | None = None) -> Option:
-    """Return the option of a pattern at a sparsity.
+def build_option(spec: str, sparsity: float | None = None, precision: str = FLOAT32) -> Option:
+    """Return the option of a pattern at a sparsity in a precision.
 
     Parameters
     ----------
@@ -74,12 +107,16 @@ def build_option(spec: str, sparsity: float | None = None) -> Option:
         The pattern, such as `vector:32`.
     sparsity
         Between 0 and 1. Dense and N:M patterns have one sparsity of their own and need none.
+    precision
+        One of `latbench.base.engine_registry.PRECISIONS`.
 
     Raises
     ------
     ValueError
-        The pattern is unknown, or its sparsity is missing, out of range or another one.
+        The pattern or the precision is unknown, or the sparsity is missing, out of range or another one.
     """
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: known are {', '.join(PRECISIONS)}")
     pattern = parse(spec)
     own = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM | VectorNM) else None
     if sparsity is None and own is None:
@@ -88,7 +125,8 @@ def build_option(spec: str, sparsity: float | None = None) -> Option:
         raise ValueError(f"a sparsity lies between 0 and 1, not {sparsity}")
     if own is not None and sparsity is not None and abs(own - sparsity) > FOUR_DIGITS:
         raise ValueError(f"{spec} has a sparsity of {own:g} and no other, not {sparsity:g}")
-    return Option(str(pattern), float(sparsity) if own is None and sparsity is not None else own or 0.0)
+    dropped = float(sparsity) if own is None and sparsity is not None else own or 0.0
+    return Option(str(pattern), dropped, precision)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +138,7 @@ class LayerOptions:
     name
         The layer's name in the model.
     options
-        Patterns and sparsities to choose from.
+        Patterns, sparsities and precisions to choose from.
     seconds, low, high
         Arrays (options,): predicted seconds and the ends of their intervals.
     errors
@@ -217,27 +255,23 @@ def is_spec_at_least_as_free(a: str, b: str) -> bool:
 
 
 def list_options(layers: Sequence[LayerOptions]) -> list[Option]:
-    """Return the options that any layer has, by pattern and rising sparsity."""
+    """Return the options that any layer has, by pattern, rising sparsity and falling precision."""
     options = {option for layer in layers for option in layer.options}
-    return sorted(options, key=lambda option: (option.pattern, option.sparsity))
+    return sorted(options, key=lambda it: (it.pattern, it.sparsity, PRECISIONS.index(it.precision)))
 
 
 def build_uniform_choice(layers: Sequence[LayerOptions], option: Option) -> Choice:
     """Return the profile with one option in all layers.
 
-    A layer without that option takes its fastest option that drops no more weights with a pattern at least as free.
-    This is dense if there is no other, or the option that made `Problem.without_dominated` remove the wanted one. A
-    layer that limits leave none of these takes its option of least sparsity.
+    A layer without that option takes its fastest option that needs no more (`Option.needs_no_more`). This is dense if
+    there is no other, or the option that made `Problem.without_dominated` remove the wanted one. A layer that limits
+    leave none of these takes its option of least sparsity.
     """
 
     def select(layer: LayerOptions) -> int:
         if option in layer.options:
             return layer.options.index(option)
-        free = [
-            i
-            for i, other in enumerate(layer.options)
-            if other.sparsity <= option.sparsity and is_spec_at_least_as_free(other.pattern, option.pattern)
-        ]
+        free = [i for i, other in enumerate(layer.options) if other.needs_no_more(option)]
         if not free:
             return min(range(len(layer.options)), key=lambda i: (layer.options[i].sparsity, float(layer.high[i])))
         return min(free, key=lambda i: float(layer.high[i]))
@@ -245,8 +279,10 @@ def build_uniform_choice(layers: Sequence[LayerOptions], option: Option) -> Choi
     return tuple(map(select, layers))
 
 
-def find_option(layer: LayerOptions, wanted: Option | tuple[str, float] | float) -> int:
+def find_option(layer: LayerOptions, wanted: Option | tuple[str, float] | tuple[str, float, str] | float) -> int:
     """Return the index of this option, or of the only one with this sparsity to the four digits of SPDY's files.
+
+    A pair is an option in float32.
 
     Raises UsageError where there is none, or several.
     """

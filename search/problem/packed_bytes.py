@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from latbench.base.engine_registry import INT8
 from search.problem.layers import Option
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise, parse
@@ -16,22 +17,24 @@ from sparse_kernels.top_units import Scores
 def count_weight_bytes(option: Option, shape: Shape) -> float:
     """Return the most bytes that a layer's weight takes as `sparse_kernels.formats` packs it.
 
-    Values and their positions count.
+    Values and their positions count. In eight bits a value takes one byte, and each row has a scale.
     """
-    return float(_packed(option, shape.m, shape.k))
+    packed, values = _packed(option.pattern, option.sparsity, shape.m, shape.k)
+    return float(packed - 3 * values + 4 * shape.m if option.precision == INT8 else packed)
 
 
 @cache
-def _packed(option: Option, m: int, k: int) -> int:
-    """Return the most bytes that a mask of this pattern and sparsity takes.
+def _packed(spec: str, sparsity: float, m: int, k: int) -> tuple[int, int]:
+    """Return the most bytes that a mask of this pattern and sparsity takes, and how many values are among them.
 
     Vectors and blocks that the shape cuts off are packed whole, and hold fewer weights. A mask that keeps all of them
     therefore keeps the most, and takes the most bytes. Where the shape cuts nothing off, all masks take the same.
     """
-    pattern = parse(option.pattern)
+    pattern = parse(spec)
     alike = pattern.in_order if isinstance(pattern, ShflBW) else pattern  # no more bytes, without a search of rows
-    mask = alike.mask(_favour_cut_units(alike, m, k), option.sparsity)
-    return int(pack(mask.astype(np.float32), mask, alike).nbytes)
+    mask = alike.mask(_favour_cut_units(alike, m, k), sparsity)
+    packed = pack(mask.astype(np.float32), mask, alike)
+    return int(packed.nbytes), int(packed.values.size)
 
 
 def _favour_cut_units(pattern: Pattern, m: int, k: int) -> Scores:

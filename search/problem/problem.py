@@ -17,7 +17,6 @@ from search.knapsack.one_budget import solve
 from search.knapsack.two_budgets import solve_two
 from search.problem.error_table import convert_frame_to_errors
 from search.problem.layers import (
-    DENSE,
     DENSE_OPTION,
     LayerOptions,
     Option,
@@ -25,7 +24,6 @@ from search.problem.layers import (
     convert_to_interval,
     find_option,
     format_names,
-    is_spec_at_least_as_free,
     list_options,
 )
 from search.problem.limits import Limits, parse_limits, read_limits
@@ -369,44 +367,45 @@ class Problem(ModelTimes):
         return replace(self, layers=left, fixed=fixed, excluded=(*self.excluded, *removed), second_budget=second)
 
     def without_dominated(self, *, by_errors: bool = False) -> Problem:
-        """Leave out the options that no efficient profile needs. Dense stays.
+        """Leave out the options that no efficient profile needs. Dense stays, but in eight bits.
 
         An option goes if another one is no slower, takes no more of a second budget, and has no larger error. Before
-        errors are known: if another one removes no more weights and has a pattern that is at least as free.
+        errors are known: if another one needs no more (`Option.needs_no_more`).
 
         Parameters
         ----------
         by_errors
-            Compare errors, not sparsities and patterns.
+            Compare errors, not sparsities, patterns and precisions.
         """
         costs = None if self.second_budget is None else self.second_budget.arrays(self.layers)
 
         def needed(i: int) -> list[int]:
             layer = self.layers[i]
-            patterns = [option.pattern for option in layer.options]
-            sparsity = np.array([option.sparsity for option in layer.options])
+            options = layer.options
             if by_errors:
                 no_worse = layer.errors[:, None] <= layer.errors
             else:
-                no_worse = sparsity[:, None] <= sparsity
-                no_worse &= np.array([[is_spec_at_least_as_free(a, b) for b in patterns] for a in patterns])
+                no_worse = np.array([[a.needs_no_more(b) for b in options] for a in options])
             beats = no_worse & (layer.high[:, None] <= layer.high)
             if costs is not None:
                 beats &= costs[i][:, None] <= costs[i]
-            beats &= ~beats.T | np.tri(len(patterns), k=-1, dtype=bool).T  # of equal ones the first
-            return np.flatnonzero(~beats.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
+            beats &= ~beats.T | np.tri(len(options), k=-1, dtype=bool).T  # of equal ones the first
+            unchanged = np.array([option.in_database is None for option in options])
+            return np.flatnonzero(~beats.any(axis=0) | unchanged).tolist()
 
         return replace(self, layers=tuple(it.take(needed(i)) for i, it in enumerate(self.layers)))
 
     def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
-        """Return the problem with the options' errors. Dense options have none, whatever is given.
+        """Return the problem with the options' errors. Layers that stay dense have none, whatever is given.
 
-        Options with an infinite error are left out: they ruin the outputs of their layer.
+        Options with an infinite error are left out: they ruin the outputs of their layer. What is given for float32
+        holds for bfloat16, too.
 
         Parameters
         ----------
         errors
-            Layer name -> option -> error, or a frame with the columns layer, pattern, sparsity and error.
+            Layer name -> option -> error, or a frame with the columns layer, pattern, sparsity and error, and
+            precision where it is not float32.
 
         Raises
         ------
@@ -417,7 +416,7 @@ class Problem(ModelTimes):
 
         def known(part: LayerOptions) -> LayerOptions:
             own = given.get(part.name, {})
-            found = [0.0 if it.pattern == DENSE else _find_error(own, it) for it in part.options]
+            found = [0.0 if it.in_database is None else _find_error(own, it) for it in part.options]
             if missing := [it for it, error in zip(part.options, found, strict=True) if math.isnan(error)]:
                 raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
             return replace(part, errors=np.array(found))
@@ -430,7 +429,7 @@ class Problem(ModelTimes):
 
         def possible(layer: LayerOptions) -> list[bool]:
             own = [errors.get(part.name, {}) for part in layer.parts]
-            return [it.pattern == DENSE or all(known.get(it) != math.inf for known in own) for it in layer.options]
+            return [all(_find_error(known, it) != math.inf for known in own) for it in layer.options]
 
         return replace(self, layers=tuple(_take_finite(layer, possible(layer)) for layer in self.layers))
 
@@ -485,10 +484,15 @@ class Problem(ModelTimes):
 
 def _find_error(given: Mapping[Option, float], wanted: Option) -> float:
     """Return the error of this option, or of one whose sparsity differs by rounding only; NaN if there is none."""
-    if wanted in given:
-        return given[wanted]
-    near = (error for it, error in given.items() if it.is_close(wanted))
-    return next(near, math.nan)
+    for each in (wanted, wanted.in_database):
+        if each is None:
+            return 0.0
+        if each in given:
+            return given[each]
+        near = [error for it, error in given.items() if it.is_close(each)]
+        if near:
+            return near[0]
+    return math.nan
 
 
 def _take_finite(layer: LayerOptions, possible: Sequence[bool]) -> LayerOptions:

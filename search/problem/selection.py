@@ -73,7 +73,7 @@ class Selection:
         return expand_choice(self.problem.layers, self.choice)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row for each layer: layer, pattern, sparsity, seconds, low_seconds, high_seconds, error."""
+        """Return a row for each layer: its option, seconds, low_seconds, high_seconds and error."""
         from search.problem.data_frames import build_choice_frame
 
         return build_choice_frame(self.problem.layers, self.choice)

@@ -1,7 +1,8 @@
 """Make a pruned model of a profile: stitch the database's layers, tune them together, and train by a recipe if any.
 
 Each stage gives a model. The model with the least loss on the calibration data is selected, so no stage can do harm
-unnoticed. Test data is only scored for the record.
+unnoticed. Test data is only scored for the record. Layers in eight bits have weights of whole numbers of steps after
+each stage, and read their inputs in steps while a loss or a score is computed.
 
 One model is stitched and tuned. This takes memory for its weights, their masks (a byte each) and one or two layers.
 During joint tuning the dense model and, for each kept weight, its value and two moments are held too: twice the
@@ -13,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,17 +25,20 @@ from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import Profile
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
-from search.pruning.one_shot.global_adaprune import run_global_adaprune
+from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_adaprune
 from search.pruning.one_shot.stitch import stitch
+from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
+from search.pruning.quantization.rounded_training import train_in_steps
 from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import build_recipe_targets, train
 from search.task import Task
+from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.prunable_layers import refuse_layer
 
 Progress = Callable[[str, int, int], None]
 
-VERSION = 6
+VERSION = 7
 """Rises whenever the same settings give another model than before."""
 
 
@@ -75,12 +78,15 @@ class PruneResult:
         Its model.
     masks : mapping of str to bool Tensor of shape (m, k)
         Its masks by layer; True marks a kept weight.
+    quantizations : mapping of str to Quantization
+        How its layers in eight bits are read.
     """
 
     stages: Sequence[Milestone]
     selected: Milestone
     model: nn.Module
     masks: Mapping[str, Tensor]
+    quantizations: Mapping[str, Quantization] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def prune_model(
     task : Task
         The model, its data and its score.
     profile : Profile
-        Pattern and sparsity of each layer.
+        The option of each layer.
     database : Database
         Pruned weights of each layer.
     settings : PruneSettings
@@ -144,23 +150,28 @@ def prune_model(
     model = task.model()
     _check_inputs(task, profile, recipe, model)
     batches = task.calibration()
-    choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
     stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
-    masks = stitch(model, choices, database)
-    stages.append(Milestone("one-shot", tune_norms(task, model, batches), task.score(model)))
-    best = PruneResult(stages, stages[-1], model, masks)
-    if settings.joint and masks:
-        stages.append(_tune_jointly(task, model, masks, batches, settings.seed, progress))
+    stitched = stitch(model, profile.options, database)
+    stages.append(_evaluate("one-shot", task, model, stitched.quantizations, batches))
+    best = PruneResult(stages, stages[-1], model, stitched.masks, stitched.quantizations)
+    if settings.joint and (stitched.masks or stitched.quantizations):
+        run_global_adaprune(
+            task, model, stitched.masks, batches, TuningSettings(seed=settings.seed),
+            quantizations=stitched.quantizations,
+            progress=lambda done, total: progress("global AdaPrune", done, total),
+        )  # fmt: skip
+        stages.append(_evaluate("global", task, model, stitched.quantizations, batches))
         if stages[-1].loss < best.selected.loss:
-            best = PruneResult(stages, stages[-1], model, masks)
+            best = replace(best, selected=stages[-1])
         else:  # stitch it again in the memory of this model, instead of holding it all the time
             selected = best.selected
             del best, model
-            best = PruneResult(stages, selected, _stitch_again(task, choices, database, batches), masks)
+            model = _stitch_again(task, profile, database, batches)
+            best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
     if recipe is not None:
-        stage, model, masks = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
-        stages.append(stage)
-        best = min(best, PruneResult(stages, stage, model, masks), key=lambda result: result.selected.loss)
+        trained = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
+        stages.append(trained.selected)
+        best = min(best, trained, key=lambda result: result.selected.loss)
     return best
 
 
@@ -170,30 +181,21 @@ def _check_inputs(task: Task, profile: Profile, recipe: Recipe | None, model: nn
         check_recipe(recipe, task, profile, model)
 
 
-def _stitch_again(
-    task: Task, choices: Mapping[str, tuple[str, float]], database: Database, batches: Sequence[Any]
-) -> nn.Module:
+def _evaluate(
+    name: str, task: Task, model: nn.Module, quantizations: Mapping[str, Quantization], batches: Sequence[Any]
+) -> Milestone:
+    """Tune the batch norms in place, and return the stage."""
+    with read_inputs_in_steps(model, quantizations):
+        return Milestone(name, tune_norms(task, model, batches), task.score(model))
+
+
+def _stitch_again(task: Task, profile: Profile, database: Database, batches: Sequence[Any]) -> nn.Module:
     """Return the one-shot model, with tuned batch norms."""
     model = task.model()
-    stitch(model, choices, database)
-    tune_norms(task, model, batches)
+    stitched = stitch(model, profile.options, database)
+    with read_inputs_in_steps(model, stitched.quantizations):
+        tune_norms(task, model, batches)
     return model
-
-
-def _tune_jointly(
-    task: Task,
-    model: nn.Module,
-    masks: Mapping[str, Tensor],
-    batches: Sequence[Any],
-    seed: int,
-    progress: Progress,
-) -> Milestone:
-    """Tune all layers together by global AdaPrune, in place."""
-    rng = np.random.default_rng(seed)
-    run_global_adaprune(
-        task, model, masks, batches, rng=rng, progress=lambda done, total: progress("global AdaPrune", done, total)
-    )
-    return Milestone("global", tune_norms(task, model, batches), task.score(model))
 
 
 def _train_further(
@@ -204,18 +206,20 @@ def _train_further(
     batches: Sequence[Any],
     checkpoint: Checkpoint | None,
     progress: Progress,
-) -> tuple[Milestone, nn.Module, dict[str, Tensor]]:
-    """Train the dense model or a copy of the best one by the recipe; return the stage, the model and its masks."""
+) -> PruneResult:
+    """Train the dense model or a copy of the best one by the recipe."""
     model = task.model()
     if recipe.start != "dense":  # a model that keeps activations cannot be copied after it ran
         model.load_state_dict(best.model.state_dict())
-    trained = train(
-        task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
-        progress=lambda done, total: progress(recipe.method, done, total),
-    )  # fmt: skip
-    loss = compute_calibration_loss(task, model, batches)
-    stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
-    return stage, model, trained.masks
+    with train_in_steps(model, best.quantizations) as quantizations:
+        trained = train(
+            task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
+            progress=lambda done, total: progress(recipe.method, done, total),
+        )  # fmt: skip
+    with read_inputs_in_steps(model, quantizations):
+        loss = compute_calibration_loss(task, model, batches)
+        stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
+    return PruneResult(best.stages, stage, model, trained.masks, quantizations)
 
 
 def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:

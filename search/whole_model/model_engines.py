@@ -4,8 +4,8 @@ A builder gets the task's reference and the number of threads. It returns a call
 task's example inputs. A pruned model must beat the fastest dense engine. Dense engines are torch as it is, and torch
 with every Linear and Conv2d through oneDNN, which is twice as fast on some machines. Others are ONNX Runtime,
 OpenVINO where it is installed, and latbench's own kernels with nothing pruned. DeepSparse is one where the pruned
-model runs there. A model pruned for bfloat16 must beat the dense engines in bfloat16, too. This module imports torch:
-import it late elsewhere.
+model runs there. A model that may round to bfloat16 or to eight bits must beat the dense engines that do, too. This
+module imports torch: import it late elsewhere.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from torch import nn
 
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.prepare_point import build_synthetic_mask
-from latbench.base.engine_registry import MODEL_ENGINES, NUMBA, NUMBA_BFLOAT16, is_deepsparse
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, MODEL_ENGINES, is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
 from search.example_inputs import ExampleInputs, convert_to_tensor_call
-from search.pruning.storage.model_folder import load_pruned, set_precision
+from search.pruning.storage.model_folder import build_layer_pattern, load_pruned
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales
 from sparse_kernels.nn import SparseConv2d, SparseLayer, SparseLinear
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import Dense, parse
@@ -46,7 +47,14 @@ TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.5
 """Allowed differences, relative to the largest output. Other orders of adding, and Winograd's convolutions, stay far
 below it through many layers; a wrong batch, layout or layer does not. How far bfloat16 deviates is not tested."""
 
-DENSE_ENGINES = {name: f"{__name__}:build_dense_{name.replace('-', '_')}" for name in MODEL_ENGINES}
+ANY_RANGE = InputRange(1.0)
+"""A range for inputs of layers of which only the time counts."""
+
+DENSE_ENGINES = {
+    name: f"search.whole_model.{'int8' if engine.precision == INT8 else 'model'}_engines:build_dense_"
+    + name.replace("-", "_")
+    for name, engine in MODEL_ENGINES.items()
+}
 """Engine of `latbench.base.engine_registry.MODEL_ENGINES` -> its builder, which has its name.
 
 Builders of engines that share an exported file also take the folder that has it, or will have it.
@@ -154,20 +162,20 @@ def build_dense_torch_bf16(reference: str, threads: int) -> Run:
 
 def build_dense_numba(reference: str, threads: int) -> Run:
     """Build the model on latbench's own kernels, converted as a pruned model is, with every layer dense."""
-    return _build_dense_numba(reference, threads, NUMBA)
+    return _build_dense_numba(reference, threads, FLOAT32)
 
 
 def build_dense_numba_bf16(reference: str, threads: int) -> Run:
     """Build the model on latbench's own kernels in bfloat16, with every layer dense."""
-    return _build_dense_numba(reference, threads, NUMBA_BFLOAT16)
+    return _build_dense_numba(reference, threads, BFLOAT16)
 
 
-def _build_dense_numba(reference: str, threads: int, backend: str) -> Run:
+def _build_dense_numba(reference: str, threads: int, precision: str) -> Run:
     task = load_task(reference)
     model, example = task.model(), task.example()
     traced, _ = trace_model(model, example.arguments, keywords=example.keywords)
-    choices = {layer.name: LayerPattern(Dense()) for layer in traced.layers}
-    return _run_model(convert_for_example(model, choices, backend, example), example, threads)
+    choices = {layer.name: LayerPattern(Dense(), precision=precision) for layer in traced.layers}
+    return _run_model(convert_for_example(model, choices, example), example, threads)
 
 
 @dataclass(frozen=True)
@@ -188,13 +196,13 @@ def build_random_pruned(reference: str, threads: int, backend: str, choices: Opt
     return _build_on(backend, model, swapped, example, threads)
 
 
-def build_layers_free(reference: str, threads: int, backend: str, choices: OptionsByLayer) -> Run:
+def build_layers_free(reference: str, threads: int, choices: OptionsByLayer) -> Run:
     """Build the model of `build_random_pruned` on latbench's own kernels, with sparse layers that take no time.
 
     Each sparse layer computes an output once, and returns it from then on.
     """
     model, swapped, example = _mask_at_random(reference, choices)
-    converted = convert_for_example(model, swapped, backend, example)
+    converted = convert_for_example(model, swapped, example)
     for layer in converted.modules():
         if isinstance(layer, SparseLayer):
             layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
@@ -226,15 +234,18 @@ def _mask_at_random(
     model = task.model()
     rng = np.random.default_rng(0)
     swapped = {}
-    for name, (spec, sparsity) in choices.items():
+    for name, option in choices.items():
         module = model.get_submodule(name)
         matrix = weight_matrix(module)
-        pattern = parse(spec)
-        mask = None
+        pattern = parse(option.pattern)
+        mask = quantization = None
         if not isinstance(pattern, Dense):
-            mask = build_synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
-            set_weight_matrix(module, matrix * torch.from_numpy(mask))
-        swapped[name] = LayerPattern(pattern, mask)
+            mask = build_synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), option.sparsity)
+            matrix = matrix * torch.from_numpy(mask)
+            set_weight_matrix(module, matrix)
+        if option.precision == INT8:
+            quantization = Quantization(find_scales(matrix.contiguous().numpy()), ANY_RANGE)
+        swapped[name] = build_layer_pattern(option.pattern, option.precision, mask, quantization)
     return model, swapped, task.example()
 
 
@@ -246,10 +257,11 @@ def build_database_pruned(
 
     task = load_task(reference)
     model = task.model()
-    masks = stitch(model, choices, Database(Path(folder), model_hash))
+    stitched = stitch(model, choices, Database(Path(folder), model_hash))
+    masks = {name: mask.numpy() for name, mask in stitched.masks.items()}
     swapped = {
-        name: LayerPattern(parse(spec), masks[name].numpy() if name in masks else None)
-        for name, (spec, _) in choices.items()
+        name: build_layer_pattern(option.pattern, option.precision, masks.get(name), stitched.quantizations.get(name))
+        for name, option in choices.items()
     }
     return _build_on(backend, model, swapped, task.example(), threads)
 
@@ -277,7 +289,7 @@ def score_models(reference: str, threads: int, backend: str, folder: str) -> tup
     model, choices = load_pruned(Path(folder), task.model())
     pruned = model
     if not is_deepsparse(backend):
-        pruned = convert_for_example(model, choices, backend, task.example())
+        pruned = convert_for_example(model, choices, task.example())
     return task.score(task.model()), task.score(pruned)
 
 
@@ -292,14 +304,12 @@ def _build_on(
     """Build the pruned model as `backend` runs it: with its layers converted to `choices`, or as it is."""
     if is_deepsparse(backend):
         return _build_on_deepsparse(model, example, threads, exported)
-    return _run_model(convert_for_example(model, choices, backend, example), example, threads)
+    return _run_model(convert_for_example(model, choices, example), example, threads)
 
 
-def convert_for_example(
-    model: nn.Module, choices: Mapping[str, LayerPattern], backend: str, example: ExampleInputs
-) -> nn.Module:
-    """Return the model converted to `choices`, in the precision of `backend`, and proved on the example inputs."""
-    return convert(model, set_precision(choices, backend), example.arguments, example_keywords=example.keywords)
+def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
+    """Return the model converted to `choices`, and proved on the example inputs."""
+    return convert(model, choices, example.arguments, example_keywords=example.keywords)
 
 
 def _build_on_deepsparse(

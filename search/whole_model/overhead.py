@@ -39,7 +39,6 @@ from search.problem.layers import (
     DENSE,
     Interval,
     LayerOptions,
-    Option,
     build_uniform_choice,
     expand_choice,
     list_options,
@@ -127,17 +126,17 @@ def time_probe_profiles(
 
     On latbench's own kernels, also time the fastest of these profiles with its layers free.
     """
-    options = [name_options(layers, choice) for choice in select_probe_profiles(layers).values()]
+    options = [expand_choice(layers, choice) for choice in select_probe_profiles(layers).values()]
     profiles = {name_profile(it): it for it in options}
     engines = build_dense_engines(task, deployment)
-    arguments = (task.reference, deployment.threads, deployment.backend)
+    arguments = task.reference, deployment.threads, deployment.backend
     for name, chosen in profiles.items():
         engines[name] = EngineBuilder(
             "pruned", "search.whole_model.model_engines:build_random_pruned", (*arguments, chosen)
         )
     if runs_our_kernels(deployment.backend):
         engines[FREE] = EngineBuilder(
-            "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments, options[-1])
+            "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments[:2], options[-1])
         )
     required = [TORCH, *profiles, *({FREE} & engines.keys())]
     timings = timer.time(engines, required=required, schedule=PROBE_SCHEDULE, progress=progress)
@@ -147,12 +146,13 @@ def time_probe_profiles(
 def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
     """Return the dense engines that a pruned model is compared with.
 
-    DeepSparse and the engines in bfloat16 are among them only where the pruned model runs on or in these.
+    DeepSparse is among them only where the pruned model runs there, and engines that round only where it may round as
+    far.
     """
     arguments = (task.reference, deployment.threads)
     return {
         name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
-        for name in list_rivals(deployment.backend)
+        for name in list_rivals(deployment.backend, deployment.precisions)
     }
 
 
@@ -161,37 +161,29 @@ def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> 
     versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "model_hash": model_hash, "device": name_cpu(), "inputs": task.example().describe(),
-        "threads": deployment.threads, "backend": deployment.backend,
+        "threads": deployment.threads, "backend": deployment.backend, "precisions": list(deployment.precisions),
         "engines": {"kernels": str(kernel_cache.VERSION), **versions},
     }  # fmt: skip
 
 
-def name_options(layers: Sequence[LayerOptions], choice: Choice) -> dict[str, tuple[str, float]]:
-    """Return layer name -> (pattern, sparsity), with tied layers one by one."""
-    return {name: (it.pattern, it.sparsity) for name, it in expand_choice(layers, choice).items()}
-
-
 def find_choice(layers: Sequence[LayerOptions], options: OptionsByLayer) -> Choice:
-    """Return the choice that `name_options` turns into `options`. Raises BadData for an unknown layer or option."""
+    """Return the choice that `expand_choice` turns into `options`. Raises BadData for an unknown layer or option."""
     if missing := {layer.name for layer in layers} ^ set(options):
         raise BadData(f"the profile has other layers than the search: {', '.join(sorted(missing)[:3])}")
     choice = []
     for layer in layers:
-        option = Option(*options[layer.name])
+        option = options[layer.name]
         if option not in layer.options:
-            raise BadData(f"the search has no option {option.pattern} at {option.sparsity:g} for layer {layer.name}")
+            raise BadData(f"the search has no option {option} for layer {layer.name}")
         choice.append(layer.options.index(option))
     return tuple(choice)
 
 
 def select_probe_profiles(layers: Sequence[LayerOptions]) -> dict[str, Choice]:
     """Return the all-dense profile, the fastest uniform one, and one uniform profile about half way between them."""
-    choices = {
-        f"{option.pattern} {option.sparsity:g}": build_uniform_choice(layers, option)
-        for option in list_options(layers)
-    }
+    choices = {str(option): build_uniform_choice(layers, option) for option in list_options(layers)}
     seconds = {label: sum_layer_seconds(layers, choice) for label, choice in choices.items()}
-    dense = f"{DENSE} 0"
+    dense = DENSE
     fastest = min(seconds, key=seconds.__getitem__)
     half = min(seconds, key=lambda label: abs(seconds[label] - (seconds[dense] + seconds[fastest]) / 2))
     return {label: choices[label] for label in dict.fromkeys([dense, half, fastest])}

@@ -1,6 +1,6 @@
 """Sessions, whole models that were timed together, kept in a file: what a search measured is not measured again.
 
-    {"version": 1, "key": {...}, "sessions": [{"profiles": {engine: {layer: [pattern, sparsity]}},
+    {"version": 2, "key": {...}, "sessions": [{"profiles": {engine: {layer: [pattern, sparsity, precision]}},
         "blocks": {engine: [[seconds, ...] a round]}, "built": [...], "left_out": {engine: why}}, ...]}
 
 `key` lists what the times depend on. A file with another key belongs to another machine, model or search.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import filelock
 
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
+from search.problem.layers import Option
 from search.whole_model.timings import Timings
 
-VERSION = 1
+VERSION = 2
 
-OptionsByLayer = Mapping[str, tuple[str, float]]
-"""Layer name -> (pattern, sparsity)."""
+OptionsByLayer = Mapping[str, Option]
+"""Layer name -> its option."""
 
 Key = Mapping[str, Any]
 """What times depend on, by name."""
@@ -40,7 +41,7 @@ class Session:
 
 def name_profile(options: OptionsByLayer) -> str:
     """Return the name of an engine with these options: the same for the same options, in any order."""
-    text = json.dumps(sorted((layer, pattern, sparsity) for layer, (pattern, sparsity) in options.items()))
+    text = json.dumps(sorted((layer, *astuple(option)) for layer, option in options.items()))
     return f"profile {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -97,7 +98,10 @@ def as_in_file(key: Key) -> Any:
 def _to_record(session: Session) -> dict[str, Any]:
     timings = session.timings
     return {
-        "profiles": {name: dict(options) for name, options in session.profiles.items()},
+        "profiles": {
+            name: {layer: astuple(option) for layer, option in options.items()}
+            for name, options in session.profiles.items()
+        },
         "blocks": {name: [list(block) for block in blocks] for name, blocks in timings.blocks.items()},
         "built": list(timings.builds),
         "left_out": dict(timings.left_out),
@@ -106,7 +110,10 @@ def _to_record(session: Session) -> dict[str, Any]:
 
 def _from_record(record: Mapping[str, Any]) -> Session:
     profiles = {
-        name: {layer: (str(pattern), float(sparsity)) for layer, (pattern, sparsity) in options.items()}
+        name: {
+            layer: Option(str(pattern), float(sparsity), str(precision))
+            for layer, (pattern, sparsity, precision) in options.items()
+        }
         for name, options in record["profiles"].items()
     }
     blocks: dict[str, Sequence[Sequence[float]]] = {

@@ -93,8 +93,13 @@ def _build_weight(layer: SyntheticLayer, filters: tuple[int, ...] | None, in_byt
 
 
 def read_model(path: Path) -> openvino.Model:
-    """Read a model from an ONNX file."""
+    """Read a model from an ONNX file, or from one of `save_model`."""
     return openvino.Core().read_model(path)
+
+
+def save_model(model: openvino.Model, path: Path) -> None:
+    """Write a model to a file .xml and, beside it, its weights to a file .bin."""
+    openvino.save_model(model, path, compress_to_fp16=False)
 
 
 def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:

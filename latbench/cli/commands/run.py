@@ -9,7 +9,8 @@ import typer
 
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, TaskArgument, Threads
+from latbench.cli.options.common_options import Json, Precisions, TaskArgument, Threads
+from latbench.cli.options.option_texts import parse_precisions
 from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
 from latbench.cli.options.search_options import Confidence
 
@@ -27,6 +28,7 @@ def run(
     quick: Quick = True,
     confidence: Confidence = 0.9,
     recipe: RunRecipe = None,
+    precisions: Precisions = None,
     threads: Threads = None,
     seed: RunSeed = 0,
     as_json: Json = False,
@@ -38,7 +40,8 @@ def run(
     from latbench.errors import PromiseMissed
     from latbench.machines.processors import select_threads
 
-    threads = select_threads(threads)  # first, so that too many are refused before anything is said
+    # First, so that what cannot work is refused before anything is said.
+    threads, allowed = select_threads(threads), parse_precisions(precisions)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
     folder = output or Path("latbench-jobs") / name
     typer.echo(
@@ -48,8 +51,9 @@ def run(
     )
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
 
+    settings = JobSettings(target, confidence, quick, recipe, threads, seed, allowed)
     with note_load():
-        result = _carry_out(Job(task, folder, JobSettings(target, confidence, quick, recipe, threads, seed)))
+        result = _carry_out(Job(task, folder, settings))
         if as_json:
             print_json(result.to_record())
         else:

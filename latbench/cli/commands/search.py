@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from latbench.base.engine_registry import NUMBA
+from latbench.base.engine_registry import FLOAT32, NUMBA
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, LimitsFile, TaskArgument, Threads
-from latbench.cli.options.option_texts import parse_duration
+from latbench.cli.options.common_options import Json, LimitsFile, Precisions, TaskArgument, Threads
+from latbench.cli.options.option_texts import parse_duration, parse_precisions
 from latbench.cli.options.search_options import (
     CalibrationBatches,
     Confidence,
@@ -56,6 +56,7 @@ def search(
     max_drop: MaxDrop = None,
     model: SearchModel = None,
     backend: SearchBackend = NUMBA,
+    precisions: Precisions = None,
     patterns: SearchPatterns = None,
     sparsities: SearchSparsities = None,
     most_bytes: ModelBytes = None,
@@ -76,7 +77,7 @@ def search(
     quick: QuickSearch = False,
     as_json: Json = False,
 ) -> None:
-    """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
+    """Choose a pattern, a sparsity and a precision for every layer: the least loss that reaches a speedup."""
     from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
@@ -85,14 +86,14 @@ def search(
     from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
-    _check_inputs(backend, model, patterns, sparsities, most_bytes)
+    _check_inputs(backend, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
     _check_goal(target, max_drop, refine)
     threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
         Promise(target or 1.0, confidence, most_bytes),
-        Deployment(threads, backend),
+        Deployment(threads, backend, parse_precisions(precisions)),
         CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
         SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
         Workers(processes or min(threads, MOST_PROCESSES), judges),
@@ -250,11 +251,13 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
 def _check_inputs(
     backend: str,
     model: Path | None,
-    patterns: list[str] | None,
-    sparsities: list[str] | None,
+    chosen: list[str],
     most_bytes: float | None,
 ) -> None:
-    """Raise UsageError for options that do not fit the engine, EnvironmentUnusable if DeepSparse is not set up."""
+    """Raise UsageError for options that do not fit the engine, EnvironmentUnusable if DeepSparse is not set up.
+
+    chosen: patterns, sparsities and precisions that were asked for.
+    """
     from latbench.backends.cpu import deepsparse_environment
     from latbench.base.engine_registry import is_deepsparse, runs_our_kernels
     from latbench.errors import UsageError
@@ -265,10 +268,10 @@ def _check_inputs(
         return
     if most_bytes is not None:
         raise UsageError("--most-bytes does not go with deepsparse, because its packed sizes are unknown")
-    if model is not None or patterns or sparsities:
+    if model is not None or chosen:
         raise UsageError(
-            "--cost-model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
-            "the table of `latbench layers` holds the times of each layer"
+            "--cost-model, --patterns, --sparsities and --precision do not go with deepsparse: its weights are "
+            "unstructured float32, and the table of `latbench layers` holds the times of each layer"
         )
     deepsparse_environment.find_environment()
     typer.echo(deepsparse_environment.LICENCE)
@@ -296,12 +299,15 @@ def _print_profile(found: Profile, last_line: str) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
     table.add_column("pattern")
+    if mixed := any(choice.precision != FLOAT32 for choice in found.layers.values()):
+        table.add_column("precision")
     for heading in ("sparsity", "time", "error"):
         table.add_column(heading, justify="right")
     for name, choice in found.layers.items():
         table.add_row(
-            name, choice.pattern, f"{choice.sparsity:.0%}", format_seconds(choice.seconds), f"{choice.error:.3g}"
-        )
+            name, choice.pattern, *([choice.precision] if mixed else []), f"{choice.sparsity:.0%}",
+            format_seconds(choice.seconds), f"{choice.error:.3g}",
+        )  # fmt: skip
     value, low, high = found.speedup
     weights = f"{found.weights.sentence()}; " if found.weights else ""
     console = Console()

@@ -30,7 +30,7 @@ from cost_models.evaluation.held_out_errors import evaluate
 from cost_models.model_file import read, save
 from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
-from latbench.base.engine_registry import CPU_ENGINES, NUMBA, list_standard
+from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
 from latbench.errors import BadData, PromiseMissed
@@ -93,6 +93,8 @@ class JobSettings:
         Threads of each engine; None for one a core.
     seed
         Random seed of weights and search.
+    precisions
+        Types in which layers may be multiplied.
     """
 
     target: float
@@ -101,6 +103,7 @@ class JobSettings:
     recipe: str | None = None
     threads: int | None = None
     seed: int = 0
+    precisions: tuple[str, ...] = (FLOAT32,)
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,9 @@ class Job:
     def _points(self) -> list[Point]:
         quick = self.settings.quick
         setup = PointSetup(
-            name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed
-        )
+            name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed,
+            rounded=[each for each in self.settings.precisions if each != FLOAT32],
+        )  # fmt: skip
         workload = read_workload(self._path("workload.yaml"))
         if not quick:
             return list_points([workload], setup, sparsities=SPARSITIES)
@@ -238,7 +242,7 @@ class Job:
         evaluations = QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS
         request = SearchRequest(
             Promise(settings.target, settings.confidence),
-            Deployment(self._threads, NUMBA),
+            Deployment(self._threads, NUMBA, settings.precisions),
             CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
             SearchPlan(seed=settings.seed, evaluations=evaluations, quick=quick),
             self._choose_workers(evaluations),

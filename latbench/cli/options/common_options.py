@@ -99,6 +99,16 @@ Int8 = Annotated[
         "weights and activations in int8. Dense engines in int8 are the baseline.",
     ),
 ]
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        metavar="TYPE,...",
+        callback=split_list,
+        help="Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 "
+        "is always among them. The promise is over dense engines that round as far. Default: float32.",
+    ),
+]
 Sessions = Annotated[
     int,
     typer.Option(

@@ -34,6 +34,18 @@ def split_list(param: typer.CallbackParam, texts: list[str] | None) -> list[str]
     return _without_repeats(_split(max(param.opts, key=len), texts, lambda text: text.split(",")))
 
 
+def parse_precisions(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the types in which layers may be multiplied, from the most precise; float32 is always among them.
+
+    Raises UsageError for an unknown type.
+    """
+    from latbench.base.engine_registry import FLOAT32, PRECISIONS
+
+    if unknown := [text for text in texts or () if text not in PRECISIONS]:
+        raise UsageError(f"unknown precision {unknown[0]!r}: known are {', '.join(PRECISIONS)}")
+    return tuple(each for each in PRECISIONS if each == FLOAT32 or each in (texts or ()))
+
+
 def split_pairs(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:
     """Return the values of an option that takes several NAME=VALUE, as `split_list`.
 

@@ -48,16 +48,14 @@ SearchDatabase = Annotated[
 ProfileOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Profile to write (JSON).")]
 SearchModel = Annotated[
     Path | None,
-    typer.Option(
-        "--cost-model", metavar="FILE", help="Cost model from latbench fit, for numba and numba-bf16. Default: none."
-    ),
+    typer.Option("--cost-model", metavar="FILE", help="Cost model from latbench fit, for numba. Default: none."),
 ]
 SearchBackend = Annotated[
     str,
     typer.Option(
         "--backend",
         metavar="ENGINE",
-        help="Engine of the pruned model: numba (latbench's kernels), numba-bf16 (in bfloat16) or deepsparse.",
+        help="Engine of the pruned model: numba (latbench's kernels) or deepsparse.",
     ),
 ]
 SearchPatterns = Annotated[
@@ -96,7 +94,8 @@ LayerErrors = Annotated[
     typer.Option(
         "--errors",
         metavar="KIND|FILE",
-        help="Layer errors: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error.",
+        help="Layer errors: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error and, where it "
+        "is not float32, precision.",
     ),
 ]
 SearchSeed = Annotated[

@@ -35,7 +35,7 @@ from search.artifacts.profile import Profile
 from search.inputs import layer_errors, problem_from_table
 from search.knapsack.arrays import sum_in_order
 from search.knapsack.pareto import frontier
-from search.problem.layers import DENSE, build_uniform_choice, list_options
+from search.problem.layers import build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -61,12 +61,13 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
         point_frames.convert_categories(swept), {name: layers[name] for name in profile.layers},
         device=profile.device, backend=profile.backend,
         threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,
+        precisions=profile.deployment.precisions,
     )  # fmt: skip
     pruned = Database(database, profile.model_hash)
     problem = replace(problem, layers=tuple(
         layer.take([
             place for place, option in enumerate(layer.options)
-            if option.pattern == DENSE or pruned.has(layer.name, option.pattern, option.sparsity)
+            if pruned.has(layer.name, option)
         ])
         for layer in problem.layers
     ))  # fmt: skip

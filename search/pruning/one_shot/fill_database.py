@@ -1,4 +1,8 @@
-"""Fill the layer database: prune every requested option of every layer by one of the one-shot methods."""
+"""Fill the layer database: prune every requested option of every layer by one of the one-shot methods.
+
+An option in eight bits is the one in float32 whose weights are rounded in turn, so that those which follow make up
+for the rounding (`search.pruning.quantization.round_weights`).
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from latbench.base.engine_registry import INT8
 from latbench.errors import BadData, LatbenchError, UsageError
 from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.artifacts.layer_database import Database
+from search.artifacts.layer_database import Database, Entry
+from search.problem.layers import DENSE, Option
 from search.pruning.masks.layer_targets import parse_target, resolve_targets
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto_pruner import AutoPruner
 from search.pruning.one_shot.exact_obs import ExactOBS
 from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.magnitude import Magnitude
-from search.pruning.one_shot.one_shot_pruner import OneShotPruner
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from search.pruning.one_shot.sparsegpt import SparseGPT
+from search.pruning.quantization.input_ranges import InputReading, find_input_ranges
+from search.pruning.quantization.round_weights import round_weight
 from search.task import Task
 from search.user_code import call_user_code
-from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.formats.int8 import Quantization
+from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import weight_matrix
 
-Pair = tuple[str, float]
-Options = Mapping[str, Sequence[Pair]]
+Options = Mapping[str, Sequence[Option]]
 
 ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
     "auto": AutoPruner,
@@ -46,7 +55,7 @@ ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
 DEFAULT_METHOD = "auto"
 """The method if no other is requested."""
 
-VERSION = 3
+VERSION = 4
 """Rises whenever the same model and data give other entries than before."""
 
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs must end at last
@@ -75,7 +84,8 @@ def fill_database(
 ) -> int:
     """Compute the options that the database lacks.
 
-    Each entry is stored at once, so an interrupted run continues where it stopped. Dense options need no entry.
+    Each entry is stored at once, so an interrupted run continues where it stopped. Options that leave a layer as it
+    is need no entry.
 
     Parameters
     ----------
@@ -83,8 +93,8 @@ def fill_database(
         The task, with its calibration data.
     model : Module
         The dense model.
-    options : mapping of str to sequence of (str, float)
-        Patterns and sparsities by layer.
+    options : mapping of str to sequence of Option
+        Options by layer.
     database : Database
         Where the entries are stored.
     progress : callable
@@ -111,10 +121,10 @@ def fill_database(
     if method not in ONE_SHOT_METHODS:
         raise UsageError(f"unknown method {method!r}: known are {', '.join(ONE_SHOT_METHODS)}")
     _check_options(options, model)
-    sparse = _drop_dense(options)
+    wanted = {layer: _list_entries(own) for layer, own in options.items()}
     database.tidy()
-    missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in sparse.items()}
-    total = sum(map(len, sparse.values()))
+    missing = {layer: [it for it in own if not database.has(layer, it)] for layer, own in wanted.items()}
+    total = sum(map(len, wanted.values()))
     stored = total - sum(map(len, missing.values()))
     progress(stored, total)
     done = stored
@@ -124,17 +134,15 @@ def fill_database(
     return done - stored
 
 
-def _drop_dense(options: Options) -> dict[str, list[Pair]]:
-    return {
-        layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
-        for layer, pairs in options.items()
-    }
+def _list_entries(options: Sequence[Option]) -> list[Option]:
+    """List the entries that these options need, each once."""
+    return list(dict.fromkeys(it for option in options if (it := option.in_database) is not None))
 
 
 def _check_options(options: Options, model: nn.Module) -> None:
     """Raise UsageError if a layer cannot hold one of its options."""
-    for layer, pairs in options.items():
-        targets = [parse_target(layer, pair) for pair in pairs]
+    for layer, own in options.items():
+        targets = [parse_target(layer, (option.pattern, option.sparsity)) for option in own]
         by_pattern = {str(target.pattern): target for target in targets}
         for target in by_pattern.values():  # all sparsities of a pattern fit, or none
             resolve_targets({layer: target}, model)
@@ -144,10 +152,12 @@ def _prune_layers(
     task: Task, model: nn.Module, missing: Options, database: Database, method: str, processes: int
 ) -> Iterator[int]:
     """Compute and store the missing options; yield how many were stored since the last time."""
-    layers = [layer for layer, pairs in missing.items() if pairs]
+    layers = [layer for layer, own in missing.items() if own]
+    in_bytes = [layer for layer in layers if any(option.precision == INT8 for option in missing[layer])]
+    readings = find_input_ranges(task, model, in_bytes) if in_bytes else {}
     modules = dict(model.named_modules())
     jobs = (
-        (layer, weight_matrix(modules[layer]).contiguous(), hessian, missing[layer])
+        Job(layer, weight_matrix(modules[layer]).contiguous(), hessian, missing[layer], readings.get(layer))
         for layer, hessian in compute_input_hessians(task, model, layers, task.calibration())
     )
     processes = min(processes, len(layers))
@@ -156,8 +166,28 @@ def _prune_layers(
     return _prune_in_turn(jobs, database, method)
 
 
-Job = tuple[str, Tensor, Tensor, Sequence[Pair]]
-"""A layer's name, weight (m, k), H (k, k) and missing options."""
+class Job(NamedTuple):
+    """A layer whose options are missing.
+
+    Attributes
+    ----------
+    layer : str
+        Its name.
+    weight : Tensor of shape (m, k)
+        The dense weight.
+    hessian : Tensor of shape (k, k)
+        H.
+    options : sequence of Option
+        What the database lacks.
+    reading : InputReading or None
+        How its inputs are read, where an option is in eight bits.
+    """
+
+    layer: str
+    weight: Tensor
+    hessian: Tensor
+    options: Sequence[Option]
+    reading: InputReading | None
 
 
 def _prune_in_turn(jobs: Iterator[Job], database: Database, method: str) -> Iterator[int]:
@@ -202,7 +232,7 @@ def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, pr
 
 def _build_failure(job: Job, error: LatbenchError) -> LatbenchError:
     return LatbenchError(
-        f"layer {job[0]}: {error}; what is in the database stays, and the next run goes on from there"
+        f"layer {job.layer}: {error}; what is in the database stays, and the next run goes on from there"
     )
 
 
@@ -214,15 +244,33 @@ def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
 
 def _compute_entries(job: Job, database: Database, method: str) -> Iterator[None]:
     """Compute and store the options of a layer, one at a time."""
-    layer, weight, hessian, pairs = job
     try:
-        problem = ONE_SHOT_METHODS[method](weight, hessian)
-        for spec, sparsity in sorted(pairs):  # rising sparsities share the most work
-            pruned = problem.prune(parse(spec), sparsity)
-            database.put(layer, spec, sparsity, pruned.weight, pruned.mask, pruned.error)
-            yield
+        pruner = ONE_SHOT_METHODS[method](job.weight, job.hessian)
+        rising = sorted(job.options, key=lambda it: (it.pattern, it.sparsity))  # they share the most work
+        for (spec, sparsity), alike in groupby(rising, key=lambda it: (it.pattern, it.sparsity)):
+            pruned = _prune(pruner, database, job.layer, Option(spec, sparsity))
+            for option in alike:
+                entry = Entry(pruned.weight, pruned.mask, pruned.error)
+                if option.precision == INT8:
+                    assert job.reading is not None
+                    rounded = round_weight(pruner, pruned, job.reading)
+                    entry = Entry(
+                        rounded.weight, pruned.mask, rounded.error, Quantization(rounded.scales, job.reading.range)
+                    )
+                database.put(job.layer, option, entry)
+                yield
     except BadData as error:
-        raise BadData(f"layer {layer}: {error}") from error
+        raise BadData(f"layer {job.layer}: {error}") from error
+
+
+def _prune(pruner: OneShotPruner, database: Database, layer: str, option: Option) -> PrunedWeight:
+    """Prune a layer to an option in float32, or read what an earlier run found."""
+    if option.pattern == DENSE:
+        return PrunedWeight(pruner.weight, torch.ones_like(pruner.weight, dtype=torch.bool), 0.0)
+    if database.has(layer, option):
+        known = database.get(layer, option)
+        return PrunedWeight(known.weight, known.mask, known.error)
+    return pruner.prune(parse(option.pattern), option.sparsity)
 
 
 def _update_digest(value: Any, update: Callable[[bytes], None]) -> None:

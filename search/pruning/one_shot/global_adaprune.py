@@ -3,7 +3,8 @@
 Layer-wise reconstruction uses dense inputs, but in the pruned model each layer's inputs are already off. Global
 AdaPrune (Frantar & Alistarh 2022, section 3.3) minimizes the sum over layers of |y' - y|^2 / |y|^2. Here y' and y are
 the layer's outputs in the pruned and in the dense model on the same batch. Adam changes the kept weights and all
-biases; batch norms stay in eval mode. No labels are used.
+biases; batch norms stay in eval mode. No labels are used. Layers in eight bits compute as they will: with inputs and
+weights rounded to steps, through which gradients pass as if nothing was rounded.
 
 During this tuning pruned layers hold only their kept values, so the masks cannot change, and Adam's two moments are
 as small as the values. The whole weight exists during a call of its layer, and again for its gradient, which is used
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from latbench.errors import BadData
 from search.pruning.forward_hooks import get_product, register_forward_hooks
+from search.pruning.quantization.rounded_inputs import read_arguments
 from search.task import Task
-from sparse_kernels.prunable_layers import as_weight, is_layer
+from sparse_kernels.formats.int8 import LARGEST, Quantization
+from sparse_kernels.prunable_layers import as_weight, is_layer, is_transposed, weight_matrix
 
 LEARNING_RATE = 5e-4
 STEPS = 60
@@ -44,10 +48,13 @@ class TuningSettings:
         Number of batches, drawn without replacement in each pass over the data.
     learning_rate : float
         Adam's learning rate at the start; it falls along a cosine.
+    seed : int
+        Seed of the order of the batches.
     """
 
     steps: int = STEPS
     learning_rate: float = LEARNING_RATE
+    seed: int = 0
 
 
 def run_global_adaprune(
@@ -57,7 +64,7 @@ def run_global_adaprune(
     batches: Sequence[Any],
     settings: TuningSettings = TuningSettings(),
     *,
-    rng: np.random.Generator,
+    quantizations: Mapping[str, Quantization] = MappingProxyType({}),
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> list[float]:
     """Tune the kept weights of all layers together, in place.
@@ -76,9 +83,9 @@ def run_global_adaprune(
     batches : sequence
         Calibration batches.
     settings : TuningSettings
-        Steps and learning rate.
-    rng : Generator
-        Draws the order of the batches.
+        Steps, learning rate and seed.
+    quantizations : mapping of str to Quantization
+        How layers in eight bits are read. Their weights stay whole numbers of steps.
     progress : callable
         Called with the steps done and all steps.
 
@@ -94,9 +101,9 @@ def run_global_adaprune(
     """
     layers = [name for name, module in model.named_modules() if is_layer(module)]
     model.eval()
-    losses, order = [], list[int]()
+    losses, order, rng = [], list[int](), np.random.default_rng(settings.seed)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    with _hold_kept_values(model, masks), ExitStack() as hooks:
+    with _hold_kept_values(model, masks, quantizations), ExitStack() as hooks:
         dense = task.model()
         optimizer = _ImmediateAdam(model, layers, names, hooks)
         for step in range(settings.steps if optimizer.can_learn else 0):
@@ -162,11 +169,12 @@ class _KeptValues(nn.Module):
 
     During a call of its layer (`in_call`) the whole weight is written to `scratch`, which all weights of that shape
     share. Afterwards it is not needed. New memory for every weight would leave holes between the layers' outputs.
+    `steps` are of the weight's rows, in a shape that goes with the weight; None leaves weights as they are.
     """
 
-    def __init__(self, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> None:
+    def __init__(self, mask: Tensor, scratch: dict[torch.Size, Tensor], steps: Tensor | None) -> None:
         super().__init__()
-        self.mask, self.scratch, self.in_call = mask, scratch, False
+        self.mask, self.scratch, self.steps, self.in_call = mask, scratch, steps, False
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the whole weight."""
@@ -177,7 +185,7 @@ class _KeptValues(nn.Module):
             if self.in_call:
                 self.scratch[shape] = whole
         apply: Callable[..., Tensor] = _Spread.apply
-        return apply(values, self.mask, whole)
+        return apply(values, self.mask, whole, self.steps)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the kept values of a weight."""
@@ -185,16 +193,19 @@ class _KeptValues(nn.Module):
 
 
 class _Spread(torch.autograd.Function):
-    """Write kept values to their positions in a weight."""
+    """Write kept values to their positions in a weight, rounded to steps if it has some."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, mask: Tensor, whole: Tensor, steps: Tensor | None) -> Tensor:
         ctx.mask = mask
-        return whole.zero_().masked_scatter_(mask, values).detach()
+        whole.zero_().masked_scatter_(mask, values)
+        if steps is not None:
+            whole.div_(steps).round_().clamp_(-LARGEST, LARGEST).mul_(steps)
+        return whole.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _select_kept(gradient, ctx.mask), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _select_kept(gradient, ctx.mask), None, None, None
 
 
 def _select_kept(weight: Tensor, mask: Tensor) -> Tensor:
@@ -203,28 +214,42 @@ def _select_kept(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def _hold_kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the masked layers hold only their kept values while the context is open."""
+def _hold_kept_values(
+    model: nn.Module, masks: Mapping[str, Tensor], quantizations: Mapping[str, Quantization]
+) -> Iterator[None]:
+    """Let the masked layers, and those in eight bits, hold only their kept values while the context is open."""
     modules = dict(model.named_modules())
     scratch: dict[torch.Size, Tensor] = {}
     with ExitStack() as stack:
-        for name, mask in masks.items():
-            stack.callback(_hold_layer_values(modules[name], mask, scratch))
+        for name in dict.fromkeys([*masks, *quantizations]):
+            mask = masks.get(name)
+            if mask is None:
+                mask = torch.ones(weight_matrix(modules[name]).shape, dtype=torch.bool)
+            stack.callback(_hold_layer_values(modules[name], mask, scratch, quantizations.get(name)))
         yield
 
 
-def _hold_layer_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> Callable[[], None]:
+def _hold_layer_values(
+    layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, Tensor], quantization: Quantization | None
+) -> Callable[[], None]:
     """Let a layer hold only its kept values; return a function that restores it with its current weights."""
     own_forward = vars(layer).get("forward")
     parameters = list(layer._parameters)
     weight = layer.weight
     assert isinstance(weight, Tensor)
     layout = torch.channels_last if _is_channels_last(weight) else torch.contiguous_format
-    kept, plain = _KeptValues(as_weight(layer, mask), scratch), layer.forward
+    steps = reading = None
+    if quantization is not None:
+        beside = [1] * weight.ndim
+        beside[1 if is_transposed(layer) else 0] = -1
+        steps, reading = torch.from_numpy(quantization.scales).view(beside), quantization.input_range
+    kept, plain = _KeptValues(as_weight(layer, mask), scratch, steps), layer.forward
     register_parametrization(layer, "weight", kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept.in_call = True
+        if reading is not None:
+            args, kwargs = read_arguments(reading, args, kwargs)
         try:
             return plain(*args, **kwargs)
         finally:

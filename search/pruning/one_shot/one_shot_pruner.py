@@ -76,6 +76,12 @@ class OneShotPruner(ABC):
         damped.diagonal().add_(ridge)
         return damped
 
+    @cached_property
+    def factor(self) -> Tensor:
+        """U, the upper Cholesky factor of the inverse of the damped H, (k, k) float64."""
+        factor: Tensor = torch.linalg.cholesky(self.inverse(), upper=True)
+        return factor
+
     def inverse(self) -> Tensor:
         """Return the inverse of the damped H, (k, k) float64, computed at each call."""
         return torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
@@ -108,7 +114,10 @@ class OneShotPruner(ABC):
         This is tr(dW H dW^T) / tr(W H W^T). It is 0 if no output changes, and infinite if outputs change that were
         all zero.
         """
-        moved = compute_output_energy(changed, self.hessian, self.weight)
+        return self.compare_with_energy(compute_output_energy(changed, self.hessian, self.weight))
+
+    def compare_with_energy(self, moved: float) -> float:
+        """Return |dy|^2, by which the outputs move, as a share of |y|^2; see `error`."""
         if self.energy > 0:
             return moved / self.energy
         return 0.0 if moved == 0 else math.inf

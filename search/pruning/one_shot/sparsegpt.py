@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from search.pruning.masks.prunable_units import PatternUnits, find_units
-from search.pruning.one_shot.one_shot_pruner import DAMPING, OneShotPruner, PrunedWeight
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.top_units import Mask, select_top
 
@@ -29,11 +29,7 @@ LAZY_COLUMNS = 128
 
 
 class SparseGPT(OneShotPruner):
-    """A dense layer and the factor of H^-1 that all its options share. Weights are not refitted afterwards."""
-
-    def __init__(self, weight: Tensor, hessian: Tensor, *, damping: float = DAMPING) -> None:
-        super().__init__(weight, hessian, damping)
-        self.factor = torch.linalg.cholesky(self.inverse(), upper=True)
+    """A dense layer, whose options share the factor of H^-1. Weights are not refitted afterwards."""
 
     def prune(self, pattern: Pattern, sparsity: float) -> PrunedWeight:
         """Prune column by column, from left to right."""

@@ -98,9 +98,28 @@ def estimate_reading_error(found: InputStatistics, reading: InputRange) -> float
     return float((found.counts * (beyond**2 + inside)).sum() / found.counts.sum())
 
 
+@dataclass(frozen=True)
+class InputReading:
+    """How a layer reads its inputs, and what that loses on calibration data.
+
+    Attributes
+    ----------
+    range
+        The range of its steps.
+    squared_error
+        The mean squared error of an input.
+    rows
+        How many rows of inputs there are.
+    """
+
+    range: InputRange
+    squared_error: float
+    rows: int
+
+
 def find_input_ranges(
     task: Task, model: nn.Module, layers: Sequence[str], method: str = DEFAULT_RANGES
-) -> dict[str, tuple[InputRange, InputStatistics]]:
+) -> dict[str, InputReading]:
     """Find how each layer reads its inputs.
 
     Parameters
@@ -116,8 +135,8 @@ def find_input_ranges(
 
     Returns
     -------
-    dict of str to (InputRange, InputStatistics)
-        The range of each layer, and the inputs that it was found from.
+    dict of str to InputReading
+        The range of each layer, and what it loses.
 
     Raises
     ------
@@ -128,8 +147,11 @@ def find_input_ranges(
     """
     if method not in RANGE_METHODS:
         raise UsageError(f"unknown way to choose input ranges {method!r}: known are {', '.join(RANGE_METHODS)}")
-    found = measure_inputs(task, model, layers)
-    return {name: (RANGE_METHODS[method](each), each) for name, each in found.items()}
+    readings = {}
+    for name, found in measure_inputs(task, model, layers).items():
+        chosen = RANGE_METHODS[method](found)
+        readings[name] = InputReading(chosen, estimate_reading_error(found, chosen), found.rows)
+    return readings
 
 
 def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, InputStatistics]:

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from search.pruning.one_shot.one_shot_pruner import PrunedWeight, compute_output_energy
-from sparse_kernels.formats.int8 import LARGEST, InputRange
+from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight, compute_output_energy
+from search.pruning.quantization.input_ranges import InputReading
+from sparse_kernels.formats.int8 import LARGEST
 
 LAZY_COLUMNS = 128
 """Columns whose errors reach the columns behind them together."""
@@ -31,13 +32,16 @@ class RoundedWeight:
 
     Attributes
     ----------
-    pruned : PrunedWeight
-        Weight, mask and error; the weight is whole numbers of steps, and the error includes what inputs lose.
+    weight : Tensor of shape (m, k)
+        Whole numbers of steps, float32.
+    error : float
+        |dy|^2 / |y|^2 of the layer's outputs on calibration data, with what inputs lose.
     scales : float32 array (m,)
         The step of each row.
     """
 
-    pruned: PrunedWeight
+    weight: Tensor
+    error: float
     scales: NDArray[np.float32]
 
 
@@ -63,33 +67,25 @@ def choose_scales(weight: Tensor, diagonal: Tensor) -> Tensor:
     return scales
 
 
-def round_weight(
-    dense: Tensor, pruned: PrunedWeight, hessian: Tensor, factor: Tensor, reading: InputRange | None, rows: int
-) -> RoundedWeight:
+def round_weight(pruner: OneShotPruner, pruned: PrunedWeight, reading: InputReading | None) -> RoundedWeight:
     """Round a pruned weight to steps.
 
     Parameters
     ----------
-    dense : Tensor of shape (m, k)
-        The dense weight, against which the error is counted.
+    pruner : OneShotPruner
+        The dense layer.
     pruned : PrunedWeight
-        The weight after pruning.
-    hessian : Tensor of shape (k, k)
-        H, float64.
-    factor : Tensor of shape (k, k)
-        U, the upper Cholesky factor of the inverse of the damped H.
-    reading : InputRange or None
+        Its weight after pruning.
+    reading : InputReading or None
         How inputs are read; None counts no error of inputs.
-    rows : int
-        How many inputs H is the sum of.
 
     Returns
     -------
     RoundedWeight
         The nearest weight in steps, as far as later columns can make up for earlier ones.
     """
-    weight = pruned.weight.double().clone()
-    scales = choose_scales(weight, hessian.diagonal())
+    weight, factor = pruned.weight.double().clone(), pruner.factor
+    scales = choose_scales(weight, pruner.hessian.diagonal())
     k = weight.shape[1]
     for start in range(0, k, LAZY_COLUMNS):
         end = min(start + LAZY_COLUMNS, k)
@@ -104,10 +100,8 @@ def round_weight(
             errors[:, j - start] = error
         weight[:, end:] -= errors @ factor[start:end, end:]
     found = weight.float()
-    energy = compute_output_energy(dense, hessian)
-    lost = compute_output_energy(found, hessian, dense)
+    lost = compute_output_energy(found, pruner.hessian, pruner.weight)
     if reading is not None:
         # Each input is off by an error of its own, which all weights of its column carry on.
-        lost += rows * reading.scale**2 / 12 * float(found.double().square().sum())
-    relative = lost / energy if energy > 0 else 0.0 if lost == 0 else float("inf")
-    return RoundedWeight(PrunedWeight(found, pruned.mask, relative), scales.float().numpy())
+        lost += reading.rows * reading.squared_error * float(found.double().square().sum())
+    return RoundedWeight(found, pruner.compare_with_energy(lost), scales.float().numpy())

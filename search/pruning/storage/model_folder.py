@@ -4,12 +4,16 @@
                          by any reader of torch's tensors, such as from_pretrained of transformers with a config.json
                          beside it
     masks.safetensors    masks of pruned layers, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
+    scales.safetensors   of layers in eight bits what a step of each row is worth, (m,) float32; metadata
+                         {layer: "scale,zero"}, how their inputs are read: scale * (q - zero), q from 0 to 255
     profile.json         the profile
     manifest.json        version; how it was made; scores; expected seconds; bytes and SHA-256 of each file above; of
-                         each layer the pattern, sparsity, kept weights, packed bytes and hash of its mask, and N, M
-                         and axis of N:M; `packed`: bytes and SHA-256 of packed.safetensors, if that was written
+                         each layer the pattern, sparsity, precision, kept weights, packed bytes and hash of its mask,
+                         and N, M and axis of N:M; `packed`: bytes and SHA-256 of packed.safetensors, if that was
+                         written
 
-Masks are stored as bits because a kept weight may be zero: the zeros of the weights do not define a mask.
+Masks are stored as bits because a kept weight may be zero: the zeros of the weights do not define a mask. Weights in
+eight bits are whole numbers of steps in model.safetensors, too.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,19 +35,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from latbench.base.engine_registry import find_precision
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
 from latbench.base.files import hash_file, is_left_behind, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
 from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.formats import NotOfPattern, pack
+from sparse_kernels.formats import NotOfPattern, Packed, pack
+from sparse_kernels.formats.int8 import InputRange, Quantization, round_to_steps
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise, parse
 from sparse_kernels.prunable_layers import is_transposed, weight_matrix
 
-VERSION = 2
-FILES = ("model.safetensors", "masks.safetensors", "profile.json")
+VERSION = 3
+FILES = ("model.safetensors", "masks.safetensors", "scales.safetensors", "profile.json")
 PACKED = "packed.safetensors"
 # A mask this far from the profile's sparsity is a wrong one, but for a small layer, where whole units may cause it.
 FAR_FROM_TARGET, SMALL = 0.1, 4096
@@ -55,6 +60,7 @@ def save_pruned(
     masks: Mapping[str, Tensor],
     profile: Profile,
     facts: Mapping[str, Any],
+    quantizations: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Save a pruned model in place of the one in the folder. Other files of the folder stay.
 
@@ -72,6 +78,9 @@ def save_pruned(
         The profile that the model was pruned to.
     facts : mapping of str to object
         Further entries of the manifest.
+    quantizations : mapping of str to Quantization
+        How the layers are read that the profile has in eight bits, each with a range for all inputs; their weights
+        are whole numbers of steps.
 
     Returns
     -------
@@ -83,7 +92,7 @@ def save_pruned(
     UsageError
         The folder holds something else than a pruned model, or the profile has no layer. Or the named layer's mask is
         missing, does not have the profile's pattern along either axis, is far from its sparsity, or drops weights
-        that are not zero.
+        that are not zero. Or a quantization is missing, or is of other steps than the weights.
     EnvironmentUnusable
         The disk refuses the write.
     """
@@ -99,7 +108,7 @@ def save_pruned(
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
-            manifest = _write_files(temporary, model, masks, profile, facts)
+            manifest = _write_files(temporary, model, masks, profile, facts, quantizations)
             folder.mkdir(exist_ok=True)
             (folder / PACKED).unlink(missing_ok=True)  # it holds the old weights
             for name in (*FILES, "manifest.json"):
@@ -117,6 +126,7 @@ def _write_files(
     masks: Mapping[str, Tensor],
     profile: Profile,
     facts: Mapping[str, Any],
+    quantizations: Mapping[str, Quantization],
 ) -> dict[str, Any]:
     """Write the files of a pruned model into an empty folder, and return the manifest."""
     state = model.state_dict()
@@ -125,6 +135,9 @@ def _write_files(
     shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
     # safetensors cannot read a file that has neither tensors nor metadata.
     save_file(bits, folder / "masks.safetensors", metadata=shapes or None)
+    scales = {layer: torch.from_numpy(np.array(each.scales)) for layer, each in quantizations.items()}
+    ranges = {layer: format_range(each) for layer, each in quantizations.items()}
+    save_file(scales, folder / "scales.safetensors", metadata=ranges or None)
     profile.save(folder / "profile.json")
     manifest = {
         "version": VERSION,
@@ -134,7 +147,7 @@ def _write_files(
         "predicted_seconds": profile.predicted_seconds,
         "predicted_low": profile.predicted_low,
         "predicted_high": profile.predicted_high,
-        "layers": describe_layers(model, masks, profile),
+        "layers": describe_layers(model, masks, profile, quantizations),
         "bytes": {name: (folder / name).stat().st_size for name in FILES},
         "files": {name: hash_file(folder / name) for name in FILES},
     }
@@ -144,7 +157,22 @@ def _write_files(
     return manifest
 
 
-def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Profile) -> dict[str, dict[str, Any]]:
+def format_range(quantization: Quantization) -> str:
+    """Return the range of inputs as text, "scale,zero". Raises UsageError if there is none for all inputs."""
+    if (reading := quantization.input_range) is None:
+        raise UsageError("a layer in eight bits needs one range for all of its inputs")
+    return f"{reading.scale!r},{reading.zero}"
+
+
+def parse_range(text: str) -> InputRange:
+    """Return the range that `format_range` wrote. Raises ValueError for any other text."""
+    scale, zero = text.split(",")
+    return InputRange(float(scale), int(zero))
+
+
+def describe_layers(
+    model: nn.Module, masks: Mapping[str, Tensor], profile: Profile, quantizations: Mapping[str, Quantization]
+) -> dict[str, dict[str, Any]]:
     """Return the manifest's entry of each layer of the profile."""
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
@@ -152,7 +180,8 @@ def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Prof
         weight = weight_matrix(modules[layer]).float().cpu().contiguous().numpy()
         mask = masks[layer].cpu().numpy() if layer in masks else None
         pattern = parse(choice.pattern)
-        if reason := _explain_contradiction(weight, mask, choice):
+        quantization = quantizations.get(layer)
+        if reason := _explain_contradiction(weight, mask, choice) or _explain_steps(weight, quantization, choice):
             raise UsageError(f"layer {layer}: {reason}")
         groups = {}
         if isinstance(pattern, NM | VectorNM) and mask is not None:
@@ -168,9 +197,10 @@ def describe_layers(model: nn.Module, masks: Mapping[str, Tensor], profile: Prof
             **({"transposed": True} if is_transposed(modules[layer]) else {}),
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
+            "precision": choice.precision,
             "kept_weights": weight.size if mask is None else int(mask.sum()),
             "weights": weight.size,
-            "packed_bytes": packed.nbytes,
+            "packed_bytes": _count_bytes(packed, quantization),
             "predicted_seconds": choice.seconds,
             "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
         }
@@ -190,6 +220,30 @@ def _explain_contradiction(
     dropped = 1 - mask.mean()
     if abs(dropped - choice.sparsity) > FAR_FROM_TARGET and mask.size >= SMALL:
         return f"its mask drops {dropped:.1%} of the weights, and the profile says {choice.sparsity:.1%}"
+    return None
+
+
+def _count_bytes(packed: Packed, quantization: Quantization | None) -> int:
+    """Return the bytes of a packed weight; in eight bits a value takes one byte, and each row has a scale."""
+    return (
+        packed.nbytes if quantization is None else packed.nbytes - 3 * packed.values.size + quantization.scales.nbytes
+    )
+
+
+def _explain_steps(weight: NDArray[np.float32], quantization: Quantization | None, choice: LayerChoice) -> str | None:
+    """Return why a layer's weight (m, k) is not what its quantization says, or None."""
+    if choice.precision != INT8:
+        return (
+            None if quantization is None else f"it has a quantization, and the profile has it in {choice.precision}"
+        )
+    if quantization is None:
+        return "the profile has it in int8, and there is no quantization of it"
+    if quantization.scales.shape != (len(weight),):
+        return f"its quantization has {quantization.scales.size} scales, and its weight {len(weight)} rows"
+    if not np.array_equal(round_to_steps(weight, quantization.scales), weight):
+        return (
+            "its weights are not whole numbers of steps: round them with sparse_kernels.formats.int8.round_to_steps"
+        )
     return None
 
 
@@ -278,8 +332,8 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     model : Module
         The same model, in eval mode.
     choices : dict of str to LayerPattern
-        Pattern of every layer of the profile, for `convert`, in the precision of the profile's backend. A layer whose
-        groups run along the outputs counts as dense, because no kernel multiplies by it.
+        Pattern of every layer of the profile, for `convert`, in its precision. A layer whose groups run along the
+        outputs counts as dense, because no kernel multiplies by it.
 
     Raises
     ------
@@ -295,26 +349,18 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
         there, here = (found.get(unlike[0], "missing") for found in (saved, own))
         raise BadData(f"{folder}: pruned from another model than the given one: {unlike[0]} is {there}, here {here}")
     model.load_state_dict(state)
-    masks = read_masks(folder)
+    masks, quantizations = read_masks(folder), read_quantizations(folder)
     choices = {
-        layer: build_layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()
+        layer: build_layer_pattern(choice.pattern, choice.precision, masks.get(layer), quantizations.get(layer))
+        for layer, choice in profile.layers.items()
     }
-    return model.eval(), set_precision(choices, profile.backend)
+    return model.eval(), choices
 
 
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def set_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
-    """Return the choices in the precision of a search's backend, which holds for layers whose rows share columns."""
-    precision = find_precision(backend)
-    return {
-        name: replace(choice, precision=precision) if _share_columns(choice.pattern) else choice
-        for name, choice in choices.items()
-    }
 
 
 def _share_columns(pattern: Pattern) -> bool:
@@ -326,12 +372,19 @@ def _share_columns(pattern: Pattern) -> bool:
     return isinstance(pattern, Dense)
 
 
-def build_layer_pattern(spec: str, mask: NDArray[np.bool_] | None) -> LayerPattern:
-    """Return what `convert` makes of a layer with this pattern and mask (m, k)."""
+def build_layer_pattern(
+    spec: str, precision: str, mask: NDArray[np.bool_] | None, quantization: Quantization | None = None
+) -> LayerPattern:
+    """Return what `convert` makes of a layer with this pattern, precision, mask (m, k) and quantization.
+
+    Layers whose rows share no columns have no kernel in bfloat16, and stay in float32.
+    """
     pattern = parse(spec)
     if mask is not None and isinstance(pattern, NM | VectorNM) and _find_axis(mask, pattern) == "outputs":
-        return LayerPattern(Dense(), None)
-    return LayerPattern(pattern, mask)
+        pattern, mask = Dense(), None
+    if precision == BFLOAT16 and not _share_columns(pattern):
+        precision = FLOAT32
+    return LayerPattern(pattern, mask, precision, quantization)
 
 
 def read_masks(folder: Path) -> dict[str, NDArray[np.bool_]]:
@@ -342,3 +395,12 @@ def read_masks(folder: Path) -> dict[str, NDArray[np.bool_]]:
             m, k = map(int, shape.split(","))
             masks[layer] = np.unpackbits(file.get_tensor(layer), count=m * k).astype(bool).reshape(m, k)
     return masks
+
+
+def read_quantizations(folder: Path) -> dict[str, Quantization]:
+    """Read how the layers in eight bits are read, by layer."""
+    with safe_open(folder / "scales.safetensors", "np") as file:
+        return {
+            layer: Quantization(file.get_tensor(layer), parse_range(text))
+            for layer, text in (file.metadata() or {}).items()
+        }

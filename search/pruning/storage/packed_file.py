@@ -1,21 +1,23 @@
 """One small file of a pruned model: the bits of each mask, and the kept weights.
 
     packed.safetensors
-        <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
+        <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k); int8 in eight bits
         <layer>.weight.mask (m, k/8)      numpy.packbits of each row of the mask (m, k), True = kept
+        <layer>.weight.scales (m,)        in eight bits what 1 of each row is worth, float32
         all other tensors                 as in model.safetensors
-        metadata                          {weight: pattern} of the profile's layers; tied: JSON of {name: stored name}
-                                          of tied tensors; format "pt"; sha256 of all this
+        metadata                          {weight: pattern precision} of the profile's layers, in eight bits with
+                                          "scale,zero" of their inputs; tied: JSON of {name: stored name} of tied
+                                          tensors; format "pt"; sha256 of all this
 
-At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without its folder: its own checksum tells
-whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
+At a sparsity s it takes 1 - s + 1/32 of the dense bytes, and (1 - s) / 4 + 1/32 in eight bits. It is read without its
+folder: its own checksum tells whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,20 @@ from torch import Tensor, nn
 from latbench.base.files import hash_file, remove_left_behind, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 from search.artifacts.layer_database import hash_tensors
-from search.artifacts.profile import read_profile
-from search.pruning.storage.model_folder import PACKED, build_layer_pattern, read_manifest, read_masks, write_manifest
+from search.artifacts.profile import LayerChoice, read_profile
+from search.pruning.storage.model_folder import (
+    PACKED,
+    build_layer_pattern,
+    format_range,
+    parse_range,
+    read_manifest,
+    read_masks,
+    read_quantizations,
+    write_manifest,
+)
 from search.pruning.storage.tied_tensors import read_state, separate_tensors
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.patterns import parse
+from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.prunable_layers import as_matrix, as_weight, to_matrix
 
 _TIED = "tied"
@@ -61,21 +72,29 @@ def save_packed(folder: Path) -> Path:
         The disk refuses the write.
     """
     manifest = read_manifest(folder)
-    masks = read_masks(folder)
-    pruned = {_get_weight_name(layer): mask for layer, mask in masks.items()}
+    masks, quantizations = read_masks(folder), read_quantizations(folder)
     layers = read_profile(folder / "profile.json").layers
     state, tied = read_state(folder / "model.safetensors")
-    tied = {name: kept for name, kept in tied.items() if not pruned.keys() & {name, kept}}
+    pruned = {_get_weight_name(layer): mask for layer, mask in masks.items()}
+    scales = {_get_weight_name(layer): torch.from_numpy(each.scales) for layer, each in quantizations.items()}
+    changed = pruned.keys() | scales.keys()
+    tied = {name: kept for name, kept in tied.items() if not changed & {name, kept}}
     tensors = {}
     for name, tensor in state.items():
-        if name in pruned:
-            transposed = manifest["layers"][_get_layer_name(name)].get("transposed", False)
-            tensors[f"{name}.values"] = to_matrix(tensor, transposed)[torch.from_numpy(pruned[name])]
-            tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
+        if name in pruned or name in scales:
+            matrix = to_matrix(tensor, manifest["layers"][_get_layer_name(name)].get("transposed", False))
+            mask = pruned.get(name, np.ones(matrix.shape, bool))
+            if name in scales:
+                matrix = (matrix.float() / scales[name][:, None]).round().to(torch.int8)
+                tensors[f"{name}.scales"] = scales[name]
+            tensors[f"{name}.values"] = matrix[torch.from_numpy(mask)]
+            tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(mask, axis=1))
         elif name not in tied:
             tensors[name] = tensor
     tensors = separate_tensors(tensors)
-    patterns = {_get_weight_name(layer): choice.pattern for layer, choice in layers.items()}
+    patterns = {
+        _get_weight_name(layer): _format_kind(choice, quantizations.get(layer)) for layer, choice in layers.items()
+    }
     patterns |= {_TIED: json.dumps(tied)} if tied else {}
     metadata = {"format": "pt", "sha256": _compute_checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
@@ -122,20 +141,20 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
             patterns.pop("format", None)
             checksum = patterns.pop("sha256", None)
             stored = {name: name for name in own} | json.loads(patterns.get(_TIED, "{}"))
-            wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in stored.values()]
+            wanted = [_list_parts(name, names) for name in stored.values()]
             if stored.keys() != own.keys() or {name for parts in wanted for name in parts} != names:
                 raise BadData(f"{path}: not the packed weights of this model")
             if _compute_checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
                 raise damaged
             patterns.pop(_TIED, None)
-            choices = {_get_layer_name(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
+            choices = {_get_layer_name(name): _read_pattern(file, name, text) for name, text in patterns.items()}
             masks = {}
             for name, tensor in own.items():  # check all before any weight changes
                 if stored[name] in names:
                     fits = file.get_slice(stored[name]).get_shape() == list(tensor.shape)
                 elif fits := (mask := _read_mask(file, model, name, tensor)) is not None:
                     masks[name] = mask
-                    choices[_get_layer_name(name)] = build_layer_pattern(patterns[name], mask)
+                    choices[_get_layer_name(name)] = _read_pattern(file, name, patterns[name], mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
@@ -147,6 +166,29 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
     return model.eval(), choices
+
+
+def _list_parts(name: str, names: Collection[str]) -> list[str]:
+    """List the tensors in which a packed file with these names has a weight."""
+    if name in names:
+        return [name]
+    scales = [f"{name}.scales"] if f"{name}.scales" in names else []
+    return [f"{name}.values", f"{name}.mask", *scales]
+
+
+def _format_kind(choice: LayerChoice, quantization: Quantization | None) -> str:
+    """Return a layer's pattern and precision as text, and how its inputs are read in eight bits."""
+    parts = [choice.pattern, choice.precision, *([] if quantization is None else [format_range(quantization)])]
+    return " ".join(parts)
+
+
+def _read_pattern(file: Any, name: str, text: str, mask: NDArray[np.bool_] | None = None) -> LayerPattern:
+    """Return what `convert` makes of a weight in an open packed file; text: of `_format_kind`."""
+    spec, precision, *read = text.split()
+    quantization = None
+    if read:
+        quantization = Quantization(file.get_tensor(f"{name}.scales").numpy(), parse_range(read[0]))
+    return build_layer_pattern(spec, precision, None if spec == "dense" else mask, quantization)
 
 
 def _read_mask(file: Any, model: nn.Module, name: str, tensor: Tensor) -> NDArray[np.bool_] | None:
@@ -164,6 +206,8 @@ def _unpack_weight(file: Any, model: nn.Module, name: str, mask: NDArray[np.bool
     values = file.get_tensor(f"{name}.values")
     matrix = values.new_zeros(mask.shape)
     matrix[torch.from_numpy(mask)] = values
+    if values.dtype == torch.int8:
+        matrix = matrix.float() * file.get_tensor(f"{name}.scales")[:, None]
     return as_weight(model.get_submodule(_get_layer_name(name)), matrix)
 
 
