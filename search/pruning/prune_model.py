@@ -2,7 +2,7 @@
 
 Each stage gives a model. The model with the least loss on the calibration data is selected, so no stage can do harm
 unnoticed. Test data is only scored for the record. Layers in eight bits have weights of whole numbers of steps after
-each stage, and read their inputs in steps while a loss or a score is computed.
+each stage. While a loss or a score is computed, they read their inputs in steps.
 
 One model is stitched and tuned. This takes memory for its weights, their masks (a byte each) and one or two layers.
 During joint tuning the dense model and, for each kept weight, its value and two moments are held too: twice the
@@ -26,7 +26,7 @@ from search.artifacts.profile import Profile
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
 from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_adaprune
-from search.pruning.one_shot.stitch import stitch
+from search.pruning.one_shot.stitch import StitchedLayers, stitch
 from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
 from search.pruning.quantization.rounded_training import train_in_steps
 from search.pruning.training.checkpoint import Checkpoint
@@ -155,12 +155,7 @@ def prune_model(
     stages.append(_evaluate("one-shot", task, model, stitched.quantizations, batches))
     best = PruneResult(stages, stages[-1], model, stitched.masks, stitched.quantizations)
     if settings.joint and (stitched.masks or stitched.quantizations):
-        run_global_adaprune(
-            task, model, stitched.masks, batches, TuningSettings(seed=settings.seed),
-            quantizations=stitched.quantizations,
-            progress=lambda done, total: progress("global AdaPrune", done, total),
-        )  # fmt: skip
-        stages.append(_evaluate("global", task, model, stitched.quantizations, batches))
+        stages.append(_tune_jointly(task, model, stitched, batches, settings.seed, progress))
         if stages[-1].loss < best.selected.loss:
             best = replace(best, selected=stages[-1])
         else:  # stitch it again in the memory of this model, instead of holding it all the time
@@ -179,6 +174,22 @@ def _check_inputs(task: Task, profile: Profile, recipe: Recipe | None, model: nn
     check_profile(profile, task, model)
     if recipe is not None:
         check_recipe(recipe, task, profile, model)
+
+
+def _tune_jointly(
+    task: Task,
+    model: nn.Module,
+    stitched: StitchedLayers,
+    batches: Sequence[Any],
+    seed: int,
+    progress: Progress,
+) -> Milestone:
+    """Tune all layers together by global AdaPrune, in place."""
+    run_global_adaprune(
+        task, model, stitched.masks, batches, TuningSettings(seed=seed), quantizations=stitched.quantizations,
+        progress=lambda done, total: progress("global AdaPrune", done, total),
+    )  # fmt: skip
+    return _evaluate("global", task, model, stitched.quantizations, batches)
 
 
 def _evaluate(

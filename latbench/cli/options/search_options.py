@@ -94,8 +94,8 @@ LayerErrors = Annotated[
     typer.Option(
         "--errors",
         metavar="KIND|FILE",
-        help="Layer errors: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error and, where it "
-        "is not float32, precision.",
+        help="Layer errors: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error and, where "
+        "it is not float32, precision.",
     ),
 ]
 SearchSeed = Annotated[

@@ -1,7 +1,7 @@
 """Fill the layer database: prune every requested option of every layer by one of the one-shot methods.
 
-An option in eight bits is the one in float32 whose weights are rounded in turn, so that those which follow make up
-for the rounding (`search.pruning.quantization.round_weights`).
+An option in eight bits is the one in float32 with rounded weights. They are rounded one after the other, and the next
+ones make up for what each loses (`search.pruning.one_shot.round_weights`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from search.pruning.one_shot.exact_obs import ExactOBS
 from search.pruning.one_shot.hessian import compute_input_hessians
 from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight
+from search.pruning.one_shot.round_weights import round_weight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.pruning.quantization.input_ranges import InputReading, find_input_ranges
-from search.pruning.quantization.round_weights import round_weight
 from search.task import Task
 from search.user_code import call_user_code
 from sparse_kernels.formats.int8 import Quantization
@@ -157,7 +157,7 @@ def _prune_layers(
     readings = find_input_ranges(task, model, in_bytes) if in_bytes else {}
     modules = dict(model.named_modules())
     jobs = (
-        Job(layer, weight_matrix(modules[layer]).contiguous(), hessian, missing[layer], readings.get(layer))
+        LayerJob(layer, weight_matrix(modules[layer]).contiguous(), hessian, missing[layer], readings.get(layer))
         for layer, hessian in compute_input_hessians(task, model, layers, task.calibration())
     )
     processes = min(processes, len(layers))
@@ -166,7 +166,7 @@ def _prune_layers(
     return _prune_in_turn(jobs, database, method)
 
 
-class Job(NamedTuple):
+class LayerJob(NamedTuple):
     """A layer whose options are missing.
 
     Attributes
@@ -190,13 +190,13 @@ class Job(NamedTuple):
     reading: InputReading | None
 
 
-def _prune_in_turn(jobs: Iterator[Job], database: Database, method: str) -> Iterator[int]:
+def _prune_in_turn(jobs: Iterator[LayerJob], database: Database, method: str) -> Iterator[int]:
     for job in jobs:
         for _ in _compute_entries(job, database, method):
             yield 1
 
 
-def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
+def _prune_in_processes(jobs: Iterator[LayerJob], database: Database, method: str, processes: int) -> Iterator[int]:
     """Prune one layer a process. H of a layer is computed once a process is free for it."""
     place = (str(database.folder.resolve()), database.model_hash, database.provenance)
     threads = max(1, count_cores() // processes)
@@ -206,7 +206,7 @@ def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, pr
         for number in range(processes):
             idle.put(stack.enter_context(Worker(threads=threads, name=f"pruning {number + 1}")))
 
-        def run(job: Job) -> int:
+        def run(job: LayerJob) -> int:
             worker = idle.get()
             try:
                 stored = worker.call(
@@ -230,19 +230,19 @@ def _prune_in_processes(jobs: Iterator[Job], database: Database, method: str, pr
             yield future.result()
 
 
-def _build_failure(job: Job, error: LatbenchError) -> LatbenchError:
+def _build_failure(job: LayerJob, error: LatbenchError) -> LatbenchError:
     return LatbenchError(
         f"layer {job.layer}: {error}; what is in the database stays, and the next run goes on from there"
     )
 
 
-def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
+def prune_layer(job: LayerJob, place: tuple[str, str, str], method: str) -> int:
     """Compute and store a layer's missing options in the database at `place`; return how many."""
     folder, model_hash, provenance = place
     return sum(1 for _ in _compute_entries(job, Database(Path(folder), model_hash, provenance), method))
 
 
-def _compute_entries(job: Job, database: Database, method: str) -> Iterator[None]:
+def _compute_entries(job: LayerJob, database: Database, method: str) -> Iterator[None]:
     """Compute and store the options of a layer, one at a time."""
     try:
         pruner = ONE_SHOT_METHODS[method](job.weight, job.hessian)

@@ -62,9 +62,7 @@ def save_pruned(
     facts: Mapping[str, Any],
     quantizations: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Save a pruned model in place of the one in the folder. Other files of the folder stay.
-
-    An interrupted write leaves a folder that is recognized as damaged.
+    """Save a pruned model in place of the one in the folder. Other files stay; an interrupted write is recognized.
 
     Parameters
     ----------
@@ -79,8 +77,7 @@ def save_pruned(
     facts : mapping of str to object
         Further entries of the manifest.
     quantizations : mapping of str to Quantization
-        How the layers are read that the profile has in eight bits, each with a range for all inputs; their weights
-        are whole numbers of steps.
+        How the layers in eight bits are read, each with a range for all inputs.
 
     Returns
     -------
@@ -92,7 +89,7 @@ def save_pruned(
     UsageError
         The folder holds something else than a pruned model, or the profile has no layer. Or the named layer's mask is
         missing, does not have the profile's pattern along either axis, is far from its sparsity, or drops weights
-        that are not zero. Or a quantization is missing, or is of other steps than the weights.
+        that are not zero; or its quantization is missing, or has other steps than its weights.
     EnvironmentUnusable
         The disk refuses the write.
     """

@@ -9,8 +9,8 @@
                                           "scale,zero" of their inputs; tied: JSON of {name: stored name} of tied
                                           tensors; format "pt"; sha256 of all this
 
-At a sparsity s it takes 1 - s + 1/32 of the dense bytes, and (1 - s) / 4 + 1/32 in eight bits. It is read without its
-folder: its own checksum tells whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
+At a sparsity s it takes 1 - s + 1/32 of the dense bytes. In eight bits it is (1 - s) / 4 + 1/32. It is read without
+its folder: its own checksum tells whether it is undamaged. The folder's manifest has the SHA-256 of the whole file.
 """
 
 from __future__ import annotations

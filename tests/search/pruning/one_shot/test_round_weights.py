@@ -6,7 +6,7 @@ import torch
 
 from search.pruning.one_shot.exact_obs import ExactOBS
 from search.pruning.one_shot.one_shot_pruner import OneShotPruner, PrunedWeight, compute_output_energy
-from search.pruning.quantization.round_weights import choose_scales, round_weight
+from search.pruning.one_shot.round_weights import choose_scales, round_weight
 from sparse_kernels.formats.int8 import InputRange
 from sparse_kernels.patterns import parse
 
