@@ -20,6 +20,7 @@ from search.inputs.layer_builder import (
     build_measured_layers,
     build_predicted_layers,
     check_one_shape,
+    check_precisions,
     select_options,
 )
 from search.inputs.problem_builder import Seconds, build_problem, sum_dense_seconds
@@ -177,6 +178,7 @@ def _build_from_shapes(
     if model is None:
         measured = build_measured_layers(engine.rows, shapes)
         found = tuple(select_options(layer, patterns, sparsities) for layer in measured)
+        check_precisions(found, engine)
     else:
         found = build_predicted_layers(
             model, engine.with_patterns(patterns), shapes, sparsities=sparsities, coverage=coverage

@@ -30,8 +30,8 @@ _SIZES = [field.name for field in KEY_COLUMNS]
 _SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
 
 
-RATHER_ROUND = {FLOAT32: "", BFLOAT16: " --bf16", INT8: " --int8"}
-"""What a sweep is told so that it times layers in a precision."""
+SWEPT_BY = {FLOAT32: "", BFLOAT16: " --bf16", INT8: " --int8"}
+"""The option of a sweep that times layers in a precision."""
 
 
 class CostModel(Protocol):
@@ -106,7 +106,7 @@ def build_predicted_layers(
     Raises
     ------
     BadData
-        A layer has no dense time on this engine.
+        A layer has no dense time on this engine, or no layer has a time in one of its precisions.
     """
 
     def build(name: str, shape: Shape) -> LayerOptions:
@@ -114,16 +114,28 @@ def build_predicted_layers(
         if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
             wanted = _make_covered_rows(model, engine.rows, shape, sparsities)
         if DENSE not in set(wanted["pattern"]):
-            rounded = "".join(RATHER_ROUND[each] for each in engine.precisions)
             raise BadData(
                 f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
                 f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
-                f"(latbench trace, then latbench sweep --workload{rounded})"
+                "(latbench trace, then latbench sweep --workload)"
             )
         low, high = model.predict_interval(wanted, coverage)
         return _build_layer(wanted, np.asarray(model.predict(wanted)), low, high, shape)
 
-    return _build_once(shapes, build)
+    found = _build_once(shapes, build)
+    check_precisions(found, engine)
+    return found
+
+
+def check_precisions(layers: Sequence[LayerOptions], engine: EngineRows) -> None:
+    """Raise BadData if no layer has an option in one of the engine's precisions."""
+    known = {option.precision for layer in layers for option in layer.options}
+    for precision in engine.precisions:
+        if precision not in known:
+            raise BadData(
+                f"the table holds no time of these layers in {precision} on {engine.backend} with {engine.threads} "
+                f"threads: `latbench sweep{SWEPT_BY[precision]}` of their workload adds it"
+            )
 
 
 def build_network_layers(

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.base.engine_registry import MODEL_ENGINES
+from latbench.base.engine_registry import FLOAT32, MODEL_ENGINES
 from search.problem.layers import Interval
 
-VERSION = 2
+VERSION = 3
 
 KEPT, MISSED, INCONCLUSIVE = "kept", "missed", "inconclusive"
 
@@ -76,6 +76,8 @@ class SpeedupVerdict:
         Hash of the pruned model's manifest.
     code
         Hash of the files that define the task.
+    precision
+        The least precise type in which a layer of the pruned model is multiplied.
     """
 
     task: str
@@ -104,6 +106,7 @@ class SpeedupVerdict:
     batch: int
     inputs: str
     code: str
+    precision: str = FLOAT32
 
     @property
     def met(self) -> bool:
@@ -121,6 +124,25 @@ class SpeedupVerdict:
         return not self.measured_speedup_low <= self.ratio_of_medians <= self.measured_speedup_high
 
     @property
+    def where(self) -> str:
+        """Words for how the pruned model ran, to follow a time of it; empty for our own kernels in float32."""
+        engine = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
+        return engine + ("" if self.precision == FLOAT32 else f" in {self.precision}")
+
+    @property
+    def over_precisions(self) -> dict[str, tuple[str, float]]:
+        """For each type the fastest dense engine that multiplies in it, and the speedup over that engine."""
+        found: dict[str, tuple[str, float]] = {}
+        for name, columns in self.engines.items():
+            if name not in MODEL_ENGINES:  # the pruned model
+                continue
+            over = self.measured_speedup / columns["speedup"]
+            precision = MODEL_ENGINES[name].precision
+            if precision not in found or over < found[precision][1]:
+                found[precision] = name, over
+        return found
+
+    @property
     def advice(self) -> str:
         """What to do if the promise is not kept; empty if it is."""
         return _ADVICE.get(self.outcome, "")
@@ -128,9 +150,13 @@ class SpeedupVerdict:
     def sentence(self) -> str:
         """Return the verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        suffix = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
-        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{suffix} against {self.dense_engine}"
+        found = (
+            f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{self.where} against {self.dense_engine}"
+        )
         sentence = f"promise {self.outcome}: {found}, {self.target:g}x promised"
+        others = [(name, over) for name, over in self.over_precisions.values() if name != self.dense_engine]
+        if self.precision != FLOAT32 and others:
+            sentence += f" ({', '.join(f'{over:.2f}x against {name}' for name, over in others)})"
         if self.slowdown is not None and self.slowdown > BUSY:
             sentence += (
                 f" (the dense engine took {self.slowdown:.2f} times as long as in the search: the machine is busy, "

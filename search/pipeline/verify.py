@@ -250,6 +250,7 @@ def build_verdict(
         batch=profile.batch,
         inputs=inputs,
         code=hash_score_code(task),
+        precision=find_narrowest(choice.precision for choice in profile.layers.values()),
     )
 
 
@@ -272,10 +273,9 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
     The type of the pruned model is the least precise one that a layer has.
     """
     found = []
-    narrowest = find_narrowest(choice.precision for choice in profile.layers.values())
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
         engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
-        precision = narrowest if name == PRUNED else engine.precision
+        precision = verdict.precision if name == PRUNED else engine.precision
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
             "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": engine.kernel,

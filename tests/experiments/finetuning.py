@@ -220,7 +220,7 @@ def one_shot(task: Task, chosen: Profile, method: str) -> nn.Module:
         set_weight_matrix(modules[name], layer.weight)
     if method == JOINT:
         masks = {name: layer.mask for name, layer in pruned.items()}
-        run_global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
+        run_global_adaprune(task, model, masks, task.calibration())
     tune_batchnorm(task, model, task.calibration())
     return model
 

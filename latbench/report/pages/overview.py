@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
+from latbench.base.engine_registry import is_deepsparse
 from latbench.base.number_format import (
     NOTHING,
     format_bytes,
@@ -176,7 +176,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{format_percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
-    where = MODEL_ENGINES[verdict.backend].phrase if verdict.backend in MODEL_ENGINES else ""
+    where = verdict.where
     whose = ", for latbench's own kernels," if is_deepsparse(verdict.backend) else ""
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "

@@ -30,7 +30,7 @@ def example() -> Profile:
 def test_a_profile_comes_back(tmp_path: Path) -> None:
     example().save(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == example()
-    assert json.loads((tmp_path / "p.json").read_text())["version"] == 2
+    assert json.loads((tmp_path / "p.json").read_text())["version"] == 3
 
 
 def test_a_second_budget_is_in_it_where_there_is_one(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ LAYER = {"pattern": "dense", "sparsity": 0.0, "seconds": 1.0, "seconds_low": 1.0
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 1}, "another profile version than 2"),
+        ({"version": 1}, "another profile version than 3"),
         ({"version": None}, "not a profile, which"),
         ({"layers": None}, "not a profile, which"),  # as a model file of `latbench fit`, which has a version too
         ({"target": None}, "missing entry target"),

@@ -16,6 +16,7 @@ from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
 from latbench.workloads.points import Point, convert_shape_to_columns
+from search.deployment import Deployment
 from search.inputs.layer_builder import build_network_layers, build_predicted_layers
 from search.inputs.table_rows import EngineRows, read_sweep_rows, select_engine_rows
 from search.problem.layers import DENSE, Option
@@ -42,8 +43,8 @@ CONV = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 
 CONV2 = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1), stride=(2, 2))
 
 
-def on_engine(rows: pd.DataFrame, backend: str = "numba", patterns: list[str] | None = None) -> EngineRows:
-    return select_engine_rows(rows, backend=backend, threads=2).with_patterns(patterns)
+def on_engine(rows: pd.DataFrame, *precisions: str, patterns: list[str] | None = None) -> EngineRows:
+    return select_engine_rows(rows, Deployment(2, precisions=("float32", *precisions))).with_patterns(patterns)
 
 
 def table(*entries: tuple[Shape, str, float, float, dict[str, Any]]) -> pd.DataFrame:
@@ -89,12 +90,16 @@ def test_options_in_bfloat16_are_those_that_were_multiplied_so() -> None:
         (LINEAR, "vector:8", 0.9, 0.6, BFLOAT16 | {"point_id": "w"}),
         (LINEAR, "dense", 0.0, 1.9, BFLOAT16 | {"backend": "torch", "point_id": "x"}),
     )
-    with pytest.raises(BadData, match=r"no valid dense time of layer x .* on numba-bf16 .* --workload --bf16\)"):
-        build_predicted_layers(Doubling(), on_engine(t, backend="numba-bf16"), {"x": LINEAR})
+    with pytest.raises(
+        BadData, match=r"no time of these layers in int8 on numba with 2 threads: `latbench sweep --int8`"
+    ):
+        build_predicted_layers(Doubling(), on_engine(t, "bfloat16", "int8"), {"x": LINEAR})
     t = pd.concat([t, table((LINEAR, "dense", 0.0, 2.0, BFLOAT16 | {"point_id": "y"}))])
-    [found] = build_predicted_layers(Doubling(), on_engine(t, backend="numba-bf16"), {"x": LINEAR})
-    assert found.options == (Option("dense", 0.0), Option("vector:8", 0.9))
-    assert found.seconds.tolist() == [2.0, 0.6]
+    [found] = build_predicted_layers(Doubling(), on_engine(t, "bfloat16"), {"x": LINEAR})
+    assert dict(zip(found.options, found.seconds.tolist(), strict=True)) == {
+        Option("dense", 0.0): 4.0, Option("dense", 0.0, "bfloat16"): 2.0, Option("unstructured", 0.9): 2.0,
+        Option("vector:8", 0.9): 1.0, Option("vector:8", 0.9, "bfloat16"): 0.6,
+    }  # fmt: skip
     [own] = build_predicted_layers(Doubling(), on_engine(t), {"x": LINEAR})
     assert dict(zip(own.options, own.seconds.tolist(), strict=True)) == {
         Option("dense", 0.0): 4.0, Option("unstructured", 0.9): 2.0, Option("vector:8", 0.9): 1.0
@@ -128,9 +133,10 @@ def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp
     rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba")
     [layer] = build_predicted_layers(Doubling(), on_engine(rows), {"fc": other})
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
-    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba-bf16")
-    [layer] = build_predicted_layers(Doubling(), on_engine(rows, backend="numba-bf16"), {"fc": other})
-    assert layer.options == (Option("dense", 0.0), Option("vector:8", 0.8))
+    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba")
+    [layer] = build_predicted_layers(Doubling(), on_engine(rows, "bfloat16"), {"fc": other})
+    halves = [option for option in layer.options if option.precision == "bfloat16"]
+    assert halves == [Option("dense", 0.0, "bfloat16"), Option("vector:8", 0.8, "bfloat16")]
 
 
 def test_a_layer_that_was_not_swept_is_named() -> None:

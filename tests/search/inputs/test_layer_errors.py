@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData
-from search.artifacts.layer_database import Database
+from search.artifacts.layer_database import Database, Entry
 from search.inputs import layer_errors
 from search.inputs.layer_errors import read_errors
 from search.problem.layers import DENSE, Interval, LayerOptions, Option, tie_layers
@@ -35,13 +35,13 @@ def test_errors_of_outputs_and_weights_come_from_the_database(tmp_path: Path, rn
         for option in OPTIONS[1:]:
             mask = torch.from_numpy(rng.random(tuple(dense.shape)) < 0.5)
             pruned = dense * mask * 1.25
-            database.put(name, option.pattern, option.sparsity, pruned, mask, float(rng.random()))
+            database.put(name, option, Entry(pruned, mask, float(rng.random())))
             change = (pruned.double() - dense.double()).square().sum() / dense.double().square().sum()
             expected[name][option] = float(change)
     weights = layer_errors.compute_weight_errors(problem(), database, model)
     assert {name: own == pytest.approx(expected[name]) for name, own in weights.items()} == dict.fromkeys(NAMES, True)
     outputs = layer_errors.read_output_errors(problem(), database)
-    assert outputs["2"][OPTIONS[1]] == database.error("2", "unstructured", 0.5)
+    assert outputs["2"][OPTIONS[1]] == database.error("2", OPTIONS[1])
     (layer,) = problem().with_errors(weights).layers
     assert layer.errors.tolist() == pytest.approx([0.0, *(sum(weights[n][o] for n in NAMES) for o in OPTIONS[1:])])
 
@@ -50,7 +50,7 @@ def test_outputs_that_overflow_rule_an_option_out(tmp_path: Path) -> None:
     database = Database(tmp_path, "hash")
     for name in NAMES:
         for option, error in zip(OPTIONS[1:], (0.5, np.nan), strict=True):
-            database.put(name, option.pattern, option.sparsity, torch.ones(2, 2), torch.ones(2, 2, dtype=bool), error)
+            database.put(name, option, Entry(torch.ones(2, 2), torch.ones(2, 2, dtype=bool), error))
     p = problem().with_errors(layer_errors.read_output_errors(problem(), database))
     assert p.layers[0].options == OPTIONS[:2]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from search.artifacts.layer_database import Database
+from search.artifacts.layer_database import Database, Entry
 from search.loss.evaluator import THREADS, LossEvaluator, ProfileOptions
 from search.problem.layers import DENSE, Option
 from search.task import Task
@@ -39,12 +39,12 @@ def evaluated(tmp_path: Path, rng: np.random.Generator) -> Evaluated:
         matrix = weight_matrix(model.get_submodule(name))
         for option in OPTIONS[1:]:
             mask = torch.from_numpy(rng.random(tuple(matrix.shape)) > option.sparsity)
-            database.put(name, option.pattern, option.sparsity, matrix * mask * 1.5, mask, 0.1)
+            database.put(name, option, Entry(matrix * mask * 1.5, mask, 0.1))
     return LossEvaluator(task, model, ["0", "2"], database), model, database, calls
 
 
 def options_of_choice(choice: tuple[int, ...]) -> ProfileOptions:
-    return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
+    return tuple(OPTIONS[j] for j in choice)
 
 
 def test_losses_are_those_of_a_model_built_anew(
@@ -57,7 +57,7 @@ def test_losses_are_those_of_a_model_built_anew(
         fresh = copy.deepcopy(dense)
         for name, j in zip(("0", "2"), choice, strict=True):
             if j:
-                entry = database.get(name, OPTIONS[j].pattern, OPTIONS[j].sparsity)
+                entry = database.get(name, OPTIONS[j])
                 set_weight_matrix(fresh.get_submodule(name), entry.weight)
         with torch.no_grad():
             expected = [float(fresh(batch).square().mean()) for batch in batches]

@@ -14,7 +14,7 @@ import torch
 
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, WorkerDied
-from search.artifacts.layer_database import Database, hash_model
+from search.artifacts.layer_database import Database, Entry, hash_model
 from search.loss.cache import LossCache, hash_loss_inputs
 from search.loss.evaluation_worker import EvaluatorSource
 from search.loss.evaluator import LossEvaluator, ProfileOptions, move_to_device
@@ -34,7 +34,7 @@ LAYERS = tuple(
     LayerOptions(name, OPTIONS, SECONDS, SECONDS, SECONDS, np.array([0.0, 0.1, 0.3, 0.7])) for name in ("conv", "fc")
 )
 PROBLEM = Problem(LAYERS, Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
-PROFILE = (("unstructured", 0.5), (DENSE, 0.0))
+PROFILE = (Option("unstructured", 0.5), Option(DENSE, 0.0))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def database(tmp_path: Path) -> Database:
         weight = weight_matrix(model.get_submodule(layer.name))
         for option in OPTIONS[1:]:
             mask = torch.from_numpy(generator.random(tuple(weight.shape)) > option.sparsity)
-            made.put(layer.name, option.pattern, option.sparsity, weight * mask, mask, 0.1)
+            made.put(layer.name, option, Entry(weight * mask, mask, 0.1))
     return made
 
 
@@ -62,7 +62,7 @@ def cached(folder: Path, key: str = "key") -> LossCache:
 
 
 def options_of_choice(choice: tuple[int, ...]) -> ProfileOptions:
-    return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
+    return tuple(OPTIONS[j] for j in choice)
 
 
 def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database: Database, tmp_path: Path) -> None:

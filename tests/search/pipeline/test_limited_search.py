@@ -24,7 +24,7 @@ from search.pipeline.search_request import CandidateOptions, Promise, SearchInpu
 from search.pipeline.search_setup import SearchSetup, set_up_search
 from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.error_table import LayerErrors
-from search.problem.layers import DENSE, Interval, LayerOptions, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_choice
 from search.problem.limits import Limits
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
@@ -32,7 +32,6 @@ from search.strategies.evaluation_budget import SearchResult
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import ModelTimer
-from search.whole_model.overhead import name_options
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
@@ -116,7 +115,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs
     assert [len(layer.options) for layer in problem.layers] == [3, 2]
     database = Database(inputs.database, "hash")
     choice = (2, 1)
-    wanted = name_options(problem.layers, choice)
+    wanted = expand_choice(problem.layers, choice)
     assert wanted == {
         "0.q": ("vector:4", 0.75),
         "0.k": ("vector:4", 0.75),

@@ -70,13 +70,12 @@ class Machine:
         for name, engine in engines.items():
             choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else None
             if engine.function == "search.whole_model.model_engines:build_folder_pruned":
-                layers = read_profile(Path(engine.arguments[3]) / "profile.json").layers
-                choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in layers.items()}
+                choices = read_profile(Path(engine.arguments[3]) / "profile.json").options
             seconds = 8e-3
             if engine.function == "search.whole_model.model_engines:build_layers_free":
                 seconds = 1e-4
             elif choices is not None:
-                seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - sparsity) for _, sparsity in choices.values())
+                seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - option.sparsity) for option in choices.values())
             blocks[name] = [[seconds] * 5] * BUILDS
         return Timings(blocks, {}, tuple(range(BUILDS)))
 
@@ -124,19 +123,20 @@ def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: SearchInputs,
 def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None:
     """Names and order of these keys are part of the names of files."""
     asked = request(
-        1.7, threads=2, backend="numba-bf16", patterns=("dense", "nm:2:4"), sparsities=(0.5,), errors="weight",
-        strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu", confidence=0.8,
-        most_bytes=1e6, quick=True,
+        1.7, threads=2, precisions=("float32", "int8"), patterns=("dense", "nm:2:4"), sparsities=(0.5,),
+        errors="weight", strategy="spdy", seed=3, evaluations=50, batches=2, time_budget=9.0, processes=4, pool="gpu",
+        confidence=0.8, most_bytes=1e6, quick=True,
     )  # fmt: skip
     assert json.dumps(asked.to_record()) == (
         '{"target": 1.7, "threads": 2, "patterns": ["dense", "nm:2:4"], "seed": 3, "evaluations": 50, "batches": 2, '
-        '"confidence": 0.8, "strategy": "spdy", "backend": "numba-bf16", "sparsities": [0.5], "errors": "weight", '
-        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0, "quick": true}'
+        '"confidence": 0.8, "strategy": "spdy", "backend": "numba", "sparsities": [0.5], "errors": "weight", '
+        '"time_budget": 9.0, "processes": 0, "judges": "gpu", "most_bytes": 1000000.0, "quick": true, '
+        '"precisions": ["float32", "int8"]}'
     )
     key = SearchHistory(inputs, asked).key()
     assert list(key) == [
-        "model_hash", "device", "inputs", "threads", "backend", "engines", "probes", "table_hash", "cost_model",
-        "patterns", "excluded", "sparsities",
+        "model_hash", "device", "inputs", "threads", "backend", "precisions", "engines", "probes", "table_hash",
+        "cost_model", "patterns", "excluded", "sparsities",
     ]  # fmt: skip
     assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]
 

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
-from latbench.base.engine_registry import BFLOAT16, MODEL_ENGINES, PRUNED_ENGINES
+from latbench.base.engine_registry import BFLOAT16, INT8, MODEL_ENGINES, PRUNED_ENGINES
 from latbench.cli import main
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
@@ -51,9 +51,10 @@ def score(model): return float(model(*example()).mean())
 """
 SHAPES = {"fc1": LinearShape(32, 24, 3), "fc2": LinearShape(5, 32, 3)}
 ON_DEEPSPARSE = Deployment(2, "deepsparse")
-CHOICES = {"fc1": ("unstructured", 0.75), "fc2": (DENSE, 0.0)}
+CHOICES = {"fc1": Option("unstructured", 0.75), "fc2": Option(DENSE, 0.0)}
 
 BFLOAT16_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == BFLOAT16)
+INT8_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.precision == INT8)
 
 
 class Compiled:
@@ -124,10 +125,9 @@ def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(lit
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.build_dense_engines(little, Deployment(2, "deepsparse"))) == [*own, "deepsparse"]
-    assert list(overhead.build_dense_engines(little, Deployment(2, "numba-bf16"))) == [
-        *own,
-        *BFLOAT16_ENGINES,
-    ]
+    halves, bytes_ = (Deployment(2, precisions=("float32", each)) for each in ("bfloat16", "int8"))
+    assert list(overhead.build_dense_engines(little, halves)) == [*own, *BFLOAT16_ENGINES]
+    assert list(overhead.build_dense_engines(little, bytes_)) == [*own, *BFLOAT16_ENGINES, *INT8_ENGINES]
 
 
 @pytest.mark.parametrize("backend", PRUNED_ENGINES)
@@ -161,17 +161,14 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     asked.clear()
     time({"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.05})
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse", *BFLOAT16_ENGINES)] == own
-    assert (set(BFLOAT16_ENGINES) <= set(asked)) == (backend == "numba-bf16")
+    assert [name for name in asked if name not in ("pruned", "deepsparse")] == own
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
     little: Task, installed: None, tmp_path: Path
 ) -> None:
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
-    fill_database(
-        little, inputs.model, {"fc1": [("unstructured", 0.75)]}, Database(inputs.database, inputs.model_hash)
-    )
+    fill_database(little, inputs.model, {"fc1": [CHOICES["fc1"]]}, Database(inputs.database, inputs.model_hash))
     stored = str(inputs.database), inputs.model_hash
     built: list[Any] = [
         model_engines.build_dense_deepsparse(little.reference, 2),
@@ -195,14 +192,14 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
+        (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
         (["--cost-model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
         ([], 2, "--cost-model is missing: give the cost model that `latbench fit` makes of the table"),
         (
             ["--backend", "deepsparse", "--cost-model", "m.json"],
             2,
-            "--cost-model, --patterns and --sparsities do not go with",
+            "--cost-model, --patterns, --sparsities and --precision do not go with",
         ),
         (
             ["--backend", "deepsparse", "--patterns", "nm:2:4"],
@@ -260,7 +257,7 @@ def test_the_licence_is_said_before_a_search(
 
 
 def test_a_random_mask_never_reaches_a_dense_layer(little: Task, installed: None) -> None:
-    dense = dict.fromkeys(SHAPES, (DENSE, 0.0))
+    dense = dict.fromkeys(SHAPES, Option(DENSE, 0.0))
     compiled: Any = model_engines.build_random_pruned(little.reference, 2, "deepsparse", dense)
     with torch.inference_mode():
         expected = little.example().call(little.model()).numpy()

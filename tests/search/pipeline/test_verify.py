@@ -34,7 +34,7 @@ from search.pipeline.verify import (
     read_current_verdict,
     verify,
 )
-from search.problem.layers import Interval
+from search.problem.layers import Interval, Option
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from search.whole_model.end_to_end import RoundSchedule
@@ -142,13 +142,15 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
 
 def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "torch-bf16": steady(3.0), PRUNED: steady(1.0)}, {})
-    verdict = build_verdict(little, profile(), "numba-bf16", timed, (0.9, 0.8), "hash")
+    halves = profile()
+    halves = replace(halves, layers={name: replace(it, precision="bfloat16") for name, it in halves.layers.items()})
+    verdict = build_verdict(little, halves, "numba", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
-        "promise kept: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
+        "promise kept: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised (6.00x against torch)"
     )
-    write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
+    write_part(tmp_path / "table", build_rows(verdict, halves, timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
-    assert found.loc[PRUNED].tolist() == ["numba", "bf16", "bfloat16"]
+    assert found.loc[PRUNED].tolist() == ["numba", "auto", "bfloat16"]
     assert found.loc["torch-bf16"].tolist() == ["torch", "bf16", "bfloat16"]
     assert found.loc["torch"].tolist() == ["torch", "auto", "float32"]
 
@@ -204,7 +206,7 @@ def test_a_verdict_is_of_one_model_on_one_machine(
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
         verdict = build_verdict(little, profile(), "numba", timings(seconds), (0.9, 0.8), hash_manifest(folder))
         (output / "verify.json").write_text(json.dumps({"version": VERSION, **asdict(verdict)}))
-        write_sessions([build_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
+        write_sessions([build_session(timings(seconds), {"0": Option("vector:8", 0.5)})], key, output / SESSION)
         assert (read_current_verdict(little, folder, output, "numba") == verdict) is known
         assert read_current_verdict(little, folder, output, "deepsparse") is None
         other = pruned_folder(tmp_path / "other", little, profile(1.5))

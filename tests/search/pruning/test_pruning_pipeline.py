@@ -23,6 +23,7 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
+from search.problem.layers import Option
 from search.pruning import prune_model
 from search.pruning.masks.apply_masks import apply_masks
 from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
@@ -44,6 +45,7 @@ from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[1] / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
+OPTIONS = {layer: Option(*choice) for layer, choice in CHOICES.items()}
 NOBODY = 999_999_999  # no process has such a number
 
 
@@ -56,7 +58,7 @@ def task() -> Task:
 def database(task: Task, tmp_path: Path) -> Database:
     model = task.model()
     filled = Database(tmp_path / "database", hash_model(model))
-    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled)
+    fill_database(task, model, {layer: [option] for layer, option in OPTIONS.items()}, filled)
     return filled
 
 
@@ -83,11 +85,10 @@ def with_model(task: Task, model: Callable[[], nn.Module]) -> Task:
 
 def test_joint_tuning_comes_nearer_the_dense_activations_and_masks_hold(task: Task, database: Database) -> None:
     model = task.model()
-    masks = stitch(model, CHOICES, database)
+    masks = stitch(model, OPTIONS, database).masks
     statistics = model.get_buffer("norm.running_mean").clone()
-    rng = np.random.default_rng(0)
     losses = run_global_adaprune(
-        task, model, masks, task.calibration(), settings=TuningSettings(steps=60, learning_rate=5e-3), rng=rng
+        task, model, masks, task.calibration(), settings=TuningSettings(steps=60, learning_rate=5e-3)
     )
     assert np.mean(losses[-6:]) < 0.9 * np.mean(losses[:6])  # six batches a pass
     assert zeros_hold(model, masks)
@@ -113,7 +114,6 @@ def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Ta
             masks,
             task.calibration(),
             settings=TuningSettings(steps=3),
-            rng=np.random.default_rng(0),
         )
 
     assert tuned(True) == tuned(False)
@@ -135,7 +135,6 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
         masks,
         task.calibration(),
         settings=TuningSettings(steps=1, learning_rate=1e-3),
-        rng=np.random.default_rng(0),
     )
     changed = (pruned.get_parameter("2.weight") - model().get_parameter("2.weight")).detach().abs().max()
     assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
@@ -154,9 +153,7 @@ def tuned_with(
     model = make()
     masks = {"0": torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5}
     apply_masks(model, masks)
-    run_global_adaprune(
-        made, model, masks, batches, TuningSettings(steps=2, **settings), rng=np.random.default_rng(0)
-    )
+    run_global_adaprune(made, model, masks, batches, TuningSettings(steps=2, **settings))
     assert zeros_hold(model, masks)
     return model
 
@@ -227,16 +224,14 @@ def test_joint_tuning_takes_models_that_compute_with_the_weights_of_layers(task:
     model = make()
     masks = {name: torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5 for name in ("0", "2")}
     apply_masks(model, masks)
-    run_global_adaprune(made, model, masks, batches, settings=TuningSettings(steps=2), rng=np.random.default_rng(0))
+    run_global_adaprune(made, model, masks, batches, settings=TuningSettings(steps=2))
     assert zeros_hold(model, masks)
 
 
 def test_joint_tuning_keeps_how_a_weight_lies(task: Task, database: Database) -> None:
     model = task.model().to(memory_format=torch.channels_last)
-    masks = stitch(model, CHOICES, database)
-    run_global_adaprune(
-        task, model, masks, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
-    )
+    masks = stitch(model, OPTIONS, database).masks
+    run_global_adaprune(task, model, masks, task.calibration(), settings=TuningSettings(steps=1))
     assert model.get_parameter("conv.weight").is_contiguous(memory_format=torch.channels_last)
 
 
@@ -255,8 +250,7 @@ def test_joint_tuning_follows_the_first_of_what_a_layer_returns(task: Task) -> N
 
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
     model = task.model()
-    rng = np.random.default_rng(0)
-    assert run_global_adaprune(task, model, {}, task.calibration(), settings=TuningSettings(steps=2), rng=rng) == [
+    assert run_global_adaprune(task, model, {}, task.calibration(), settings=TuningSettings(steps=2)) == [
         0.0,
         0.0,
     ]
@@ -267,19 +261,15 @@ def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> 
     with torch.no_grad():
         model.get_parameter("fc.bias")[0] = torch.inf
     with pytest.raises(BadData, match="layer fc: its outputs"):
-        run_global_adaprune(
-            task, model, {}, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
-        )
+        run_global_adaprune(task, model, {}, task.calibration(), settings=TuningSettings(steps=1))
 
 
 def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: Database) -> None:
     model = task.model()
-    masks = stitch(model, CHOICES, database)
+    masks = stitch(model, OPTIONS, database).masks
     model.get_parameter("fc.bias").register_hook(lambda gradient: gradient * torch.nan)
     with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: prune with --no-global"):
-        run_global_adaprune(
-            task, model, masks, task.calibration(), settings=TuningSettings(steps=1), rng=np.random.default_rng(0)
-        )
+        run_global_adaprune(task, model, masks, task.calibration(), settings=TuningSettings(steps=1))
 
 
 def test_tuned_batch_norms_have_the_statistics_of_the_calibration_data(task: Task) -> None:
@@ -415,7 +405,7 @@ def test_joint_tuning_that_does_harm_is_undone(
 
 def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, database: Database) -> None:
     model = task.model()
-    masks = stitch(model, CHOICES, database)
+    masks = stitch(model, OPTIONS, database).masks
     numbers: list[dict[str, int]] = []
 
     def loss(net: nn.Module, batch: object) -> Tensor:
@@ -424,9 +414,7 @@ def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, 
         return task.implementation.loss(net, batch)
 
     watched = replace(task, implementation=SimpleNamespace(**{**vars(task.implementation), "loss": loss}))
-    run_global_adaprune(
-        watched, model, masks, task.calibration(), settings=TuningSettings(steps=2), rng=np.random.default_rng(0)
-    )
+    run_global_adaprune(watched, model, masks, task.calibration(), settings=TuningSettings(steps=2))
     dense = task.model()
     biases = {
         name: sum(p.numel() for part, p in dense.get_submodule(name).named_parameters() if part == "bias")
@@ -445,7 +433,7 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     """Shfl-BW's row groups are found by a heuristic: drawn anew from other weights they would be others."""
     choices = {"conv": ("shflbw:4", 0.5), "fc": ("vector:4", 0.75)}
     built = Database(tmp_path, hash_model(task.model()))
-    fill_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
+    fill_database(task, task.model(), {layer: [Option(*choice)] for layer, choice in choices.items()}, built)
     profile = profile_of(task, choices)
     one_shot = hash_model(
         prune_model.prune_model(task, profile, built, settings=prune_model.PruneSettings(joint=False)).model
@@ -464,7 +452,7 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     assert result.selected.name == "held"
     assert zeros_hold(result.model, dict(result.masks))
     for layer, choice in choices.items():
-        assert torch.equal(result.masks[layer], built.get(layer, *choice).mask)
+        assert torch.equal(result.masks[layer], built.get(layer, Option(*choice)).mask)
     assert started == [one_shot]
 
 
@@ -513,7 +501,7 @@ def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, datab
 def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Database, tmp_path: Path) -> None:
     profile = profile_of(task, {**CHOICES, "head": ("dense", 0.0)})
     model = task.model()
-    masks = stitch(model, CHOICES, database)
+    masks = stitch(model, OPTIONS, database).masks
     manifest = save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "tiny", "inputs": "x"})
     found, choices = load_pruned(tmp_path / "pruned", task.model())
     assert hash_model(found) == hash_model(model)
@@ -529,16 +517,17 @@ def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Da
     assert manifest["bytes"] == {name: (tmp_path / "pruned" / name).stat().st_size for name in FILES}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "pruned"]
     assert {choice.precision for choice in choices.values()} == {"float32"}
-    save_pruned(tmp_path / "halves", model, masks, replace(profile, backend="numba-bf16"), {"task": "tiny"})
+    halves = {name: replace(choice, precision="bfloat16") for name, choice in profile.layers.items()}
+    save_pruned(tmp_path / "halves", model, masks, replace(profile, layers=halves), {"task": "tiny"})
     _, choices = load_pruned(tmp_path / "halves", task.model())
     found_so = {name: choice.precision for name, choice in choices.items()}
-    assert found_so["conv"] == found_so["head"] == "bfloat16"  # as it was promised
+    assert found_so == {"conv": "bfloat16", "fc": "float32", "head": "bfloat16"}  # single weights have no such kernel
 
 
 def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, tmp_path: Path) -> None:
     pruned = tmp_path / "pruned"
     model = task.model()
-    save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+    save_pruned(pruned, model, stitch(model, OPTIONS, database).masks, profile_of(task, CHOICES), {})
     with pytest.raises(BadData, match=r"pruned from another model .*: bias is missing, here \(2,\)"):
         load_pruned(pruned, nn.Linear(2, 2))
     other = task.model()
@@ -554,7 +543,7 @@ def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, 
         load_pruned(tmp_path, task.model())
     manifest = json.loads((pruned / "manifest.json").read_text())
     (pruned / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(BadData, match="version 99, this latbench reads 2"):
+    with pytest.raises(BadData, match="version 99, this latbench reads 3"):
         load_pruned(pruned, task.model())
 
 
@@ -579,7 +568,7 @@ def test_what_lies_beside_the_weights_stays_there_also_behind_a_link(
     (tmp_path / "pruned").symlink_to(tmp_path / "disk")
     for _ in range(2):
         model = task.model()
-        save_pruned(tmp_path / "pruned", model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+        save_pruned(tmp_path / "pruned", model, stitch(model, OPTIONS, database).masks, profile_of(task, CHOICES), {})
         load_pruned(tmp_path / "pruned", task.model())
         (tmp_path / "disk" / "config.json").write_text("{}")
     assert (tmp_path / "pruned").is_symlink() and (tmp_path / "disk" / "config.json").read_text() == "{}"
@@ -649,7 +638,7 @@ def test_another_database_or_another_task_is_pruned_anew(
 
     def run(method: str) -> str:
         filled = Database(tmp_path / method, hash_model(model), hash_pruning_inputs(task, method))
-        fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
+        fill_database(task, model, {layer: [option] for layer, option in OPTIONS.items()}, filled, method=method)
         prune_command(str(mine), profile, filled.folder, pruned, joint=False)
         return capsys.readouterr().out
 
@@ -681,7 +670,7 @@ def test_what_killed_writers_of_packed_weights_left_goes_and_nothing_else(
     task: Task, database: Database, tmp_path: Path
 ) -> None:
     model, pruned = task.model(), tmp_path / "pruned"
-    save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+    save_pruned(pruned, model, stitch(model, OPTIONS, database).masks, profile_of(task, CHOICES), {})
     names = [f".{name}.{NOBODY}.x_1.tmp" for name in ("packed.safetensors", "manifest.json", "thesis.tex")]
     for name in names:
         (pruned / name).write_bytes(b"half")

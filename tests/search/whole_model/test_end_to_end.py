@@ -11,7 +11,7 @@ from latbench.errors import BadData, LatbenchError
 from latbench.runners.worker_process import WorkerDied
 from latbench.timing.sampling import Burst
 from search.knapsack.arrays import Infeasible
-from search.problem.layers import DENSE, Interval, LayerOptions, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, expand_choice
 from search.whole_model.end_to_end import (
     EXTRA_BUILDS,
     MAX_BURST_TRIES,
@@ -26,7 +26,6 @@ from search.whole_model.overhead import (
     find_choice,
     fit_relative_line,
     fit_whole_model,
-    name_options,
     select_probe_profiles,
 )
 from search.whole_model.quiet_rounds import (
@@ -434,15 +433,15 @@ def layers() -> tuple[LayerOptions, ...]:
 
 
 def test_probes_are_dense_fastest_and_half_way() -> None:
-    assert select_probe_profiles(layers()) == {"dense 0": (0, 0), "vector:8 0.5": (1, 1), "vector:8 0.9": (2, 2)}
-    assert select_probe_profiles([layer.take([0]) for layer in layers()]) == {"dense 0": (0, 0)}
+    assert select_probe_profiles(layers()) == {"dense": (0, 0), "vector:8 at 0.5": (1, 1), "vector:8 at 0.9": (2, 2)}
+    assert select_probe_profiles([layer.take([0]) for layer in layers()]) == {"dense": (0, 0)}
 
 
 def test_the_whole_model_is_a_line_with_its_spread() -> None:
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
 
-    profiles = {name: name_options(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
+    profiles = {name: expand_choice(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
     measured = dict(zip(profiles, [8.2, 4.4, 2.5], strict=True))  # 0.6 + 0.95 x, exactly on the line
     blocks = {name: steady(seconds) for name, seconds in measured.items()}
     timings = Timings(blocks | {"torch": steady(9.0), "onnxruntime": steady(7.0)}, {"torch-mkldnn": "why"})
@@ -453,7 +452,7 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
     applied = whole.build_problem(layers())
     assert applied.predict((1, 1)).value == pytest.approx(4.4)
     assert applied.dense == Interval(7.0, 7.0, 7.0)
-    blocks["vector:8 0.9"] = steady(3.0)
+    blocks["vector:8 at 0.9"] = steady(3.0)
     bent = fit_whole_model(layers(), Session(profiles, Timings(blocks | {"torch": steady(9.0)}, {})), 0.9)
     for seconds, choice in zip([8.2, 4.4, 3.0], [(0, 0), (1, 1), (2, 2)], strict=True):
         in_layers = bent.build_problem(layers()).predict(choice).value - bent.fixed.value
@@ -462,7 +461,7 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
 
 def test_the_ceiling_is_measured_with_layers_that_are_free() -> None:
     # Layers take 1.2 times as long as alone, less 0.45 each: the line through the profiles ends below zero.
-    profiles = {name: name_options(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
+    profiles = {name: expand_choice(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
     measured = dict(zip(profiles, [9.2, 4.4, 2.0], strict=True))
     blocks = {name: [[seconds] * 5] * 4 for name, seconds in (measured | {"torch": 9.0}).items()}
     unknown = fit_whole_model(layers(), Session(profiles, Timings(blocks, {})), 0.9)
@@ -477,7 +476,7 @@ def test_the_ceiling_is_measured_with_layers_that_are_free() -> None:
 
 
 def test_no_layer_is_predicted_to_take_nothing() -> None:
-    profiles = {name: name_options(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
+    profiles = {name: expand_choice(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
     blocks = dict(zip(profiles, ([[seconds] * 5] * 4 for seconds in (9.2, 4.4, 2.0)), strict=True))
     timings = Timings(blocks | {"torch": [[9.0] * 5] * 4, FREE: [[2.1] * 5] * 4}, {})  # slower than with its layers
     whole = fit_whole_model(layers(), Session(profiles, timings), 0.9)
@@ -488,7 +487,7 @@ def test_no_layer_is_predicted_to_take_nothing() -> None:
 
 
 def test_a_line_that_falls_does_not_make_all_options_alike() -> None:
-    profiles = {name: name_options(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
+    profiles = {name: expand_choice(layers(), choice) for name, choice in select_probe_profiles(layers()).items()}
     blocks = dict(
         zip(profiles, ([[seconds] * 5] * 4 for seconds in (4.0, 4.1, 4.2)), strict=True)
     )  # the slower, the less
@@ -510,10 +509,10 @@ def test_additivity_is_what_sums_miss_with_the_line_and_without() -> None:
 
 
 def test_profiles_by_name_and_by_place() -> None:
-    chosen = name_options(layers(), (1, 2))
-    assert chosen == {"a": ("vector:8", 0.5), "b": ("vector:8", 0.9)}
+    chosen = expand_choice(layers(), (1, 2))
+    assert chosen == {"a": OPTIONS[1], "b": OPTIONS[2]}
     assert find_choice(layers(), chosen) == (1, 2)
     with pytest.raises(BadData, match="the profile has other layers than the search: b"):
         find_choice(layers()[:1], chosen)
     with pytest.raises(BadData, match=r"the search has no option vector:8 at 0\.7 for layer b"):
-        find_choice(layers(), {**chosen, "b": ("vector:8", 0.7)})
+        find_choice(layers(), {**chosen, "b": Option("vector:8", 0.7)})

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from latbench.backends.cpu import openvino
-from search.problem.layers import DENSE
-from search.pruning.storage.model_folder import set_precision
+from search.problem.layers import DENSE, Option
+from search.pruning.storage.model_folder import build_layer_pattern
 from search.whole_model.model_engines import (
     build_dense_numba_bf16,
     build_dense_openvino_bf16,
@@ -26,11 +27,9 @@ from search.whole_model.model_engines import (
     list_tensors,
 )
 from search.whole_model.sessions import OptionsByLayer
-from sparse_kernels.convert import LayerPattern
 from sparse_kernels.cpu.runtime import threads as threads_of_kernels
 from sparse_kernels.nn import sparse_conv, sparse_layer, sparse_linear
 from sparse_kernels.oracle import WrongResult
-from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 
 TASK = str(Path(__file__).parents[1] / "pruning_task.py")
 # One input through two layers of one convolution: it is asked for outputs of two sizes.
@@ -74,8 +73,8 @@ def tensors(output: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("task", "choices", "layers"),
     [
-        (TASK, {"conv": ("vector:4", 0.5), "fc": (DENSE, 0.0)}, 2),
-        ("twice", {"conv": ("unstructured", 0.5)}, 2),
+        (TASK, {"conv": Option("vector:4", 0.5), "fc": Option(DENSE, 0.0)}, 2),
+        ("twice", {"conv": Option("unstructured", 0.5)}, 2),
     ],
     ids=["layers of two kinds", "a layer called twice"],
 )
@@ -86,7 +85,7 @@ def test_free_layers_compute_once_and_the_rest_as_always(
         (tmp_path / "twice.py").write_text(TWICE)
         task = str(tmp_path / "twice.py")
     pruned: Any = build_random_pruned(task, 1, "numba", choices)
-    free = build_layers_free(task, 1, "numba", choices)
+    free = build_layers_free(task, 1, choices)
     expected, first = tensors(pruned()), tensors(free())
     computed.clear()
     again = tensors(free())
@@ -98,16 +97,14 @@ def test_free_layers_compute_once_and_the_rest_as_always(
     assert len(computed) == layers
 
 
-CHOICES = {"conv": ("vector:4", 0.5), "fc": ("vector:8", 0.5)}
+CHOICES = {"conv": Option("vector:4", 0.5), "fc": Option("vector:8", 0.5)}
+HALVES = {name: replace(option, precision="bfloat16") for name, option in CHOICES.items()}
 
 
 def test_in_bfloat16_layers_are_whose_rows_share_columns() -> None:
-    patterns = [Dense(), VectorWise(8), ShflBW(4), BlockWise(4, 4), VectorWise(1), Unstructured(), NM(2, 4)]
-    choices = {str(pattern): LayerPattern(pattern) for pattern in patterns}
-    found = [choice.precision for choice in set_precision(choices, "numba-bf16").values()]
+    specs = ["dense", "vector:8", "shflbw:4", "block:4x4", "vector:1", "unstructured", "nm:2:4"]
+    found = [build_layer_pattern(spec, "bfloat16", None).precision for spec in specs]
     assert found == ["bfloat16"] * 4 + ["float32"] * 3
-    assert set_precision(choices, "numba") == set_precision(choices, "deepsparse") == choices
-    assert set_precision(set_precision(choices, "numba-bf16"), "numba") == choices
 
 
 def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None:
@@ -116,8 +113,8 @@ def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None
     for expected, build in (
         (dense(), partial(build_dense_torch_bf16, TASK, 1)),
         (dense(), partial(build_dense_numba_bf16, TASK, 1)),
-        (exact(), partial(build_random_pruned, TASK, 1, "numba-bf16", CHOICES)),
-        (exact(), partial(build_layers_free, TASK, 1, "numba-bf16", CHOICES)),
+        (exact(), partial(build_random_pruned, TASK, 1, "numba", HALVES)),
+        (exact(), partial(build_layers_free, TASK, 1, HALVES)),
     ):
         run: Any = build()
         found = run().float()

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData
+from search.problem.layers import Option
 from search.whole_model import sessions
 from search.whole_model.sessions import Session, name_profile
 from search.whole_model.timings import Timings
 
-CHOSEN = {"fc1": ("vector:8", 0.75), "fc2": ("dense", 0.0)}
+CHOSEN = {"fc1": Option("vector:8", 0.75), "fc2": Option("dense", 0.0)}
 
 
 def example(rng: np.random.Generator) -> Session:
@@ -78,4 +79,6 @@ def test_a_damaged_file_is_said(rng: np.random.Generator, tmp_path: Path) -> Non
 def test_a_profile_is_called_by_its_options_alone() -> None:
     name = name_profile(CHOSEN)
     assert name == name_profile(dict(reversed(CHOSEN.items())))
-    assert len({name, name_profile({**CHOSEN, "fc2": ("dense", 0.1)}), name_profile({"fc1": CHOSEN["fc1"]})}) == 3
+    assert (
+        len({name, name_profile({**CHOSEN, "fc2": Option("dense", 0.1)}), name_profile({"fc1": CHOSEN["fc1"]})}) == 3
+    )

@@ -17,6 +17,7 @@ from transposed_linear import Conv1D
 
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
+from search.problem.layers import Option
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.pruning.one_shot.hessian import compute_input_hessians
@@ -294,7 +295,7 @@ def test_a_layer_without_input_changes_nothing(rng: np.random.Generator) -> None
     assert torch.equal(result.weight, torch.where(mask, weight, 0.0))
 
 
-OPTIONS = [("dense", 0.0), ("unstructured", 0.5), ("vector:4", 0.75)]
+OPTIONS = [Option("dense", 0.0), Option("unstructured", 0.5), Option("vector:4", 0.75)]
 
 
 def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tmp_path: Path) -> None:
@@ -315,8 +316,8 @@ def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tm
     whole = Database(tmp_path / "whole", hash_model(model))
     assert fill_database(task, model, options, whole) == 4
     for layer in options:
-        for pair in OPTIONS[1:]:
-            assert torch.equal(killed.get(layer, *pair).weight, whole.get(layer, *pair).weight)
+        for option in OPTIONS[1:]:
+            assert torch.equal(killed.get(layer, option).weight, whole.get(layer, option).weight)
 
 
 @pytest.mark.slow
@@ -327,6 +328,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "from pathlib import Path\n"
         "from search.artifacts import layer_database as database\n"
         "from search.pruning.one_shot.fill_database import fill_database\n"
+        "from search.problem.layers import Option\n"
         "from search.task import load_task\n"
         "write, written = database.save_file, []\n"
         "def save(tensors, path, **more):\n"
@@ -354,8 +356,8 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
     fill_database(task, model, options, whole)
     left, expected = ({it.relative_to(each) for it in each.rglob("*")} for each in (folder, whole.folder))
     assert left == expected
-    for layer, (pattern, sparsity) in itertools.product(options, OPTIONS[1:]):
-        one, other = (it.get(layer, pattern, sparsity) for it in (goes_on, whole))
+    for layer, option in itertools.product(options, OPTIONS[1:]):
+        one, other = (it.get(layer, option) for it in (goes_on, whole))
         assert torch.equal(one.weight, other.weight) and torch.equal(one.mask, other.mask)
         assert one.error == other.error
 
@@ -365,12 +367,12 @@ def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp
     database = Database(tmp_path, hash_model(model))
     fill_database(task, model, {"conv": OPTIONS}, database)
     pruned = task.model()
-    masks = stitch(pruned, {"conv": ("vector:4", 0.75), "fc": ("dense", 0.0)}, database)
+    masks = stitch(pruned, {"conv": OPTIONS[2], "fc": OPTIONS[0]}, database).masks
     assert list(masks) == ["conv"]
     assert torch.equal(weight_matrix(pruned.get_submodule("fc")), weight_matrix(model.get_submodule("fc")))
     x = torch.cat([images for images, _ in task.calibration()])
     y, changed = (net.get_submodule("conv")(x).detach().double() for net in (model, pruned))
-    assert database.error("conv", "vector:4", 0.75) == pytest.approx(
+    assert database.error("conv", OPTIONS[2]) == pytest.approx(
         float((changed - y).square().sum() / y.square().sum()), rel=1e-4
     )
 

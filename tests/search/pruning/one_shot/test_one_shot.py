@@ -11,6 +11,7 @@ from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, hash_model
+from search.problem.layers import Option
 from search.pruning.masks.prunable_units import PatternUnits, find_units
 from search.pruning.one_shot import auto_pruner, exact_obs, sparsegpt
 from search.pruning.one_shot import fill_database as build
@@ -264,7 +265,10 @@ def test_dense_has_no_units() -> None:
         find_units(Dense(), 0.0)
 
 
-OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured", 0.5), ("shflbw:4", 0.5)]}
+OPTIONS = {
+    "conv": [Option("dense", 0.0), Option("vector:4", 0.75)],
+    "fc": [Option("unstructured", 0.5), Option("shflbw:4", 0.5)],
+}
 
 
 @pytest.mark.parametrize("method", ONE_SHOT_METHODS)
@@ -284,13 +288,22 @@ def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"conv": OPTIONS["conv"], "conv9": [("vector:4", 0.5)]}, "the model has no layer 'conv9': it has conv, fc"),
-        ({"norm": [("unstructured", 0.5)]}, "layer norm: a BatchNorm2d has no sparse kernel"),
-        ({"conv": [("vector:4", 0.5), ("nm:2:4", 0.5)]}, "layer conv: nm:2:4 needs input channels in multiples of 4"),
-        ({"fc": [("block:16x72", 0.5)]}, "layer fc: one block of block:16x72 covers the whole 16x72 layer"),
-        ({"fc": [("nm:2:4", 0.75)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
-        ({"fc": [("nm:2:4", 0.75), ("nm:2:4", 0.5)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
-        ({"fc": [("nm:2", 0.5)]}, "unknown pattern 'nm:2'"),
+        (
+            {"conv": OPTIONS["conv"], "conv9": [Option("vector:4", 0.5)]},
+            "the model has no layer 'conv9': it has conv, fc",
+        ),
+        ({"norm": [Option("unstructured", 0.5)]}, "layer norm: a BatchNorm2d has no sparse kernel"),
+        (
+            {"conv": [Option("vector:4", 0.5), Option("nm:2:4", 0.5)]},
+            "layer conv: nm:2:4 needs input channels in multiples of 4",
+        ),
+        ({"fc": [Option("block:16x72", 0.5)]}, "layer fc: one block of block:16x72 covers the whole 16x72 layer"),
+        ({"fc": [Option("nm:2:4", 0.75)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
+        (
+            {"fc": [Option("nm:2:4", 0.75), Option("nm:2:4", 0.5)]},
+            "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75",
+        ),
+        ({"fc": [Option("nm:2", 0.5)]}, "unknown pattern 'nm:2'"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_pruned_so_are_named_before_any_work(
@@ -340,10 +353,10 @@ def test_several_processes_fill_the_same_database(task: Task, tmp_path: Path) ->
     assert fill_database(task, model, OPTIONS, together, tell, method="obs", processes=2) == 3
     assert seen[0] == (0, 3)
     assert seen[-1] == (3, 3)
-    for name, pairs in OPTIONS.items():
-        for pair in pairs:
-            if pair[0] != "dense":
-                one, other = alone.get(name, *pair), together.get(name, *pair)
+    for name, options in OPTIONS.items():
+        for option in options:
+            if option.pattern != "dense":
+                one, other = alone.get(name, option), together.get(name, option)
                 assert torch.equal(one.mask, other.mask)
                 torch.testing.assert_close(one.weight, other.weight)  # the number of threads decides how BLAS rounds
     with torch.no_grad():

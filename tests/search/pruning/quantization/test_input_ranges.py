@@ -73,15 +73,15 @@ def test_the_range_of_least_error_is_no_worse_than_any_and_ignores_what_is_rare(
     batches[0][0, 0, 0, 0] = 400.0  # one of 58,320
     task = build_task(Net(), batches)
     found = {method: find_input_ranges(task, Net(), ["conv"], method)["conv"] for method in RANGE_METHODS}
-    errors = {method: estimate_reading_error(each, reading) for method, (reading, each) in found.items()}
+    errors = {method: reading.squared_error for method, reading in found.items()}
     assert errors["mse"] == min(errors.values())
-    assert found["percentile"][0].scale < 0.1 * found["minmax"][0].scale
+    assert found["percentile"].range.scale < 0.1 * found["minmax"].range.scale
 
 
 def test_only_zeros_are_read_as_zeros() -> None:
     task = build_task(Net(), [torch.zeros(2, 3, 9, 9)])
     for method in RANGE_METHODS:
-        assert find_input_ranges(task, Net(), ["conv"], method)["conv"][0].scale == 1.0
+        assert find_input_ranges(task, Net(), ["conv"], method)["conv"].range.scale == 1.0
 
 
 def test_what_has_no_range_is_refused(batches: list[torch.Tensor]) -> None:
