@@ -64,15 +64,17 @@ def test_a_name_that_is_not_there_would_be_found() -> None:
 
 def test_the_pages_with_code_are_those_that_tests_run() -> None:
     by_hand = {"README.md", "docs/how-to/python_library.md", "docs/how-to/train_under_masks.md"}
-    as_they_are = {"docs/how-to/bfloat16.md", "docs/how-to/work_with_tables.md"}
+    as_they_are = {"docs/how-to/bfloat16.md", "docs/how-to/int8.md", "docs/how-to/work_with_tables.md"}
     found = {page for page, blocks in PAGES.items() if blocks}
     assert found == by_hand | as_they_are | {page for page in found if page.startswith("docs/tutorials/")}
 
 
-@pytest.mark.parametrize("page", ["docs/how-to/bfloat16.md", "docs/how-to/work_with_tables.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/how-to/bfloat16.md", "docs/how-to/int8.md", "docs/how-to/work_with_tables.md"]
+)
 def test_a_page_runs_as_it_is(page: str) -> None:
     values: dict[str, Any] = {}
-    for block in PAGES[page]:
+    for block in PAGES[f"docs/how-to/{page}.md"]:
         exec(block, values)
 
 

@@ -18,6 +18,7 @@ from search import check_task as checks
 from search.artifacts.layer_database import Database, hash_model
 from search.check_task import STEPS, check_score, check_task
 from search.loss.evaluation_conditions import EvaluationConditions
+from search.problem.layers import Option
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
@@ -335,7 +336,7 @@ def pruning(tmp_path: Path) -> Callable[..., None]:
         model = task.model()
         make_profile("mine", model, wanted).save(tmp_path / "profile.json")
         database = Database(tmp_path / "database", hash_model(model))
-        fill_database(task, model, {"first": [wanted["first"]]}, database)
+        fill_database(task, model, {"first": [Option(*wanted["first"])]}, database)
         prune(path, tmp_path / "profile.json", database.folder, tmp_path / "pruned", **options)
 
     return prune_with

@@ -13,7 +13,7 @@ import torch
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
-from latbench.base.engine_registry import MODEL_ENGINES, may_round
+from latbench.base.engine_registry import FLOAT32, MODEL_ENGINES
 from latbench.errors import EnvironmentUnusable
 from latbench.importers.text_formats import convert_rows_to_spdy
 from latbench.runners.worker import load_function
@@ -208,7 +208,8 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
     assert verdict.backend == "deepsparse" and verdict.met
-    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - {name for name in MODEL_ENGINES if may_round(name)}
+    rounding = {name for name, engine in MODEL_ENGINES.items() if engine.precision != FLOAT32}
+    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED} - rounding
     assert verdict.score_pruned == pytest.approx(little.score(model))
     table = read_table(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]

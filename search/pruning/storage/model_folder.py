@@ -69,7 +69,7 @@ def save_pruned(
     folder : Path
         The folder; its parents are made.
     model : Module
-        The model; weights that its masks drop must be zero.
+        The model; weights that masks drop must be zero.
     masks : mapping of str to bool Tensor of shape (m, k)
         Masks by layer; True marks a kept weight.
     profile : Profile
@@ -89,15 +89,14 @@ def save_pruned(
     UsageError
         The folder holds something else than a pruned model, or the profile has no layer. Or the named layer's mask is
         missing, does not have the profile's pattern along either axis, is far from its sparsity, or drops weights
-        that are not zero; or its quantization is missing, or has other steps than its weights.
+        that are not zero; or its quantization is missing or of other steps.
     EnvironmentUnusable
         The disk refuses the write.
     """
     if not profile.layers:
         raise UsageError("the profile has no layer, so nothing is pruned: give the options of at least one layer")
     model, _ = unwrap_model(model)
-    folder = Path(folder).resolve()
-    check_writable(folder)
+    check_writable(folder := Path(folder).resolve())
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in filter(is_left_behind, list_hidden_siblings(folder, r"\d+\.tmp")):  # of an interrupted write

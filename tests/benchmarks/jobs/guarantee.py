@@ -132,9 +132,9 @@ def verified(inputs: SearchInputs, profile: Profile, timer: ModelTimer) -> Speed
     known = read_verdict(folder / "verify" / "verify.json")
     if known is None:
         model = inputs.task.model()
-        chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.provenance))
-        save_pruned(folder / "pruned", model, masks, profile, {"task": inputs.task.name})
+        stitched = stitch(model, profile.options, Database(inputs.database, inputs.model_hash, inputs.provenance))
+        facts = {"task": inputs.task.name}
+        save_pruned(folder / "pruned", model, stitched.masks, profile, facts, stitched.quantizations)
         known = verify.verify(inputs.task, folder / "pruned", folder / "verify", timer=timer)
     return known
 

@@ -17,11 +17,12 @@ from latbench.base.files import hash_file
 from latbench.tables.table import hash_table
 from latbench.tables.writer import write_environment, write_part
 from latbench.workloads.workload import Layer, Workload, write_workload
-from search.artifacts.layer_database import Database
+from search.artifacts.layer_database import Database, Entry
 from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.speedup_verdict import ENGINE_COLUMNS, SpeedupVerdict
 from search.pipeline.speedup_verdict import VERSION as VERDICT_VERSION
 from search.pipeline.verify import hash_manifest
+from search.problem.layers import Option
 from search.pruning.storage import model_folder as pruned
 from search.pruning.storage.model_folder import FILES
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -164,7 +165,7 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     save(example.model, AnchoredLookup(), table_hash, validation=validation)
     example.pruned.mkdir()
     profile.save(example.pruned / "profile.json")
-    for name in ("model.safetensors", "masks.safetensors"):
+    for name in FILES[:-1]:
         (example.pruned / name).touch()
     stages = [("dense", 0.071, 0.9806), ("one-shot", 0.142, 0.9694), ("global", 0.083, 0.975)]
     manifest = {
@@ -205,7 +206,8 @@ def _write_database(example: Example, rng: np.random.Generator) -> None:
             for sparsity in (0.5,) if pattern.startswith("nm") else SPARSITIES:
                 error = 0.02 * damage * (1 + place / 4) * (sparsity / (1 - sparsity)) ** 1.5
                 mask = torch.ones(layer.shape.m, 1, dtype=torch.bool)
-                database.put(layer.name, pattern, sparsity, torch.ones(layer.shape.m, 1), mask, error)
+                entry = Entry(torch.ones(layer.shape.m, 1), mask, error)
+                database.put(layer.name, Option(pattern, sparsity), entry)
 
 
 def _write_accuracies(path: Path, rng: np.random.Generator) -> None:

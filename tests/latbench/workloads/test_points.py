@@ -79,7 +79,7 @@ def test_tuning_adds_our_linear_layers_once_more() -> None:
 
 
 def test_bfloat16_adds_our_layers_with_rounded_weights_and_all_in_bfloat16_beside_dense_ones() -> None:
-    usual, rounded = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, bf16=True))
+    usual, rounded = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, rounded=["bfloat16"]))
     assert usual < rounded
     formats: dict[tuple[Shape, str, str], set[str]] = {}
     for point in rounded - usual:

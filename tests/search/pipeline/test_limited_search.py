@@ -95,7 +95,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchInputs:
         return [[seconds] * 5] * 4
 
     names = ("0.q", "0.k", "1.q", "1.k")
-    profiles = {f"all {it}": dict.fromkeys(names, (it.pattern, it.sparsity)) for it in (OPTIONS[0], OPTIONS[2])}
+    profiles = {f"all {it}": dict.fromkeys(names, it) for it in (OPTIONS[0], OPTIONS[2])}
     blocks = dict(zip(profiles, (steady(5.0), steady(2.0)), strict=True))
     monkeypatch.setattr(search_setup, "build_layers", build_layers)
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
@@ -117,23 +117,23 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: SearchInputs
     choice = (2, 1)
     wanted = expand_choice(problem.layers, choice)
     assert wanted == {
-        "0.q": ("vector:4", 0.75),
-        "0.k": ("vector:4", 0.75),
-        "1.q": ("unstructured", 0.5),
-        "1.k": ("unstructured", 0.5),
+        "0.q": OPTIONS[2],
+        "0.k": OPTIONS[2],
+        "1.q": OPTIONS[1],
+        "1.k": OPTIONS[1],
     }
-    for layer, (pattern, sparsity) in wanted.items():
-        set_weight_matrix(dense.get_submodule(layer), database.get(layer, pattern, sparsity).weight)
+    for layer, option in wanted.items():
+        set_weight_matrix(dense.get_submodule(layer), database.get(layer, option).weight)
     with torch.no_grad(), evaluator:
         [loss] = evaluator.losses([choice], evaluator.batches)
         assert loss == pytest.approx(float(inputs.task.example().call(dense).square().mean()), rel=1e-5)
-    outputs = [database.error(layer, *option) for layer, option in wanted.items()]
+    outputs = [database.error(layer, option) for layer, option in wanted.items()]
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
     measured = MeasuredSpeedup(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
     kept = PromisedProfile(problem, SearchResult(choice, 0.5, "staged", (), 1.0, False), 0.1, measured, 2.0)
     found = build_profile(inputs, REQUEST, kept, digest="digest", additivity=(0.1, 0.0), ceiling=5.0)
-    assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
+    assert found.options == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])
     assert [it.error for it in found.layers.values()] == pytest.approx(outputs)
 
@@ -154,7 +154,7 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     dense = inputs.task.model()
     problem = set_up(inputs, request(errors="weight")).problem
     weight = weight_matrix(dense.get_submodule("1.k")).detach()
-    change = weight - Database(inputs.database, "hash").get("1.k", "unstructured", 0.5).weight
+    change = weight - Database(inputs.database, "hash").get("1.k", OPTIONS[1]).weight
     assert problem.layers[1].parts[1].errors[1] == pytest.approx(float(change.square().sum() / weight.square().sum()))
     path = tmp_path / "errors.csv"
     asked = given_errors(path, lambda name, it: 4 * it.sparsity, OPTIONS)
@@ -200,7 +200,7 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
     found = set_up(inputs, REQUEST)
     assert [layer.options for layer in found.problem.layers] == expected
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-    assert database.has("0.k", "vector:4", 0.5) and not database.has("1.k", "vector:4", 0.5)
+    assert database.has("0.k", four_options[3]) and not database.has("1.k", four_options[3])
 
 
 def test_what_a_user_says_of_errors_decides_which_options_are_looked_at(

@@ -211,7 +211,7 @@ def test_another_target_is_another_search(inputs: SearchInputs, machine: Machine
 
 def verification(inputs: SearchInputs, machine: Machine, found: Profile, folder: Path, **others: Any) -> Path:
     """What `latbench verify` leaves of this profile on the machine."""
-    chosen = {name: (choice.pattern, choice.sparsity) for name, choice in found.layers.items()}
+    chosen = found.options
     engines = {name: EngineBuilder(name, "", ("little",)) for name in ("torch", "openvino")}
     engines[verify.PRUNED] = EngineBuilder("pruned", "", (chosen,))
     session = verify.build_session(machine.time_engines(engines), chosen)

@@ -204,12 +204,12 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (
             ["--backend", "deepsparse", "--patterns", "nm:2:4"],
             2,
-            "--cost-model, --patterns and --sparsities do not go",
+            "--cost-model, --patterns, --sparsities and --precision do not go",
         ),
         (
             ["--backend", "deepsparse", "--sparsities", "fine"],
             2,
-            "--cost-model, --patterns and --sparsities do not go",
+            "--cost-model, --patterns, --sparsities and --precision do not go",
         ),
         (
             ["--backend", "deepsparse", "--most-bytes", "9"],

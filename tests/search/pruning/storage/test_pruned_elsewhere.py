@@ -20,6 +20,7 @@ from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts import onnx_export
 from search.artifacts.layer_database import Database, hash_model
 from search.pipeline.verify import hash_manifest
+from search.problem.layers import Option
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
 from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
@@ -353,7 +354,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     model, folder, exported = task.model(), tmp_path / "pruned", tmp_path / "onnx" / "model.onnx"
     make_profile("tiny", model, CHOICES).save(tmp_path / "profile.json")
     database = Database(tmp_path / "database", hash_model(model))
-    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    fill_database(task, model, {layer: [Option(*choice)] for layer, choice in CHOICES.items()}, database)
 
     def run(**options: object) -> str:
         prune_command(str(TASK), tmp_path / "profile.json", database.folder, folder, joint=False, **options)  # type: ignore[arg-type]
@@ -392,7 +393,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
     expected = replace(make_profile("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
     expected.save(path)
     database = Database(tmp_path / "database", hash_model(model))
-    fill_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    fill_database(task, model, {layer: [Option(*choice)] for layer, choice in CHOICES.items()}, database)
     prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
     taken = 8000
     pruned, choices = load_pruned(tmp_path / "pruned", task.model())

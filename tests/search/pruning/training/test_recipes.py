@@ -15,6 +15,7 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
+from search.problem.layers import Option
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
 from search.pruning.prune_model import check_recipe
@@ -419,7 +420,9 @@ def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_traini
         confidence=0.9, additivity_before=0.1, additivity_after=0.1, seed=0, table_hash="t",
         model_hash=hash_model(model), inputs="i",
     ).save(tmp_path / "profile.json")  # fmt: skip
-    fill_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model)))
+    fill_database(
+        task, model, {n: [Option(*c)] for n, c in TARGETS.items()}, Database(tmp_path / "db", hash_model(model))
+    )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: sr_ste\nsteps: 200\nlearning_rate: 1.0e-2\nseed: 7\n")
 
