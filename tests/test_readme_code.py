@@ -69,9 +69,7 @@ def test_the_pages_with_code_are_those_that_tests_run() -> None:
     assert found == by_hand | as_they_are | {page for page in found if page.startswith("docs/tutorials/")}
 
 
-@pytest.mark.parametrize(
-    "page", ["docs/how-to/bfloat16.md", "docs/how-to/int8.md", "docs/how-to/work_with_tables.md"]
-)
+@pytest.mark.parametrize("page", ["bfloat16", "int8", "work_with_tables"])
 def test_a_page_runs_as_it_is(page: str) -> None:
     values: dict[str, Any] = {}
     for block in PAGES[f"docs/how-to/{page}.md"]:

@@ -31,7 +31,7 @@ from latbench.base.engine_registry import INT8
 from latbench.base.files import remove_left_behind, write_atomically, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
 from search.problem.layers import Option
-from sparse_kernels.formats.int8 import InputRange, Quantization
+from sparse_kernels.formats.int8 import Quantization, format_range, parse_range
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,10 +104,7 @@ class Database:
             with safe_open(path, "pt") as file:
                 values, bits = file.get_tensor("values"), file.get_tensor("mask")
                 if option.precision == INT8:
-                    scale, zero = metadata["input"].split(",")
-                    quantization = Quantization(
-                        file.get_tensor("scales").numpy(), InputRange(float(scale), int(zero))
-                    )
+                    quantization = Quantization(file.get_tensor("scales").numpy(), parse_range(metadata["input"]))
             mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=m * k).astype(bool)).view(m, k)
             weight = torch.zeros(m, k)
             weight[mask] = values.float()
@@ -151,7 +148,7 @@ class Database:
                 raise TypeError("an entry in eight bits has one range for all inputs")
             tensors["scales"] = torch.from_numpy(np.array(reading.scales))
             weight = (weight / tensors["scales"][:, None]).round().to(torch.int8)
-            metadata["input"] = f"{reading.input_range.scale!r},{reading.input_range.zero}"
+            metadata["input"] = format_range(reading.input_range)
         tensors["values"] = weight[mask].contiguous()
         path = self._path(layer, option)
         try:

@@ -52,6 +52,8 @@ class InputRange:
             raise ValueError(f"a step of an input is positive and finite, not {self.scale}")
         if not 0 <= self.zero <= STEPS:
             raise ValueError(f"the zero of an input is from 0 to {STEPS}, not {self.zero}")
+        object.__setattr__(self, "scale", float(self.scale))  # NumPy's numbers have other texts
+        object.__setattr__(self, "zero", int(self.zero))
 
     @classmethod
     def covering(cls, low: float, high: float) -> InputRange:
@@ -63,6 +65,17 @@ class InputRange:
         if np.float32(scale) == 0:
             return cls(1.0)
         return cls(scale, int(np.clip(round(-low / scale), 0, STEPS)))
+
+
+def format_range(reading: InputRange) -> str:
+    """Return a range as text, "scale,zero"."""
+    return f"{reading.scale!r},{reading.zero}"
+
+
+def parse_range(text: str) -> InputRange:
+    """Return the range that `format_range` wrote. Raises ValueError for any other text."""
+    scale, zero = text.split(",")
+    return InputRange(float(scale), int(zero))
 
 
 @dataclass(frozen=True, eq=False)

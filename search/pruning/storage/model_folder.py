@@ -43,7 +43,7 @@ from search.pruning.storage.tied_tensors import find_tied, read_state, separate_
 from search.pruning.training.pruner import unwrap_model
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, Packed, pack
-from sparse_kernels.formats.int8 import InputRange, Quantization, round_to_steps
+from sparse_kernels.formats.int8 import InputRange, Quantization, format_range, parse_range, round_to_steps
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise, parse
 from sparse_kernels.prunable_layers import is_transposed, weight_matrix
 
@@ -132,7 +132,7 @@ def _write_files(
     # safetensors cannot read a file that has neither tensors nor metadata.
     save_file(bits, folder / "masks.safetensors", metadata=shapes or None)
     scales = {layer: torch.from_numpy(np.array(each.scales)) for layer, each in quantizations.items()}
-    ranges = {layer: format_range(each) for layer, each in quantizations.items()}
+    ranges = {layer: format_range(get_range(each)) for layer, each in quantizations.items()}
     save_file(scales, folder / "scales.safetensors", metadata=ranges or None)
     profile.save(folder / "profile.json")
     manifest = {
@@ -153,17 +153,11 @@ def _write_files(
     return manifest
 
 
-def format_range(quantization: Quantization) -> str:
-    """Return the range of inputs as text, "scale,zero". Raises UsageError if there is none for all inputs."""
-    if (reading := quantization.input_range) is None:
+def get_range(quantization: Quantization) -> InputRange:
+    """Return the range in which a layer reads its inputs. Raises UsageError if it has none for all of them."""
+    if quantization.input_range is None:
         raise UsageError("a layer in eight bits needs one range for all of its inputs")
-    return f"{reading.scale!r},{reading.zero}"
-
-
-def parse_range(text: str) -> InputRange:
-    """Return the range that `format_range` wrote. Raises ValueError for any other text."""
-    scale, zero = text.split(",")
-    return InputRange(float(scale), int(zero))
+    return quantization.input_range
 
 
 def describe_layers(

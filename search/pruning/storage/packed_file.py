@@ -35,8 +35,7 @@ from search.artifacts.profile import LayerChoice, read_profile
 from search.pruning.storage.model_folder import (
     PACKED,
     build_layer_pattern,
-    format_range,
-    parse_range,
+    get_range,
     read_manifest,
     read_masks,
     read_quantizations,
@@ -44,7 +43,7 @@ from search.pruning.storage.model_folder import (
 )
 from search.pruning.storage.tied_tensors import read_state, separate_tensors
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.formats.int8 import Quantization
+from sparse_kernels.formats.int8 import Quantization, format_range, parse_range
 from sparse_kernels.prunable_layers import as_matrix, as_weight, to_matrix
 
 _TIED = "tied"
@@ -178,7 +177,11 @@ def _list_parts(name: str, names: Collection[str]) -> list[str]:
 
 def _format_kind(choice: LayerChoice, quantization: Quantization | None) -> str:
     """Return a layer's pattern and precision as text, and how its inputs are read in eight bits."""
-    parts = [choice.pattern, choice.precision, *([] if quantization is None else [format_range(quantization)])]
+    parts = [
+        choice.pattern,
+        choice.precision,
+        *([] if quantization is None else [format_range(get_range(quantization))]),
+    ]
     return " ".join(parts)
 
 

@@ -5,7 +5,15 @@ import pytest
 
 from sparse_kernels import NotOfPattern, parse
 from sparse_kernels.formats import unpack
-from sparse_kernels.formats.int8 import InputRange, fill_up, find_scales, pack_int8, unpack_int8
+from sparse_kernels.formats.int8 import (
+    InputRange,
+    fill_up,
+    find_scales,
+    format_range,
+    pack_int8,
+    parse_range,
+    unpack_int8,
+)
 
 
 def test_weights_are_the_nearest_whole_numbers_of_steps(rng: np.random.Generator) -> None:
@@ -67,3 +75,10 @@ def test_only_zeros_have_a_range_and_infinity_has_none() -> None:
     assert InputRange.covering(0.0, 0.0) == InputRange(1.0)
     with pytest.raises(ValueError, match="no finite steps"):
         InputRange.covering(-1.0, np.inf)
+
+
+@pytest.mark.parametrize("scale", [0.1 + 0.2, np.float64(0.1 + 0.2), np.float32(0.25)])
+def test_a_range_comes_back_from_its_text(scale: float) -> None:
+    reading = InputRange(scale, np.int64(7))  # type: ignore[arg-type]
+    assert format_range(reading) == f"{float(scale)!r},7"
+    assert parse_range(format_range(reading)) == reading
