@@ -216,6 +216,7 @@ def load_task(reference: str) -> Task:
 
 def find_task(reference: str) -> Task:
     """Return the task of this name, whatever functions it lacks. Raises as `load_task` does."""
+    check_task_file(reference)
     _LOG.info(f"reading the task {reference}")
     source, _, attribute = reference.partition(":")
     if source in list_bundled_tasks():
@@ -236,6 +237,13 @@ def find_task(reference: str) -> Task:
         limits=_read_limits(implementation, reference),
         source=hash_file(Path(module.__file__)) if module.__file__ else "",
     )
+
+
+def check_task_file(reference: str) -> None:
+    """Raise UsageError if the reference names a file that does not exist."""
+    source = reference.partition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        raise UsageError(f"there is no task file {Path(source).resolve()}")
 
 
 def list_interface_faults(implementation: Any) -> dict[str, str]:
@@ -275,8 +283,6 @@ def list_bundled_tasks() -> list[str]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"there is no task file {path}")
     _make_importable(path.parent)
     name = f"latbench_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -20,4 +20,4 @@ def test_kernels_hold_with_vectors_of_eight(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kernels_hold_on_threads_of_another_kind() -> None:
-    run_kernel_tests({"NUMBA_THREADING_LAYER": "workqueue"})  # the same machine code
+    run_kernel_tests({"NUMBA_THREADING_LAYER": "workqueue"}, "-k", OF_EACH_KIND)  # the same machine code

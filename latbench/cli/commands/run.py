@@ -39,9 +39,11 @@ def run(
     """
     from latbench.errors import PromiseMissed
     from latbench.machines.processors import select_threads
+    from search.task import check_task_file
 
     # First, so that what cannot work is refused before anything is said.
     threads, allowed = select_threads(threads), parse_precisions(precisions)
+    check_task_file(task)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
     folder = output or Path("latbench-jobs") / name
     typer.echo(

@@ -140,6 +140,7 @@ class Job:
         self._reference, self.folder, self.settings = reference, folder, settings
         self._threads = select_threads(settings.threads)
         self._timer = ModelTimer(self._threads)
+        self._traced: Workload | None = None  # a file of an earlier run may be of another model
 
     def __enter__(self) -> Self:
         return self
@@ -154,15 +155,16 @@ class Job:
 
     @cached_property
     def _points(self) -> list[Point]:
+        """The points that a sweep could measure, once the layers are traced."""
+        assert self._traced is not None
         quick = self.settings.quick
         setup = PointSetup(
             name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed,
             rounded=[each for each in self.settings.precisions if each != FLOAT32],
         )  # fmt: skip
-        workload = read_workload(self._path("workload.yaml"))
         if not quick:
-            return list_points([workload], setup, sparsities=SPARSITIES)
-        points = list_points([workload], setup, sparsities=promising_points.SPARSITIES)
+            return list_points([self._traced], setup, sparsities=SPARSITIES)
+        points = list_points([self._traced], setup, sparsities=promising_points.SPARSITIES)
         # Vectors are as fast, and grouping the rows of each option for Shfl-BW takes seconds.
         return [point for point in points if not isinstance(point.pattern, ShflBW)]
 
@@ -175,17 +177,17 @@ class Job:
 
     def estimate_seconds(self) -> Mapping[str, float]:
         """Return the estimated seconds of each step, in their order."""
-        known = self._path("workload.yaml").exists()
-        points = len(self._points) if known else 30
-        layers = read_workload(self._path("workload.yaml")).layers if known else ()
-        weights = sum(layer.shape.m * layer.shape.k for layer in layers) if known else 6e6
+        points, layers, weights = 30, 4, 6e6  # of an ordinary task, until its layers are known
+        if self._traced is not None:
+            points, layers = len(self._points), len(self._traced.layers)
+            weights = sum(layer.shape.m * layer.shape.k for layer in self._traced.layers)
         options = 7 if self.settings.quick else 20
         return {
             "reading the task": 5.0,
             "timing layers": points * _POINT_SECONDS,
             "fitting the cost model": 2.0,
             "searching": _START_SECONDS + _ROUNDS * _ROUND_SECONDS + options * weights / 1e6 * _OPTION_SECONDS,
-            "pruning": max(len(layers), 1) * _LAYER_SECONDS,
+            "pruning": layers * _LAYER_SECONDS,
             "verifying": _VERIFY_SECONDS,
             "writing the report": 3.0,
         }
@@ -206,6 +208,7 @@ class Job:
         )
         if not _holds(path, workload):
             write_workload(workload, path)
+        self._traced = workload
 
     def time_layers(self, tell: Tell) -> None:
         """Time the layers of which the table has no row."""

@@ -86,6 +86,12 @@ def test_too_many_threads_are_refused_before_anything_is_said(capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
+def test_a_missing_task_is_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=r"there is no task file .*nothing\.py"):
+        run("nothing.py")
+    assert capsys.readouterr().err == ""
+
+
 TASK = """
 import torch
 name = "little"
@@ -113,6 +119,17 @@ def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
     assert not (tmp_path / "job").exists()
 
 
+def test_the_layers_are_those_of_the_task_as_it_is_now(tmp_path: Path) -> None:
+    task, folder = tmp_path / "little.py", tmp_path / "job"
+    for features in (32, 40):
+        task.write_text(TASK.replace("32", str(features)))
+        with Job(str(task), folder, JobSettings(2.0)) as job:
+            job.estimate_seconds()  # as a display asks before the first step
+            job.trace_layers(lambda what, done, total: None)
+            assert {(point.shape.m, point.shape.k) for point in job._points} == {(features, 24), (5, features)}
+            assert job.estimate_seconds()["timing layers"] == pytest.approx(0.6 * len(job._points))
+
+
 @pytest.mark.parametrize("outcome", [MISSED, INCONCLUSIVE])
 def test_a_verification_that_was_not_kept_corrects_the_search(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
     steps = carry_out(monkeypatch, outcome, KEPT)
@@ -137,7 +154,12 @@ def test_the_summary_is_json_if_asked(monkeypatch: pytest.MonkeyPatch, capsys: p
     ("task", "folder"),
     [("my/own_task.py", "own_task"), ("package.module:task", "package.module"), ("digits", "digits")],
 )
-def test_the_folder_has_the_name_of_the_task(monkeypatch: pytest.MonkeyPatch, task: str, folder: str) -> None:
+def test_the_folder_has_the_name_of_the_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "own_task.py").touch()
     steps = Steps([KEPT])
     monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
     run(task)
