@@ -17,6 +17,8 @@ KEPT, MISSED, INCONCLUSIVE = "kept", "missed", "inconclusive"
 
 ENGINE_COLUMNS = ("value", "low", "high", "speedup", "speedup_low", "speedup_high")
 
+DENSE_INT8 = "openvino-int8"
+
 BUSY = 1.1
 """A sentence mentions that the dense engine took this many times as long as in the search, or more."""
 
@@ -78,6 +80,8 @@ class SpeedupVerdict:
         Hash of the files that define the task.
     precision
         The least precise type in which a layer of the pruned model is multiplied.
+    score_int8
+        The score of the dense model in eight bits on OpenVINO; None where it was not timed or not scored.
     """
 
     task: str
@@ -107,6 +111,7 @@ class SpeedupVerdict:
     inputs: str
     code: str
     precision: str = FLOAT32
+    score_int8: float | None = None
 
     @property
     def met(self) -> bool:
@@ -141,6 +146,13 @@ class SpeedupVerdict:
             if precision not in found or over < found[precision][1]:
                 found[precision] = name, over
         return found
+
+    @property
+    def over_int8(self) -> tuple[float, float] | None:
+        """The seconds of the dense model in eight bits on OpenVINO, and the speedup over it; None if not timed."""
+        if (columns := self.engines.get(DENSE_INT8)) is None:
+            return None
+        return columns["value"], self.measured_speedup / columns["speedup"]
 
     @property
     def advice(self) -> str:

@@ -1,7 +1,8 @@
 """Verify a promise: time the pruned model and every dense engine end to end on this machine, in turns.
 
-The baseline of the speedup is the dense engine that is the fastest here. The scores belong to the dense model and to
-the converted pruned model, the same one that is timed.
+The baseline of the speedup is the fastest dense engine here that rounds no further than the pruned model may. The
+scores belong to the dense model and to the converted pruned model, the same one that is timed. Where OpenVINO and its
+tool are installed, the dense model in eight bits is timed and scored in any case, to say what that would give.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +20,12 @@ from uuid import uuid4
 
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
-from latbench.base.engine_registry import MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse
+from latbench.base.engine_registry import MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse, list_rivals
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.machines.processors import check_threads
-from latbench.runners.worker_process import TaskFailed
+from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
@@ -42,9 +45,12 @@ from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
 from search.whole_model.confidence import VERDICT_COVERAGE
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule, lock_cpu
-from search.whole_model.overhead import build_dense_engines, describe_conditions
+from search.whole_model.int8_engines import INFORMATIVE_ENGINE
+from search.whole_model.overhead import build_dense_engines, build_informative_engine, describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
 from search.whole_model.timings import Timings
+
+_LOG = logging.getLogger(__name__)
 
 PRUNED = "pruned"
 """Name of the pruned model among the engines."""
@@ -111,10 +117,13 @@ def verify(
         timings, state = _time_pruned(task, profile, folder, exported, deployment, timer, progress)
         progress("scoring", None, None)
         scores = _score_models(task, folder, deployment, timer)
+        in_bytes = _score_int8(task, deployment, timer) if INFORMATIVE_ENGINE in timings.blocks else None
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
+    verdict = replace(verdict, score_int8=in_bytes)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
     key = describe_conditions(task, profile.model_hash, deployment)
-    write_sessions([build_session(timings, profile.options)], key, output / SESSION)
+    rivals = list_rivals(deployment.backend, deployment.precisions)
+    write_sessions([build_session(timings, profile.options, rivals)], key, output / SESSION)
     content = {"version": VERSION, **asdict(verdict)}
     write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
     return verdict
@@ -144,7 +153,7 @@ def _time_pruned(
 
     The timing goes on while the target lies within the interval of the speedup.
     """
-    engines = build_dense_engines(task, deployment)
+    engines = build_dense_engines(task, deployment) | build_informative_engine(task, deployment)
     engines[PRUNED] = EngineBuilder(
         PRUNED, "search.whole_model.model_engines:build_folder_pruned",
         (task.reference, deployment.threads, deployment.backend, str(folder.resolve()), str(exported.resolve())),
@@ -154,17 +163,18 @@ def _time_pruned(
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
         timings = timer.time(
             engines, required=[TORCH, PRUNED], schedule=VERIFY_SCHEDULE, known=known,
-            is_enough=lambda timings: _judge(timings, profile.target) != INCONCLUSIVE, progress=progress,
+            is_enough=lambda timings: _judge(timings, profile, deployment.backend) != INCONCLUSIVE, progress=progress,
         )  # fmt: skip
     return timings, {"started_at": started, **read_telemetry(before)}
 
 
-def _judge(timings: Timings, target: float) -> str:
-    return judge_speedup(timings.speedup(PRUNED, _find_fastest_dense(timings), VERDICT_COVERAGE), target)
+def _judge(timings: Timings, profile: Profile, backend: str) -> str:
+    dense = _find_fastest_dense(timings, profile, backend)
+    return judge_speedup(timings.speedup(PRUNED, dense, VERDICT_COVERAGE), profile.target)
 
 
-def _find_fastest_dense(timings: Timings) -> str:
-    return timings.fastest([name for name in timings.blocks if name != PRUNED])
+def _find_fastest_dense(timings: Timings, profile: Profile, backend: str) -> str:
+    return timings.fastest(list_rivals(backend, profile.deployment.precisions))
 
 
 def _score_models(task: Task, folder: Path, deployment: Deployment, timer: ModelTimer) -> tuple[float, float]:
@@ -177,6 +187,19 @@ def _score_models(task: Task, folder: Path, deployment: Deployment, timer: Model
     except TaskFailed as error:
         raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     return dense, pruned
+
+
+def _score_int8(task: Task, deployment: Deployment, timer: ModelTimer) -> float | None:
+    """Return the score of the dense model in eight bits; None, with a line in the log, where it has none."""
+    try:
+        score: float = timer.call(
+            INFORMATIVE_ENGINE, "search.whole_model.int8_engines:score_dense_int8",
+            task.reference, deployment.threads, timeout=SCORE_SECONDS,
+        )  # fmt: skip
+    except (TaskFailed, WorkerDied) as error:
+        _LOG.info(f"the dense model in int8 was not scored: {error}")
+        return None
+    return score
 
 
 def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -> SpeedupVerdict | None:
@@ -218,7 +241,7 @@ def build_verdict(
     inputs
         Hash of the pruned model's manifest.
     """
-    dense = _find_fastest_dense(timings)
+    dense = _find_fastest_dense(timings, profile, backend)
     slowdown = None
     if profile.dense_engine in timings.blocks:
         slowdown = timings.seconds(profile.dense_engine, VERDICT_COVERAGE).value / profile.dense_seconds
@@ -260,11 +283,14 @@ def _build_engine_columns(timings: Timings, name: str, dense: str) -> dict[str, 
     return dict(zip(ENGINE_COLUMNS, [*asdict(seconds).values(), *asdict(speedup).values()], strict=True))
 
 
-def build_session(timings: Timings, options: OptionsByLayer) -> Session:
-    """Return the timings with the name that a search gives to the pruned model, by its options."""
+def build_session(timings: Timings, options: OptionsByLayer, rivals: Collection[str]) -> Session:
+    """Return the timings with the name that a search gives to the pruned model, by its options.
+
+    `rivals` are the dense engines that a search compares with.
+    """
     name = name_profile(options)
-    blocks = {name if engine == PRUNED else engine: blocks for engine, blocks in timings.blocks.items()}
-    return Session({name: options}, replace(timings, blocks=blocks))
+    blocks = {engine: blocks for engine, blocks in timings.blocks.items() if engine in rivals}
+    return Session({name: options}, replace(timings, blocks={**blocks, name: timings.blocks[PRUNED]}))
 
 
 def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ the model that says what eight bits cost.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import tempfile
 import warnings
@@ -20,12 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from latbench.errors import UsageError
 from search.example_inputs import ExampleInputs, convert_to_tensor_call
 from search.task import Task, load_task
+from search.whole_model.flexible_onnx import export_flexible_onnx
 from search.whole_model.model_engines import Run, SpinningCall, convert_to_arrays, export_once
 
 MOST_CALLS = 64
 """Calls of the model that the tools look at, at most."""
+
+INFORMATIVE_ENGINE = "openvino-int8"
+"""The dense engine that a verification times in any case, to say what plain eight bits would give."""
 
 
 def build_dense_openvino_int8(reference: str, threads: int, shared: str) -> Run:
@@ -61,6 +67,43 @@ def build_dense_onnxruntime_int8(reference: str, threads: int, shared: str) -> R
     names = [given.name for given in session.get_inputs()]
     feed = dict(zip(names, convert_to_arrays(called.tensors), strict=True))
     return SpinningCall(lambda: session.run(None, feed), SPINNING_SECONDS)
+
+
+def can_quantize() -> bool:
+    """Return whether OpenVINO and its tool are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("openvino", "nncf"))
+
+
+def score_dense_int8(reference: str, threads: int) -> float:
+    """Return the task's score of the dense model as NNCF quantises it and OpenVINO runs it, in batches of any size.
+
+    Raises UsageError where the exported model takes no other batch size than that of the example.
+    """
+    from latbench.backends.cpu.openvino import compile_on_cpu, read_model
+
+    task = load_task(reference)
+    model, example = task.model(), task.example()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        exported, path = Path(folder) / "model.onnx", Path(folder) / "int8.xml"
+        if reason := export_flexible_onnx(model, example, exported):
+            raise UsageError(f"the exported model takes one batch size only: {reason}")
+        _quantize_for_openvino(exported, path, list_calibration_calls(task, model))
+        compiled = compile_on_cpu(read_model(path), threads, "f32")
+        return task.score(_CompiledModel(compiled, example.call(model)).eval())
+
+
+class _CompiledModel(nn.Module):
+    """A model of OpenVINO that is called as the torch model that it came from, and returns what that returned."""
+
+    def __init__(self, compiled: Any, output: Any) -> None:
+        super().__init__()
+        self._request, self._output = compiled.create_infer_request(), ExampleInputs((output,))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._request.infer(convert_to_arrays(ExampleInputs(args, kwargs).tensors()))
+        tensors = iter([torch.from_numpy(results[i].copy()) for i in range(len(results))])
+        return self._output.map_tensors(lambda _: next(tensors)).arguments[0]
 
 
 def _quantize_once(

@@ -47,6 +47,7 @@ from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule
+from search.whole_model.int8_engines import INFORMATIVE_ENGINE, can_quantize
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from sparse_kernels.cpu.runtime import kernel_cache
@@ -154,6 +155,15 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
         name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
         for name in list_rivals(deployment.backend, deployment.precisions)
     }
+
+
+def build_informative_engine(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
+    """Return the dense engine in eight bits that is timed although it is no rival; none if it cannot run."""
+    name = INFORMATIVE_ENGINE
+    if name in list_rivals(deployment.backend, deployment.precisions) or not can_quantize():
+        return {}
+    arguments = task.reference, deployment.threads
+    return {name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)}
 
 
 def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:

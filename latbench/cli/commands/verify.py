@@ -86,6 +86,12 @@ def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -
     if verdict.backend == followed.backend:
         predicted = format_seconds(verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
         notes.append(f"the pruned model was predicted to take {predicted}")
+    if (over := verdict.over_int8) is not None:
+        scored = "" if verdict.score_int8 is None else f", {verdict.score_name} {verdict.score_int8:.4f}"
+        notes.append(
+            f"the dense model in int8 on OpenVINO takes {format_seconds(over[0])}{scored}: the pruned model has "
+            f"{format_ratio(over[1])} its speed"
+        )
     if followed.weights:
         notes.append(followed.weights.sentence())
     console.print(

@@ -1,5 +1,6 @@
 """Options that a search is likely to choose: what the exact solver would choose is among them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +118,22 @@ def test_one_layer_that_takes_all_of_the_time_keeps_what_just_reaches_the_target
         best = whole.with_errors(estimate_errors(whole, task, task.model())).solve(target).options["0"]
         assert best in likely.layers[0].options
         assert len(likely.layers[0].options) <= 8
+
+
+def test_in_eight_bits_the_estimate_adds_what_rounding_loses(task: Task) -> None:
+    model, dense, vectors = task.model(), Option(DENSE, 0.0, "int8"), Option("vector:8", 0.5, "int8")
+    unknown = np.full(3, np.nan)
+    options = (Option(DENSE, 0.0), dense, vectors)
+    layers = tuple(LayerOptions(name, options, np.ones(3), np.ones(3), np.ones(3), unknown) for name in ("0", "2"))
+    one = Problem(layers, Interval(0.1, 0.1, 0.1), Interval(2.1, 2.1, 2.1), "torch")
+    found, exact = estimate_errors(one, task, model), estimate_errors(problem(), task, model)
+    for name in ("0", "2"):
+        added = found[name][vectors] - exact[name][replace(vectors, precision="float32")]
+        assert 0 < added < found[name][dense] < 1e-3
+    # Of the first layer, by rounding: to 127 steps of a row, and of an input to 255 from the least to the largest.
+    weight, x = model.get_submodule("0").weight.detach().numpy(), task.calibration()[0][0].numpy()
+    steps = np.abs(weight).max(axis=1, keepdims=True) / 127
+    scale = (x.max() - x.min()) / 255
+    rounded = np.rint(x / scale) * scale @ (np.rint(weight / steps) * steps).T
+    lost = ((rounded - x @ weight.T) ** 2).sum() / ((x @ weight.T) ** 2).sum()
+    assert found["0"][dense] == pytest.approx(lost, rel=0.5)

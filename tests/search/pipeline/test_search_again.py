@@ -214,7 +214,7 @@ def verification(inputs: SearchInputs, machine: Machine, found: Profile, folder:
     chosen = found.options
     engines = {name: EngineBuilder(name, "", ("little",)) for name in ("torch", "openvino")}
     engines[verify.PRUNED] = EngineBuilder("pruned", "", (chosen,))
-    session = verify.build_session(machine.time_engines(engines), chosen)
+    session = verify.build_session(machine.time_engines(engines), chosen, engines)
     write_sessions([session], {**SearchHistory(inputs, REQUEST).conditions(), **others}, folder / verify.SESSION)
     return folder
 

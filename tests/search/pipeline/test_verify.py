@@ -34,7 +34,7 @@ from search.pipeline.verify import (
     read_current_verdict,
     verify,
 )
-from search.problem.layers import Interval, Option
+from search.problem.layers import Interval
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from search.whole_model.end_to_end import RoundSchedule
@@ -155,6 +155,18 @@ def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(lit
     assert found.loc["torch"].tolist() == ["torch", "auto", "float32"]
 
 
+def test_what_plain_int8_would_give_is_told_and_is_not_the_rival(little: Task) -> None:
+    timed = Timings({"torch": steady(6.0), "openvino-int8": steady(1.5), PRUNED: steady(2.0)}, {})
+    verdict = replace(build_verdict(little, profile(), "numba", timed, (0.9, 0.8), "hash"), score_int8=0.89)
+    assert (verdict.dense_engine, verdict.measured_speedup, verdict.outcome) == ("torch", 3.0, KEPT)
+    assert verdict.over_int8 == (1.5, pytest.approx(0.75))
+    assert "int8" not in verdict.sentence()
+    session = build_session(timed, profile().options, ["torch", "openvino"])
+    assert set(session.timings.blocks) == {"torch", *session.profiles}  # a search in float32 does not see it
+    allowed = replace(profile(), precisions="float32,int8")
+    assert build_verdict(little, allowed, "numba", timed, (0.9, 0.8), "hash").dense_engine == "openvino-int8"
+
+
 def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     folder = pruned_folder(tmp_path / "pruned", little, profile())
@@ -206,7 +218,7 @@ def test_a_verdict_is_of_one_model_on_one_machine(
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
         verdict = build_verdict(little, profile(), "numba", timings(seconds), (0.9, 0.8), hash_manifest(folder))
         (output / "verify.json").write_text(json.dumps({"version": VERSION, **asdict(verdict)}))
-        write_sessions([build_session(timings(seconds), {"0": Option("vector:8", 0.5)})], key, output / SESSION)
+        write_sessions([build_session(timings(seconds), profile().options, ["torch"])], key, output / SESSION)
         assert (read_current_verdict(little, folder, output, "numba") == verdict) is known
         assert read_current_verdict(little, folder, output, "deepsparse") is None
         other = pruned_folder(tmp_path / "other", little, profile(1.5))

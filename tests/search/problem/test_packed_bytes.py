@@ -88,3 +88,11 @@ def test_a_layer_whose_shape_nobody_knows_is_named() -> None:
     with pytest.raises(UsageError, match="the shape of layer c is unknown"):
         p = problem().limited(excluded=["c"])
         p.byte_budget(1e6, {"a": SHAPES["a"], "b": SHAPES["b"]})
+
+
+def test_in_eight_bits_a_value_takes_a_byte_and_a_row_a_scale() -> None:
+    shape = LinearShape(64, 96, 1)
+    for spec, sparsity in (("block:4x4", 0.5), ("dense", 0.0), ("unstructured", 0.75)):
+        wide, narrow = (count_weight_bytes(Option(spec, sparsity, each), shape) for each in ("float32", "int8"))
+        kept = round(64 * 96 * (1 - sparsity))
+        assert narrow == wide - 3 * kept + 64 * 4

@@ -532,3 +532,47 @@ def test_the_solver_of_a_problem_keeps_its_budgets_for_any_errors(rng: np.random
         totals = {c: sum_in_order(e[j] for e, j in zip(errors, c, strict=True)) for c in fitting}
         found = replace(p, second_budget=second).solver(1.5)(errors)
         assert found.choice in fitting and found.error == min(totals.values()) == found.bound
+
+
+HALF, BYTES = Option("vector:8", 0.5, "bfloat16"), Option("vector:8", 0.5, "int8")
+
+
+def test_an_option_says_its_precision_where_it_is_not_float32() -> None:
+    assert list(map(str, (OPTIONS[0], OPTIONS[1], HALF, Option(DENSE, 0.0, "int8")))) == [
+        "dense", "vector:8 at 0.5", "vector:8 at 0.5 in bfloat16", "dense in int8",
+    ]  # fmt: skip
+    assert build_option("nm:2:4", precision="int8") == Option("nm:2:4", 0.5, "int8")
+    with pytest.raises(ValueError, match="unknown precision 'int4': known are float32, bfloat16, int8"):
+        build_option("nm:2:4", precision="int4")
+
+
+def test_the_database_holds_what_changes_a_layers_weights() -> None:
+    assert Option(DENSE, 0.0).in_database is Option(DENSE, 0.0, "bfloat16").in_database is None
+    assert HALF.in_database == OPTIONS[1] and BYTES.in_database == BYTES
+    assert Option(DENSE, 0.0, "int8").in_database == Option(DENSE, 0.0, "int8")
+
+
+def test_a_faster_option_of_less_precision_takes_no_place_before_errors_are_known() -> None:
+    options = (OPTIONS[0], OPTIONS[1], HALF, BYTES, Option("vector:8", 0.9, "int8"))
+    t, unknown = np.array([4.0, 2.0, 1.5, 1.8, 1.9]), np.full(5, np.nan)
+    one = Problem((LayerOptions("a", options, t, t, t, unknown),), Interval(1, 1, 1), Interval(9, 9, 9), "torch")
+    # bfloat16 is faster than int8 at 0.5, and int8 at 0.5 than at 0.9: both lose nothing by being more precise.
+    assert one.without_dominated().layers[0].options == (OPTIONS[0], OPTIONS[1], HALF)
+    errors = {"a": {OPTIONS[1]: 0.1, BYTES: 0.12, options[4]: 0.05}}
+    known = one.with_errors(errors)
+    assert known.layers[0].errors.tolist() == [0.0, 0.1, 0.1, 0.12, 0.05]  # bfloat16 loses what float32 does
+    assert build_uniform_choice(known.layers, Option("vector:8", 0.6, "bfloat16")) == (2,)
+    assert build_uniform_choice(known.layers, Option("vector:8", 0.6)) == (1,)
+
+
+def test_errors_and_problems_as_frames_keep_the_precision() -> None:
+    from search.inputs.option_frame import problem_from_frame
+
+    options = (OPTIONS[0], OPTIONS[1], BYTES)
+    t = np.array([4.0, 2.0, 1.0])
+    layers = (LayerOptions("a", options, t, t, t, np.array([0.0, 0.1, 0.2])),)
+    one = Problem(layers, Interval(1, 1, 1), Interval(9, 9, 9), "torch")
+    again = problem_from_frame(one.to_frame(), dense_seconds=one.dense, fixed_seconds=one.fixed)
+    assert again.layers[0].options == options and again.layers[0].errors.tolist() == [0.0, 0.1, 0.2]
+    assert list(one.solve(2.5).to_frame()["precision"]) == ["float32"]
+    assert list(one.solve(4.0).to_frame()["precision"]) == ["int8"]
