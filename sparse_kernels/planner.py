@@ -40,7 +40,8 @@ def prepare(
         What may be rounded, backend ``numba`` only. ``float32``: nothing. ``bfloat16-weights``: the weights, to the
         nearest bfloat16. It pays for few tokens, for patterns whose rows fill vectors. ``bfloat16``: x too, where
         that is faster. It pays for many tokens, for patterns whose rows share columns, on processors that multiply
-        pairs of bfloat16. Sums and results are float32 always.
+        pairs of bfloat16. ``int8-weights``, of an `Int8Weight`: its weights are bytes, and x is not rounded. It pays
+        for few tokens. Sums and results are float32 always.
 
     Returns
     -------
@@ -63,7 +64,8 @@ def prepare(
         raise ValueError(f"n must be a number of columns of at least 0, not {n}")
     if isinstance(packed, Int8Weight):
         _check_int8(precision, tune)
-        return find_kernel("int8", "linear", backend)(packed, layout, n)
+        kernel = "int8" if precision == "float32" else precision
+        return find_kernel(kernel, "linear", backend)(packed, layout, n)
     function = find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
         if tune or precision != "float32":
@@ -132,8 +134,8 @@ def prepare_conv2d(
 
 
 def _check_int8(precision: str, tune: bool = False) -> None:
-    if tune or precision != "float32":
-        raise ValueError("a weight in eight bits takes neither tune=True nor another precision")
+    if tune or precision not in ("float32", "int8-weights"):
+        raise ValueError("a weight in eight bits takes neither tune=True nor another precision than int8-weights")
 
 
 def matmul(packed: Packed, x: Array, *, backend: str) -> Array:

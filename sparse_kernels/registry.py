@@ -23,6 +23,8 @@ KERNELS = {
     ("vector", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("shflbw", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("int8", "linear", "reference"): "sparse_kernels.int8.int8_reference:prepare_int8_linear",
+    ("int8-weights", "linear", "reference"): "sparse_kernels.int8.int8_reference:prepare_int8_weights",
+    ("int8-weights", "linear", "numba"): "sparse_kernels.cpu.plans.linear:prepare_int8_weights",
     ("int8", "conv2d", "reference"): "sparse_kernels.int8.int8_reference:prepare_int8_conv2d",
     ("int8", "linear", "numba"): "sparse_kernels.cpu.plans.int8_linear:prepare_int8_linear",
     ("int8", "conv2d", "numba"): "sparse_kernels.cpu.plans.int8_conv2d:prepare_int8_conv2d",

@@ -16,11 +16,15 @@ from sparse_kernels.shapes import Conv2dShape
 
 @dataclass(frozen=True, eq=False)
 class ReferenceInt8:
-    """The plan of a layer in eight bits on the reference backend; shape: of a convolution, or None."""
+    """The plan of a layer in eight bits on the reference backend.
+
+    shape: of a convolution, or None. weights_only: x is not rounded.
+    """
 
     weight: Int8Weight
     layout: str
     shape: Conv2dShape | None = None
+    weights_only: bool = False
 
     @property
     def kernel(self) -> str:
@@ -39,7 +43,8 @@ class ReferenceInt8:
         (m, k), s = self.weight.shape, self.shape
         if s is None:
             check_call(x, (None, k), bias, activation, out, (None, m), m)
-            y = finish(multiply_int8(self.weight, x), bias, activation).T
+            multiply = multiply_exact_inputs if self.weights_only else multiply_int8
+            y = finish(multiply(self.weight, x), bias, activation).T
         else:
             check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, m, s.out_h, s.out_w), m)
             y = finish(multiply_int8(self.weight, build_patches(x, s).T), bias, activation)
@@ -62,6 +67,12 @@ def multiply_int8(weight: Int8Weight, x: Array) -> Array:
     sums: Array = (whole @ (q - zero).T).astype(np.float32)
     scales = weight.scales[:, None]
     result: Array = sums * scales * steps if weight.input_range is None else sums * (scales * steps)
+    return result
+
+
+def multiply_exact_inputs(weight: Int8Weight, x: Array) -> Array:
+    """Return the product (m, n) of a weight (m, k) and x (n, k), which is not rounded; float32."""
+    result: Array = (unpack(weight.packed) @ x.T) * weight.scales[:, None]
     return result
 
 
@@ -88,6 +99,11 @@ def prepare_int8_linear(weight: Int8Weight, layout: str, n: int) -> ReferenceInt
     if layout != "token_major":
         raise ValueError(f"layers in eight bits take x token-major, not {layout}")
     return ReferenceInt8(weight, layout)
+
+
+def prepare_int8_weights(weight: Int8Weight, layout: str, n: int) -> ReferenceInt8:
+    """Return the plan of a linear layer whose inputs are not rounded. Raises ValueError as `prepare_int8_linear`."""
+    return replace(prepare_int8_linear(weight, layout, n), weights_only=True)
 
 
 def prepare_int8_conv2d(weight: Int8Weight, shape: Conv2dShape, layout: str) -> ReferenceInt8:

@@ -20,7 +20,8 @@ than 8 tokens spill general registers and halve the speed.
 
 The tile sizes are integer literals: they come as free variables of the kernel that calls the tile.
 
-Weights of token_tile may be bfloat16, a shift away from float32: with few tokens a layer does little but read them.
+Weights of token_tile may be bfloat16, a shift away from float32, or whole numbers in eight bits: with few tokens a
+layer does little but read them.
 row_tile broadcasts each weight, which would then take a shift as well: it would gain nothing. But where x may be
 bfloat16 too, and the processor multiplies pairs of them, it takes two columns at a time: each element of x lies there
 twice, in both halves of 32 bits, so that any two columns make pairs by one blend.
@@ -57,6 +58,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 from sparse_kernels.cpu.codegen.vector_emitter import (
     F32,
     FLOATS,
+    I8,
     I16,
     I32,
     I64,
@@ -98,11 +100,12 @@ class TokenTileForm(NamedTuple):
     """A register tile of tokens and outputs.
 
     tokens, vectors: sums, one vector of outputs each. lanes: of a vector. fused: multiply-adds are fused. size: bytes
-    of a weight, 4 for float32, 2 for bfloat16. ahead: how many floats ahead weights are fetched, 0 leaves that to the
-    hardware. close: fetch them to the first-level cache. order: how the sums are left: FINISHED, ROWS or FOURS.
-    fetch_elsewhere: with each column fetch a line that is not of its weights. once: where `cold` is 1 fetch weights
-    ahead and nothing else, where it is 0 only lines elsewhere; else fetch both always. side_by_side: the tokens of x
-    lie side by side, (columns, tokens), and their stride is not looked at. numbers: what is multiplied.
+    of a weight, 4 for float32, 2 for bfloat16, 1 for whole numbers with a scale for each output. ahead: how many floats
+    ahead weights are fetched, 0 leaves that to the hardware. close: fetch them to the first-level cache. order: how the
+    sums are left: FINISHED, ROWS or FOURS. fetch_elsewhere: with each column fetch a line that is not of its weights.
+    once: where `cold` is 1 fetch weights ahead and nothing else, where it is 0 only lines elsewhere; else fetch both
+    always. side_by_side: the tokens of x lie side by side, (columns, tokens), and their stride is not looked at.
+    numbers: what is multiplied.
     """
 
     tokens: int
@@ -131,8 +134,8 @@ def token_tile(
 ) -> None:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
-    values: (count, vectors*lanes), float32 or bits of bfloat16. With quads a column is four columns of bytes, in the
-    place of a float32, and nothing may be present.
+    values: (count, vectors*lanes), float32, bits of bfloat16, or int8. With quads a column is four columns of bytes,
+    in the place of a float32, and nothing may be present.
 
     ROWS and FOURS leave sums as they are, all outputs of the tile, without bias and activation. FOURS: four tokens of
     an output lie side by side, y[t // 4, position, t % 4], also for tokens that are not left.
@@ -150,7 +153,7 @@ def token_tile(
         y_rows.append(emit.pointer(y.address, builder.mul(row, y.stride)))
     masks = [emit.mask(builder.sub(y.lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
     outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
-    kind, load = (F32, emit.load) if form.size == 4 else (I16, emit.load_bfloat16)
+    kind, load = {4: (F32, emit.load), 2: (I16, emit.load_bfloat16), 1: (I8, emit.load_bytes)}[form.size]
     values_pointer, columns_pointer = emit.pointer(weights.values, kind=kind), emit.pointer(weights.columns, kind=I32)
     per_float = 4 // form.size
 
@@ -180,6 +183,9 @@ def token_tile(
         sums = columns_with(True, True)
     if form.numbers in QUADS:
         sums = _convert_token_sums(emit, sums, n_vectors, x, finish.worth)
+    elif form.size == 1:
+        scales = [emit.load(emit.pointer(finish.worth.scales), v) for v in range(n_vectors)]
+        sums = [builder.fmul(total, scales[i % n_vectors]) for i, total in enumerate(sums)]
     if form.order == FOURS:
         fours = [
             (four, v, emit.pointer(y.address, builder.mul(y.stride, emit.integer(four))))

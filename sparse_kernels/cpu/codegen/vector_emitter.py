@@ -20,7 +20,7 @@ PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
 FLOATS, PAIRS, PAIRS_BY_UNIT, QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT = range(6)
 QUADS = (QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT)
 
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 class _BF16(ir.Type):
@@ -120,6 +120,13 @@ class Emitter:
         halves = self.builder.load(self.builder.bitcast(at, narrow.as_pointer()), align=2)
         bits = self.builder.shl(self.builder.zext(halves, wide), ir.Constant(wide, [16] * self.lanes))
         return self.builder.bitcast(bits, self.vector)
+
+    def load_bytes(self, at: ir.Value, v: int) -> ir.Value:
+        """Vector v behind a pointer to whole numbers of eight bits with a sign, as floats."""
+        narrow, wide = ir.VectorType(I8, self.lanes), ir.VectorType(I32, self.lanes)
+        at = self.builder.gep(at, [self.integer(v * self.lanes)])
+        loaded = self.builder.load(self.builder.bitcast(at, narrow.as_pointer()), align=1)
+        return self.builder.sitofp(self.builder.sext(loaded, wide), self.vector)
 
     def store(self, value: ir.Value, at: ir.Value, v: int) -> None:
         """Store to vector v behind a pointer to floats."""

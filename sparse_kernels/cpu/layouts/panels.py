@@ -4,7 +4,7 @@ A panel has `width` rows (of the packed order) and `count` columns. Its values l
 weights beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of
 a group have weight 0 and row_ids -1.
 
-values   float32, or the bits of bfloat16 in uint16 (sum of count * width); or `paired`
+values   float32, the bits of bfloat16 in uint16, or int8 (sum of count * width); or `paired`
 columns  int32 (sum of count over groups): panels of one group share their columns
 table    int64 (stages * panels, 3): where the panel's values start, where its columns start, count; once for each
          stage of columns, of which there is one unless `in_stages` cut them
@@ -122,6 +122,10 @@ class Panels:
     def narrowed(self) -> Panels:
         """Return the same panels with the nearest bfloat16 of each float32."""
         return replace(self, values=copy_to_cache_line(bfloat16.round_to_bits(self.values)))
+
+    def in_bytes(self) -> Panels:
+        """Return the same panels, of whole numbers from -127 to 127, with a byte for each."""
+        return replace(self, values=copy_to_cache_line(self.values.astype(np.int8)))
 
     def paired(self) -> Panels:
         """Return the same panels as bfloat16, two columns in the place of one float32.

@@ -47,7 +47,7 @@ from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_singl
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import Call, CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels, count_group_rows
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
 from sparse_kernels.cpu.layouts.vector_grid import (
     CACHED,
     LARGE,
@@ -58,8 +58,9 @@ from sparse_kernels.cpu.layouts.vector_grid import (
     build_tiled_grid,
     build_token_blocked_grid,
 )
-from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
+from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_to_cache_line, give_back
 from sparse_kernels.formats import DenseWeight, Packed, round_packed
+from sparse_kernels.formats.int8 import Int8Weight
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS
 
 PRECISIONS = ("float32", "bfloat16-weights", "bfloat16")
@@ -128,11 +129,12 @@ class TokenPlan(CpuLinearPlan):
     fused: bool
     kernel: str
     permuted: bool
+    worth: QuadArrays = FLOATS_ONLY  # of whole numbers in eight bits: the scales of the panels' rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights as the kernel reads them."""
-        return self.panels.nbytes
+        return self.panels.nbytes + self.worth.scales.nbytes
 
     @property
     def _lanes(self) -> int:
@@ -153,7 +155,7 @@ class TokenPlan(CpuLinearPlan):
         waiting = waiting_tokens * panels.row_ids.size if permuted else 0
         in_fours = token_major.waits_in_fours(step)
         layer = TokenMajorLayer(
-            weights=panels.arrays, quads=FLOATS_ONLY, n=n, k=k, m=m, features=k, chunk=chunk,
+            weights=panels.arrays, quads=self.worth, n=n, k=k, m=m, features=k, chunk=chunk,
             block=block, parts=threads,
             positions=panels.positions_in_fours(self.tile[2]) if in_fours else panels.positions,
             shares=threads if n * m >= token_major.WORTH_SHARING else 1, waiting=waiting,
@@ -163,7 +165,7 @@ class TokenPlan(CpuLinearPlan):
 
     def copy(self) -> TokenPlan:
         """Return the same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy())
+        return replace(self, panels=self.panels.copy(), worth=self.worth.copy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +254,29 @@ def prepare_linear(packed: Packed, layout: str, n: int, precision: str = "float3
     """Return the plan of a linear layer for about n tokens. Raises ValueError as `check_precision` does."""
     layer = describe_layer(packed, layout, n, precision)
     return build_plan(layer, choose_kernel(layer))
+
+
+def prepare_int8_weights(weight: Int8Weight, layout: str, n: int) -> TokenPlan:
+    """Return the plan of a linear layer that reads its weights as bytes, and x as it is, for about n tokens.
+
+    It pays for few tokens, where a layer waits for its weights. Raises ValueError for a pattern whose rows do not
+    share columns and fill vectors, or a layout but token_major.
+    """
+    layer = describe_layer(weight.packed, layout, n)
+    target, tile = find_cpu_target(), choose_narrow_tile(layer)
+    if layout != "token_major" or tile is None or tile[2] != target.lanes:
+        raise ValueError(
+            f"weights in eight bits are for token-major layers whose rows share columns and fill vectors of "
+            f"{target.lanes}, which those of {weight.pattern} ({layout}) do not: they would gain nothing"
+        )
+    size, vectors, lanes = tile
+    panels, k = build_panels(build_groups(weight.packed), vectors * lanes).in_bytes(), weight.shape[1]
+    stages = token_major.count_stages(size, k, panels.density(k), n, target)
+    scales = np.where(panels.row_ids < 0, np.float32(0), weight.scales[panels.row_ids])
+    name = f"numba.{weight.pattern.format}.tokens{_tokens_at_a_time(tile, n)}x{vectors}.int8weights.{target.name}"
+    worth = FLOATS_ONLY._replace(scales=copy_to_cache_line(scales.astype(np.float32)))
+    weights = panels.in_stages(stages, k).copy()
+    return TokenPlan(weight.shape, layout, weights, tile, target.fused, name, layer.permuted, worth)
 
 
 def choose_kernel(layer: LinearLayer) -> Choice:
