@@ -25,8 +25,7 @@ def prepare(
     Parameters
     ----------
     packed : Packed or Int8Weight
-        The weight (m, k), from `pack`. From `pack_int8` for a product in eight bits, ``token_major``, with the
-        backends ``numba`` and ``reference``.
+        The weight (m, k), from `pack`. From `pack_int8`: ``token_major``, on ``numba`` and ``reference``.
     backend : str
         ``reference``, ``numba``, ``cupy`` or ``numba_cuda``.
     layout : str
@@ -40,8 +39,7 @@ def prepare(
         What may be rounded, backend ``numba`` only. ``float32``: nothing. ``bfloat16-weights``: the weights, to the
         nearest bfloat16. It pays for few tokens, for patterns whose rows fill vectors. ``bfloat16``: x too, where
         that is faster. It pays for many tokens, for patterns whose rows share columns, on processors that multiply
-        pairs of bfloat16. ``int8-weights``, of an `Int8Weight`: its weights are bytes, and x is not rounded. It pays
-        for few tokens. Sums and results are float32 always.
+        pairs of bfloat16. ``int8-weights``: an `Int8Weight` alone, for few tokens. Sums and results are float32.
 
     Returns
     -------

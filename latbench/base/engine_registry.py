@@ -15,6 +15,9 @@ PRECISIONS = FLOAT32, BFLOAT16, INT8
 """Types in which a layer's weights and inputs are multiplied, from the most precise."""
 
 TORCH, NUMBA, DEEPSPARSE = "torch", "numba", "deepsparse"
+DENSE_INT8 = "openvino-int8"
+"""The dense engine that a verification times in any case, to say what plain eight bits would give."""
+
 TORCH_GPU, TORCH_SPARSE, CUBLAS = "torch_gpu", "torch_sparse", "cublas"
 CUSPARSE, CUPY, NUMBA_CUDA = "cusparse", "cupy", "numba_cuda"
 
@@ -111,10 +114,12 @@ ROUNDED_KERNELS = {
     "bf16": RoundedKernel(BFLOAT16, BFLOAT16, ("dense", "block", "vector", "shflbw")),
     "int8": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
     "int8-dynamic": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
+    "int8-weights": RoundedKernel(INT8, "", ("dense", "block", "vector", "shflbw")),
 }
 """Kernels that read fewer bytes a weight, and kernels that round both operands.
 
-`int8` reads activations in one range for all tokens, found beforehand, `int8-dynamic` each token by its own.
+`int8` reads activations in one range for all tokens, found beforehand, `int8-dynamic` each token by its own. With
+`int8-weights` only weights are bytes, which pays for few tokens.
 """
 
 
@@ -126,7 +131,7 @@ def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts
 _AUTO = {"linear": ("auto",), "conv2d": ("auto",)}
 _LINEAR = {"linear": ("auto",), "conv2d": ()}
 _BF16 = {"linear": ("bf16",), "conv2d": ("bf16",)}
-_INT8 = {"linear": ("int8",), "conv2d": ("int8",)}
+_INT8 = {"linear": ("int8", "int8-weights"), "conv2d": ("int8",)}
 _INT8_OR_DYNAMIC = {"linear": ("int8", "int8-dynamic"), "conv2d": ("int8",)}
 _COMPRESSED = ("unstructured", "nm", "block")
 
@@ -151,7 +156,8 @@ CPU_ENGINES = {
             NUMBA, ("numba",), kernels="sparse_kernels.cpu", timed_kernels=_AUTO, prepare_seconds=0.3,
             tuned_kernels={"linear": ("tuned",)},
             rounded_kernels={
-                BFLOAT16: {"linear": ("bf16-weights", "bf16"), "conv2d": ("bf16",)}, INT8: _INT8_OR_DYNAMIC,
+                BFLOAT16: {"linear": ("bf16-weights", "bf16"), "conv2d": ("bf16",)},
+                INT8: {"linear": ("int8", "int8-dynamic", "int8-weights"), "conv2d": ("int8",)},
             },
         ),
         _cpu("torch_sparse_cpu", ("torch",), standard=False, formats=_COMPRESSED, timed_kernels=_LINEAR),
@@ -298,7 +304,7 @@ MODEL_ENGINES = {
         ModelEngine("torch-bf16", TORCH, "bf16", BFLOAT16, output_precision=BFLOAT16),
         ModelEngine("openvino-bf16", "openvino", "bf16", BFLOAT16, shares_export=True),
         ModelEngine("numba-bf16", NUMBA, "bf16", BFLOAT16),
-        ModelEngine("openvino-int8", "openvino", "int8", INT8, shares_export=True),
+        ModelEngine(DENSE_INT8, "openvino", "int8", INT8, shares_export=True),
         ModelEngine("onnxruntime-int8", "onnxruntime", "int8", INT8, shares_export=True),
         ModelEngine(DEEPSPARSE, DEEPSPARSE, runs_pruned=True, phrase=" on DeepSparse"),
     )

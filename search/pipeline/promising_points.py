@@ -22,7 +22,7 @@ FIRST_SPARSITY = 0.75
 SPARSITIES = (0.5, FIRST_SPARSITY, 0.9, 0.95)
 """Sparsities of a pattern that is measured further; a cost model interpolates between them."""
 
-UNUSED = ("bf16-weights", "int8-dynamic")
+UNUSED = ("bf16-weights", "int8-dynamic", "int8-weights")
 """Kernels that a searched model does not run: it rounds inputs too, in ranges that were found before."""
 
 AS_FAST = 1.1

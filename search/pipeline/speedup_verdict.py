@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.base.engine_registry import FLOAT32, MODEL_ENGINES
+from latbench.base.engine_registry import DENSE_INT8, FLOAT32, MODEL_ENGINES
 from search.problem.layers import Interval
 
 VERSION = 3
@@ -16,8 +16,6 @@ VERSION = 3
 KEPT, MISSED, INCONCLUSIVE = "kept", "missed", "inconclusive"
 
 ENGINE_COLUMNS = ("value", "low", "high", "speedup", "speedup_low", "speedup_high")
-
-DENSE_INT8 = "openvino-int8"
 
 BUSY = 1.1
 """A sentence mentions that the dense engine took this many times as long as in the search, or more."""

@@ -1,8 +1,8 @@
 """Verify a promise: time the pruned model and every dense engine end to end on this machine, in turns.
 
 The baseline of the speedup is the fastest dense engine here that rounds no further than the pruned model may. The
-scores belong to the dense model and to the converted pruned model, the same one that is timed. Where OpenVINO and its
-tool are installed, the dense model in eight bits is timed and scored in any case, to say what that would give.
+scores belong to the dense model and to the converted pruned model, the same one that is timed. The dense model in
+eight bits is timed and scored in any case, where OpenVINO and its tool are installed: to say what that would give.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
-from latbench.base.engine_registry import MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse, list_rivals
+from latbench.base.engine_registry import DENSE_INT8, MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse, list_rivals
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -45,7 +45,6 @@ from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
 from search.whole_model.confidence import VERDICT_COVERAGE
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule, lock_cpu
-from search.whole_model.int8_engines import INFORMATIVE_ENGINE
 from search.whole_model.overhead import build_dense_engines, build_informative_engine, describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
 from search.whole_model.timings import Timings
@@ -83,11 +82,9 @@ def verify(
     folder
         The folder that `latbench prune` wrote.
     output
-        Folder for verify.json, the rows and session.json. On deepsparse, the pruned model is left there as
-        pruned.onnx.
+        Folder for verify.json, the rows and session.json. On deepsparse, pruned.onnx is left there, too.
     backend
-        The backend of the pruned model; None for the one that it was searched for. On deepsparse, the dense model is
-        timed there, too.
+        The backend of the pruned model; None for the one that it was searched for.
     timer
         Times whole models. Default: one of this verification.
     progress
@@ -117,7 +114,7 @@ def verify(
         timings, state = _time_pruned(task, profile, folder, exported, deployment, timer, progress)
         progress("scoring", None, None)
         scores = _score_models(task, folder, deployment, timer)
-        in_bytes = _score_int8(task, deployment, timer) if INFORMATIVE_ENGINE in timings.blocks else None
+        in_bytes = _score_int8(task, deployment, timer) if DENSE_INT8 in timings.blocks else None
     verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
     verdict = replace(verdict, score_int8=in_bytes)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
@@ -193,7 +190,7 @@ def _score_int8(task: Task, deployment: Deployment, timer: ModelTimer) -> float 
     """Return the score of the dense model in eight bits; None, with a line in the log, where it has none."""
     try:
         score: float = timer.call(
-            INFORMATIVE_ENGINE, "search.whole_model.int8_engines:score_dense_int8",
+            DENSE_INT8, "search.whole_model.int8_engines:score_dense_int8",
             task.reference, deployment.threads, timeout=SCORE_SECONDS,
         )  # fmt: skip
     except (TaskFailed, WorkerDied) as error:

@@ -28,7 +28,6 @@ from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
 from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_adaprune
 from search.pruning.one_shot.stitch import StitchedLayers, stitch
 from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
-from search.pruning.quantization.rounded_training import train_in_steps
 from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import build_recipe_targets, train
@@ -222,15 +221,14 @@ def _train_further(
     model = task.model()
     if recipe.start != "dense":  # a model that keeps activations cannot be copied after it ran
         model.load_state_dict(best.model.state_dict())
-    with train_in_steps(model, best.quantizations) as quantizations:
-        trained = train(
-            task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
-            progress=lambda done, total: progress(recipe.method, done, total),
-        )  # fmt: skip
-    with read_inputs_in_steps(model, quantizations):
+    trained = train(
+        task, model, profile, recipe, start=StitchedLayers(dict(best.masks), dict(best.quantizations)),
+        checkpoint=checkpoint, progress=lambda done, total: progress(recipe.method, done, total),
+    )  # fmt: skip
+    with read_inputs_in_steps(model, trained.quantizations):
         loss = compute_calibration_loss(task, model, batches)
         stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
-    return PruneResult(best.stages, stage, model, trained.masks, quantizations)
+    return PruneResult(best.stages, stage, model, trained.masks, trained.quantizations)
 
 
 def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:

@@ -30,9 +30,6 @@ from search.whole_model.model_engines import Run, SpinningCall, convert_to_array
 MOST_CALLS = 64
 """Calls of the model that the tools look at, at most."""
 
-INFORMATIVE_ENGINE = "openvino-int8"
-"""The dense engine that a verification times in any case, to say what plain eight bits would give."""
-
 
 def build_dense_openvino_int8(reference: str, threads: int, shared: str) -> Run:
     """Build the model on OpenVINO's CPU plugin, quantised by NNCF."""

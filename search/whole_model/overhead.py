@@ -25,6 +25,7 @@ import numpy as np
 from latbench.backends import installed_engines
 from latbench.base.engine_registry import (
     CPU_ENGINES,
+    DENSE_INT8,
     MODEL_ENGINES,
     TORCH,
     list_rivals,
@@ -47,7 +48,7 @@ from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule
-from search.whole_model.int8_engines import INFORMATIVE_ENGINE, can_quantize
+from search.whole_model.int8_engines import can_quantize
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from sparse_kernels.cpu.runtime import kernel_cache
@@ -159,7 +160,7 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
 
 def build_informative_engine(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
     """Return the dense engine in eight bits that is timed although it is no rival; none if it cannot run."""
-    name = INFORMATIVE_ENGINE
+    name = DENSE_INT8
     if name in list_rivals(deployment.backend, deployment.precisions) or not can_quantize():
         return {}
     arguments = task.reference, deployment.threads

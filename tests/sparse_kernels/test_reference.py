@@ -228,4 +228,6 @@ def test_every_registered_name_is_of_the_package():
     assert all(target.startswith("sparse_kernels.") for target in registry.KERNELS.values())
     formats = {pattern.format for pattern in PATTERNS}
     operations = {"linear", "conv2d"}
-    assert {known[:2] for known in registry.KERNELS} == {(format, op) for format in formats for op in operations}
+    in_bytes = {("int8", "linear"), ("int8", "conv2d"), ("int8-weights", "linear")}  # of every format
+    known = {(format, op) for format in formats for op in operations}
+    assert {known[:2] for known in registry.KERNELS} == known | in_bytes

@@ -62,7 +62,11 @@ def _prepare_int8(point: Point, layer: SyntheticLayer) -> Engine:
     if isinstance(point.shape, Conv2dShape):
         plan = prepare_conv2d(weight, point.shape, "numba", point.layout)
     else:
-        plan = prepare_linear(weight, "numba", point.layout, point.shape.n)
+        precision = "float32" if point.dtype_a == INT8 else "int8-weights"
+        try:
+            plan = prepare_linear(weight, "numba", point.layout, point.shape.n, precision=precision)
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
     plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes) - 1))]
     return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans])
 

@@ -54,7 +54,8 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     weight_bytes = layer.weight.nbytes // {"bfloat16": 2, INT8: 4}.get(point.dtype_w, 1)
     copies = [compile_layer(point, layer) for _ in range(count_copies(weight_bytes, MOST_SESSIONS))]
     kernel, precision = find_executed(copies[0])
-    if precision not in PRECISIONS[point.dtype_a]:
+    weights_alone = (point.dtype_w, point.dtype_a) == (INT8, "float32")  # whose type OpenVINO names then
+    if precision not in PRECISIONS[INT8 if weights_alone else point.dtype_a]:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
     x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
@@ -65,11 +66,12 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
 def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> openvino.CompiledModel:
     """Compile the layer as a model with weights of its own, for the point's threads and precision or a given one."""
     shape, in_bytes = point.shape, point.dtype_w == INT8
+    rounds_x = point.dtype_a == INT8
     if isinstance(shape, Conv2dShape):
         x, y = _convolution(shape, layer, last=point.layout == "nhwc", in_bytes=in_bytes)
     else:
         x = operators.parameter(layer.x.shape, np.float32)
-        read, weight = _read_in_steps(x, layer) if in_bytes else x, _build_weight(layer, None, in_bytes)
+        read, weight = _read_in_steps(x, layer) if rounds_x else x, _build_weight(layer, None, in_bytes)
         y = operators.add(operators.matmul(read, weight, False, True), layer.bias)
     return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or HINTS[point.dtype_a])
 
@@ -110,6 +112,7 @@ def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") 
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else it rounds activations where only weights are bytes
     }
     return openvino.Core().compile_model(model, "CPU", settings)
 

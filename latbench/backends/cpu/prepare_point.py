@@ -28,9 +28,9 @@ from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import count_rotated_bytes
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import Packed, pack, round_packed
-from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8
+from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
 from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
-from sparse_kernels.oracle import BFLOAT16_ROUNDOFF, check, check_conv2d
+from sparse_kernels.oracle import BFLOAT16_ROUNDOFF, UNIT_ROUNDOFF, check, check_conv2d
 from sparse_kernels.patterns import Pattern, ShflBW
 from sparse_kernels.shapes import Conv2dShape
 
@@ -209,6 +209,10 @@ def _build_check(point: Point, layer: SyntheticLayer) -> Callable[[np.ndarray], 
     A large batch is checked by its first and last image.
     """
     shape, bias = point.shape, layer.bias
+    if (point.dtype_w, point.dtype_a) == (INT8, "float32"):
+        rounded = pack(unpack_int8(layer.quantize(False)), layer.mask, layer.packed.pattern)
+        # The rounded weight in float32, and its scale behind the sum, are each one rounding off.
+        return lambda y: check(y, rounded, layer.x, bias=bias, layout="token_major", roundoff=UNIT_ROUNDOFF)
     if point.dtype_w == INT8:
         weight = layer.quantize(point.kernel == OWN_STEPS)
         # Other libraries place and round steps in their own ways.

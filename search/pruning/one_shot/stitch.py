@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -25,8 +25,8 @@ class StitchedLayers:
         How the layers in eight bits are read; their weights are whole numbers of steps.
     """
 
-    masks: dict[str, Tensor]
-    quantizations: dict[str, Quantization]
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    quantizations: dict[str, Quantization] = field(default_factory=dict)
 
 
 def stitch(model: nn.Module, choices: Mapping[str, Option], database: Database) -> StitchedLayers:
@@ -52,7 +52,7 @@ def stitch(model: nn.Module, choices: Mapping[str, Option], database: Database) 
         The database lacks an entry.
     """
     modules = dict(model.named_modules())
-    stitched = StitchedLayers({}, {})
+    stitched = StitchedLayers()
     for layer, option in choices.items():
         if option.in_database is None:
             continue

@@ -48,12 +48,15 @@ class InputStatistics:
         Array (BINS,): how many inputs lie in each of as many equal parts from low to high.
     rows
         How many rows the layer's matrix product has, on all batches together.
+    zeros
+        How many inputs are 0, as behind a ReLU: every range reads those exactly.
     """
 
     low: float
     high: float
     counts: NDArray[np.float64]
     rows: int
+    zeros: int = 0
 
     @property
     def centers(self) -> NDArray[np.float64]:
@@ -90,12 +93,14 @@ DEFAULT_RANGES = "mse"
 def estimate_reading_error(found: InputStatistics, reading: InputRange) -> float:
     """Return the mean squared error of inputs that are read in this range.
 
-    Inside it an input is off by up to half a step, every error as likely; outside, by its distance to the end.
+    Inside it an input is off by up to half a step, every error as likely; outside, by its distance to the end. Zeros
+    are not off.
     """
     low, high = (reading.scale * (q - reading.zero) for q in (0, STEPS))
     beyond = np.maximum(low - found.centers, 0) + np.maximum(found.centers - high, 0)
     inside = np.where(beyond == 0, reading.scale**2 / 12, 0.0)
-    return float((found.counts * (beyond**2 + inside)).sum() / found.counts.sum())
+    lost = (found.counts * (beyond**2 + inside)).sum() - found.zeros * reading.scale**2 / 12
+    return float(max(lost, 0.0) / found.counts.sum())
 
 
 @dataclass(frozen=True)
@@ -165,10 +170,11 @@ def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[
         ends[name] = float(np.minimum(low, least)), float(np.maximum(high, most))  # NaN stays
         rows[name] += _count_rows(module, args[0], output)
 
-    counts = {name: np.zeros(BINS) for name in layers}
+    counts, zeros = {name: np.zeros(BINS) for name in layers}, dict.fromkeys(layers, 0)
 
     def count(name: str, _: nn.Module, args: tuple[Any, ...], __: Any) -> None:
         low, high = ends[name]
+        zeros[name] += int((args[0] == 0).sum())
         if high > low:
             counts[name] += torch.histc(args[0].detach().float(), BINS, low, high).double().cpu().numpy()
 
@@ -183,8 +189,8 @@ def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[
                 raise BadData(f"layer {name}: its inputs on the calibration data hold NaN or infinite values")
     for name, (low, high) in ends.items():
         if low == high:  # only zeros
-            counts[name][0] = 1.0
-    return {name: InputStatistics(*ends[name], counts[name], rows[name]) for name in layers}
+            counts[name][0] = zeros[name] = 1
+    return {name: InputStatistics(*ends[name], counts[name], rows[name], zeros[name]) for name in layers}
 
 
 def _count_rows(module: nn.Module, x: torch.Tensor, output: Any) -> int:

@@ -21,8 +21,8 @@ from sparse_kernels.prunable_layers import as_weight, set_weight_matrix, weight_
 
 
 @contextmanager
-def train_in_steps(model: nn.Module, quantizations: Mapping[str, Quantization]) -> Iterator[dict[str, Quantization]]:
-    """Let layers compute with rounded weights and inputs while the context is open; then round their weights.
+def compute_in_steps(model: nn.Module, quantizations: Mapping[str, Quantization]) -> Iterator[None]:
+    """Let layers compute with rounded weights and inputs while the context is open.
 
     Parameters
     ----------
@@ -30,44 +30,45 @@ def train_in_steps(model: nn.Module, quantizations: Mapping[str, Quantization]) 
         The model to train.
     quantizations : mapping of str to Quantization
         Ranges of the inputs of layers in eight bits.
-
-    Yields
-    ------
-    dict of str to Quantization
-        How these layers are read after training; empty until the context ends without an error.
     """
-    found: dict[str, Quantization] = {}
     with ExitStack() as stack:
         for name, quantization in quantizations.items():
             stack.callback(_compute_in_steps(model.get_submodule(name), quantization))
-        yield found
+        yield
+
+
+def round_layers(model: nn.Module, quantizations: Mapping[str, Quantization]) -> dict[str, Quantization]:
+    """Round the weights of layers to steps, in place; return how these layers are read then."""
+    found = {}
     for name, quantization in quantizations.items():
         layer = model.get_submodule(name)
         matrix = weight_matrix(layer).float().cpu().contiguous().numpy()
         scales = find_scales(matrix)
         set_weight_matrix(layer, torch.from_numpy(round_to_steps(matrix, scales)))
         found[name] = replace(quantization, scales=scales)
+    return found
 
 
 def _compute_in_steps(layer: nn.Module, quantization: Quantization) -> Callable[[], None]:
     """Let a layer round its weight and its input in each call; return a function that ends this."""
-    own_forward, plain, reading = vars(layer).get("forward"), layer.forward, quantization.input_range
+    reading = quantization.input_range
     assert reading is not None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = read_arguments(reading, args, kwargs)
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         vars(layer)["weight"] = round_straight_through(layer)  # found before the parameter of this name
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            del vars(layer)["weight"]
+        return read_arguments(reading, args, kwargs)
 
-    layer.forward = forward
+    def after(*_: Any) -> None:
+        del vars(layer)["weight"]
+
+    handles = (
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, always_call=True),
+    )
 
     def undo() -> None:
-        del layer.forward
-        if own_forward is not None:
-            layer.forward = own_forward
+        for handle in handles:
+            handle.remove()
 
     return undo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ from torch.optim import Optimizer
 
 from latbench.errors import BadData, UsageError
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
+from search.pruning.one_shot.stitch import StitchedLayers
+from search.pruning.quantization.rounded_training import compute_in_steps, round_layers
 from search.pruning.saliency.gradient_checks import find_bad_gradient
 from search.pruning.training.checkpoint import Checkpoint, Stateful
 from search.pruning.training.flops import Flop, compute_training_flop, count_forward_flop
 from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
 from search.task import Task
+from sparse_kernels.formats.int8 import Quantization
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,14 @@ class TrainingResult:
         Masks by layer; True marks a kept weight.
     flop, dense_flop : Flop
         FLOP of the training, and of dense training of as many steps, counted on the first step's batches.
+    quantizations : dict of str to Quantization
+        How the layers in eight bits are read.
     """
 
     masks: dict[str, Tensor]
     flop: Flop
     dense_flop: Flop
+    quantizations: dict[str, Quantization] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float]:
         """Return the FLOP of Linear and Conv2d layers over all steps, for a manifest."""
@@ -56,7 +62,7 @@ def train(
     targets: LayerTargets,
     recipe: Recipe,
     *,
-    masks: Mapping[str, Tensor] | None = None,
+    start: StitchedLayers | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> TrainingResult:
@@ -74,8 +80,8 @@ def train(
         Targets by layer.
     recipe : Recipe
         How to train.
-    masks : mapping of str to bool Tensor of shape (m, k), optional
-        Masks of one-shot pruning, for the start `one_shot`.
+    start : StitchedLayers, optional
+        What one-shot pruning left: masks, for the start `one_shot`, and the layers that compute in eight bits.
     checkpoint : Checkpoint, optional
         File that keeps the state of training.
     progress : callable
@@ -94,20 +100,22 @@ def train(
         The loss or a gradient is not finite.
     """
     layer_targets = build_recipe_targets(recipe, targets, model)
-    pruner = recipe.build_pruner(masks)
+    start = start or StitchedLayers()
+    pruner = recipe.build_pruner(start.masks or None)
     # Training may use torch's global generator (dropout): seed it, and restore it afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model.train()
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
-        forward_flop = _run_steps(task, model, recipe, pruner if layer_targets else None, checkpoint, progress)
+        with compute_in_steps(model, start.quantizations):
+            forward_flop = _run_steps(task, model, recipe, pruner if layer_targets else None, checkpoint, progress)
     model.eval()
     if layer_targets:
         pruner.finish()
     dense = compute_training_flop(None, {}, forward_flop, recipe.steps)
     spent = compute_training_flop(pruner, layer_targets, forward_flop, recipe.steps) if layer_targets else dense
-    return TrainingResult(pruner.masks, spent, dense)
+    return TrainingResult(pruner.masks, spent, dense, round_layers(model, start.quantizations))
 
 
 def _run_steps(

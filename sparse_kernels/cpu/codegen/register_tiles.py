@@ -100,12 +100,12 @@ class TokenTileForm(NamedTuple):
     """A register tile of tokens and outputs.
 
     tokens, vectors: sums, one vector of outputs each. lanes: of a vector. fused: multiply-adds are fused. size: bytes
-    of a weight, 4 for float32, 2 for bfloat16, 1 for whole numbers with a scale for each output. ahead: how many floats
-    ahead weights are fetched, 0 leaves that to the hardware. close: fetch them to the first-level cache. order: how the
-    sums are left: FINISHED, ROWS or FOURS. fetch_elsewhere: with each column fetch a line that is not of its weights.
-    once: where `cold` is 1 fetch weights ahead and nothing else, where it is 0 only lines elsewhere; else fetch both
-    always. side_by_side: the tokens of x lie side by side, (columns, tokens), and their stride is not looked at.
-    numbers: what is multiplied.
+    of a weight, 4 for float32, 2 for bfloat16, 1 for whole numbers with a scale for each output. ahead: how many
+    floats ahead weights are fetched, 0 leaves that to the hardware. close: fetch them to the first-level cache.
+    order: how the sums are left: FINISHED, ROWS or FOURS. fetch_elsewhere: with each column fetch a line that is not
+    of its weights. once: where `cold` is 1 fetch weights ahead and nothing else, where it is 0 only lines elsewhere;
+    else fetch both always. side_by_side: the tokens of x lie side by side, (columns, tokens), and their stride is not
+    looked at. numbers: what is multiplied.
     """
 
     tokens: int

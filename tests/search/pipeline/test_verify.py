@@ -143,7 +143,8 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
 def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "torch-bf16": steady(3.0), PRUNED: steady(1.0)}, {})
     halves = profile()
-    halves = replace(halves, layers={name: replace(it, precision="bfloat16") for name, it in halves.layers.items()})
+    layers = {name: replace(it, precision="bfloat16") for name, it in halves.layers.items()}
+    halves = replace(halves, layers=layers, precisions="float32,bfloat16")
     verdict = build_verdict(little, halves, "numba", timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
         "promise kept: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised (6.00x against torch)"

@@ -24,7 +24,7 @@ from search.pruning.one_shot.fill_database import fill_database
 from search.pruning.one_shot.hessian import extract_input_rows
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.quantization.rounded_inputs import read_in_steps, read_inputs_in_steps
-from search.pruning.quantization.rounded_training import train_in_steps
+from search.pruning.quantization.rounded_training import compute_in_steps, round_layers
 from search.pruning.storage.model_folder import load_pruned, read_manifest, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
 from search.pruning.training.recipe import Recipe
@@ -178,14 +178,15 @@ def test_gradients_pass_as_if_nothing_was_rounded() -> None:
     inside = x.detach().abs() <= 1.0 + reading.scale / 2
     read = read_in_steps(x.detach(), reading).requires_grad_()
     rounded(read).square().sum().backward()
-    with train_in_steps(model, {"layer": Quantization(scales, reading)}) as found:
-        assert found == {}
+    quantizations = {"layer": Quantization(scales, reading)}
+    with compute_in_steps(model, quantizations):
         layer(x).square().sum().backward()
+    found = round_layers(model, quantizations)
     assert x.grad is not None and read.grad is not None and layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, rounded.weight.grad)
     torch.testing.assert_close(x.grad, torch.where(inside, read.grad, 0.0))
     assert are_steps(model, found) and torch.equal(layer.weight, rounded.weight)
-    assert "weight" in dict(layer.named_parameters()) and "forward" not in vars(layer)
+    assert "weight" in dict(layer.named_parameters()) and "weight" not in vars(layer)
 
 
 @pytest.mark.parametrize("recipe", [None, Recipe(method="gmp", steps=20)], ids=["tuned", "trained"])
@@ -246,5 +247,5 @@ def test_a_folder_is_refused_whose_weights_are_not_its_steps(task: Task, databas
         with pytest.raises(UsageError, match=said):
             save_pruned(tmp_path / "pruned", model, stitched.masks, profile, {}, quantizations)
     float32 = profile_of(task, {name: replace(it, precision="float32") for name, it in OPTIONS.items()})
-    with pytest.raises(UsageError, match="it has a quantization, and the profile says float32"):
+    with pytest.raises(UsageError, match="it has a quantization, and the profile has it in float32"):
         save_pruned(tmp_path / "pruned", model, stitched.masks, float32, {}, stitched.quantizations)

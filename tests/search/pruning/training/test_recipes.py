@@ -18,6 +18,7 @@ from search.artifacts.profile import LayerChoice, Profile
 from search.problem.layers import Option
 from search.pruning.masks.layer_targets import resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
+from search.pruning.one_shot.stitch import StitchedLayers
 from search.pruning.prune_model import check_recipe
 from search.pruning.saliency.fisher import MFAC
 from search.pruning.storage.model_folder import load_pruned
@@ -169,7 +170,7 @@ def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Tas
     results = []
     for _ in range(2):
         model = task.model()
-        trained = train(task, model, TARGETS, recipe, masks=magnitude_masks(model))
+        trained = train(task, model, TARGETS, recipe, start=StitchedLayers(magnitude_masks(model)))
         results.append(hash_model(model))
         assert not model.training
         assert trained.masks["conv"].sum() == 8 * 54 / 4
@@ -380,7 +381,7 @@ def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(m
                 refused.append((pattern, transposable, settings.get("stages")))
                 continue
             mask = resolve_targets(targets, model)["0"].mask(torch.rand(8, 16))
-            kept = train(one, model, targets, recipe, masks={"0": mask}).masks["0"]
+            kept = train(one, model, targets, recipe, start=StitchedLayers({"0": mask})).masks["0"]
             if transposable == "quick":
                 assert kept.sum() <= mask.sum()
             else:
