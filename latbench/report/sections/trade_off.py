@@ -7,6 +7,7 @@ timing whole models, plus the fixed part. So the chosen profile lies at its pred
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from latbench.base.engine_registry import PRECISIONS
 from latbench.base.number_format import format_ratio, format_seconds
 from latbench.errors import BadData
 from latbench.report import point_frames
@@ -33,9 +35,9 @@ from latbench.report.figures import (
 from latbench.workloads.workload import read_workload
 from search.artifacts.profile import Profile
 from search.inputs import layer_errors, problem_from_table
-from search.knapsack.arrays import sum_in_order
+from search.knapsack.arrays import Floats, sum_in_order
 from search.knapsack.pareto import frontier
-from search.problem.layers import build_uniform_choice, list_options
+from search.problem.layers import DENSE_OPTION, build_uniform_choice, list_options
 from search.problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
 POINTS = 600  # drawn of a frontier that may have 40,000
 FINE = 1000  # resolution of the frontier, as a part of the dense time
-EFFICIENT, UNIFORM = "efficient", "uniform"
+EFFICIENT, ALONE, UNIFORM = "efficient", "alone", "uniform"
+"""Kinds of rows: of all options, of those in one precision, and with one option in all layers."""
 
 
 def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -> pd.DataFrame:
@@ -79,15 +82,14 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
 def build_frame(problem: Problem, profile: Profile) -> pd.DataFrame:
     """Build a frame with a row for each efficient and each uniform profile.
 
-    Columns: kind (efficient or uniform), name and pattern (of a uniform profile), seconds (of the whole model),
-    speedup, error.
+    Columns: kind, name (of a uniform profile; of the one precision), pattern (of a uniform profile), seconds (of the
+    whole model), speedup, error.
     """
     scale = _correction(problem, profile)
     seconds = [scale * layer.seconds for layer in problem.layers]
-    every = frontier(seconds, problem.errors, resolution=profile.dense_seconds / FINE)
-    kept = np.unique(np.searchsorted(every.seconds, np.linspace(every.seconds[0], every.seconds[-1], POINTS)))
-    kept = kept.clip(0, len(every.seconds) - 1)
-    rows = [(EFFICIENT, "", "", float(every.seconds[i]), float(every.errors[i])) for i in kept]
+    fine = profile.dense_seconds / FINE
+    rows = [(EFFICIENT, "", "", *ends) for ends in _list_efficient(seconds, problem.errors, fine)]
+    rows += [(ALONE, name, "", *ends) for name, ends in _list_by_precision(problem, scale, fine)]
     for option in list_options(problem.layers):
         choice = build_uniform_choice(problem.layers, option)
         of = zip(seconds, problem.errors, choice, strict=True)
@@ -98,13 +100,39 @@ def build_frame(problem: Problem, profile: Profile) -> pd.DataFrame:
     return found.assign(speedup=profile.dense_seconds / found["seconds"])
 
 
+def _list_efficient(seconds: Sequence[Floats], errors: Sequence[Floats], fine: float) -> list[tuple[float, float]]:
+    """List the layers' seconds and errors of efficient profiles, few enough to be drawn."""
+    every = frontier(seconds, errors, resolution=fine)
+    kept = np.unique(np.searchsorted(every.seconds, np.linspace(every.seconds[0], every.seconds[-1], POINTS)))
+    return [(float(every.seconds[i]), float(every.errors[i])) for i in kept.clip(0, len(every.seconds) - 1)]
+
+
+def _list_by_precision(problem: Problem, scale: float, fine: float) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the same for the options in each precision, with its name, if layers have several.
+
+    A layer may stay as it is in any case.
+    """
+    used = {option.precision for layer in problem.layers for option in layer.options}
+    for precision in PRECISIONS if len(used) > 1 else ():
+        own = [
+            layer.take([
+                place for place, option in enumerate(layer.options)
+                if option.precision == precision or option == DENSE_OPTION
+            ])
+            for layer in problem.layers
+        ]  # fmt: skip
+        if precision in used:
+            for ends in _list_efficient([scale * it.seconds for it in own], [it.errors for it in own], fine):
+                yield precision, ends
+
+
 def _correction(problem: Problem, profile: Profile) -> float:
     """Return the factor by which the search corrected layer times: the median of prediction over the table's time."""
     ratios = []
     for layer in problem.layers:
         chosen = profile.layers[layer.name]
         for place, option in enumerate(layer.options):
-            if option.pattern == chosen.pattern and math.isclose(option.sparsity, chosen.sparsity, abs_tol=1e-6):
+            if option.is_close(chosen.option):
                 ratios.append(chosen.seconds / float(layer.seconds[place]))
     return float(np.median(ratios)) if ratios else 1.0
 
@@ -115,9 +143,9 @@ def build_section(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict 
     budget = profile.dense_seconds / profile.target
     sentences = [
         "The line is the least total error at each time of the whole model, over all mixtures of patterns and "
-        "sparsities. The error of a layer is the relative error of its outputs on the calibration data. Single "
-        "points give every layer one pattern and sparsity. The search minimises the loss of the whole model, so the "
-        "chosen profile may lie above the line."
+        f"sparsities{_mention_precisions(rows)}. The error of a layer is the relative error of its outputs on the "
+        "calibration data. Single points give every layer one pattern and sparsity. The search minimises the loss of "
+        "the whole model, so the chosen profile may lie above the line."
     ]
     fastest = efficient["speedup"].max()
     sentences.append(
@@ -154,6 +182,14 @@ def draw_figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | 
         "text": [format_ratio(value) for value in efficient["speedup"]],
         "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra>least error</extra>",
     }]  # fmt: skip
+    for dash, (name, own) in zip(("dot", "dash", "dashdot"), _group_alone(shown), strict=False):
+        traces.append({
+            "type": "scatter", "mode": "lines", "name": f"in {name} alone",
+            "line": {"color": "@ink", "width": 1, "shape": "hv", "dash": dash},
+            "x": round_values(own["seconds"]), "y": round_values(own["error"]),
+            "text": [format_ratio(value) for value in own["speedup"]],
+            "hovertemplate": f"%{{text}}<br>total error %{{y:.3~g}}<extra>{name}</extra>",
+        })  # fmt: skip
     uniform = shown[shown["kind"] == UNIFORM]
     look_of = assign_looks(uniform["pattern"])
     for pattern, own in uniform.groupby("pattern", sort=True):
@@ -176,17 +212,32 @@ def draw_figure(rows: pd.DataFrame, profile: Profile, verdict: SpeedupVerdict | 
         ends = verdict.measured_seconds, verdict.measured_low, verdict.measured_high
         traces.append(_point("measured", *ends, profile.error, "circle-open", LOSS))
         times.append(verdict.measured_seconds)
+    marked = {"target": budget}
+    if verdict and (over := verdict.over_int8) is not None:
+        marked["dense int8"] = over[0]
+        times.append(over[0])
     layout = {
         "xaxis": build_time_axis("whole model", min(times), max(times)),
         "yaxis": {"title": {"text": "total error of layers"}, "type": "log", **build_log_ticks(*errors, "")},
-        "shapes": [draw_line(x=budget)],
+        "shapes": [draw_line(x=seconds) for seconds in marked.values()],
         "annotations": [{
-            "text": "target", "x": math.log10(budget), "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
+            "text": name, "x": math.log10(seconds), "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@muted"},
-        }],
+        } for name, seconds in marked.items()],
         "height": 460,
     }  # fmt: skip
     return {"data": traces, "layout": layout}
+
+
+def _group_alone(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the rows of each precision by itself, from the most precise."""
+    alone = rows[rows["kind"] == ALONE]
+    return [(name, alone[alone["name"] == name]) for name in PRECISIONS if name in set(alone["name"])]
+
+
+def _mention_precisions(rows: pd.DataFrame) -> str:
+    names = [name for name, _ in _group_alone(rows)]
+    return f" and precisions; broken lines are of {', '.join(names)} alone" if names else ""
 
 
 def _point(name: str, seconds: float, low: float, high: float, error: float, symbol: str, fill: str) -> Figure:

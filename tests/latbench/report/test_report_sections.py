@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,29 @@ def test_the_frontier_is_that_of_all_mixtures_and_goes_through_the_prediction() 
     assert efficient["speedup"].tolist() == pytest.approx((20.0 / efficient["seconds"]).tolist())
     uniform = found[found["kind"] == "uniform"].set_index("name")
     assert uniform.loc["vector:2 at 0.5", ["seconds", "error"]].tolist() == pytest.approx([1 + 1.5 * 5.0, 0.2])
+
+
+def test_each_precision_has_a_line_of_its_own_beside_all_mixtures() -> None:
+    options = [
+        ("dense", 0.0, "float32", 4.0, 0.0), ("vector:2", 0.75, "float32", 1.5, 0.3),
+        ("dense", 0.0, "int8", 2.0, 0.01), ("vector:2", 0.75, "int8", 0.5, 0.35),
+    ]  # fmt: skip
+    columns = ["layer", "pattern", "sparsity", "precision", "seconds", "error"]
+    frame = pd.DataFrame([(name, *option) for name in ("a", "b") for option in options], columns=columns)
+    problem = problem_from_frame(frame, dense_seconds=20.0, fixed_seconds=1.0)
+    chosen = {name: LayerChoice("dense", 0.0, 2.0, 2.0, 2.0, 0.01, "int8") for name in ("a", "b")}
+    found = trade_off.build_frame(problem, profile_of(chosen))
+    alone = found[found["kind"] == "alone"]
+    assert list(dict.fromkeys(alone["name"])) == ["float32", "int8"]
+    fastest = {name: own["seconds"].min() for name, own in alone.groupby("name")}
+    assert fastest == {"float32": pytest.approx(4.0), "int8": pytest.approx(2.0)}
+    assert (alone["error"] == 0.0).groupby(alone["name"]).any().all()  # layers may stay as they are
+    verdict = SimpleNamespace(measured_seconds=5.0, measured_low=4.9, measured_high=5.1, over_int8=(3.0, 0.6))
+    figure = trade_off.draw_figure(found, profile_of(chosen), verdict, 10.0)  # type: ignore[arg-type]
+    assert [each["text"] for each in figure["layout"]["annotations"]] == ["target", "dense int8"]
+    assert [trace["name"] for trace in figure["data"]][:3] == ["least error", "in float32 alone", "in int8 alone"]
+    section = trade_off.build_section(found, profile_of(chosen), None)
+    assert "and precisions; broken lines are of float32, int8 alone" in section.sentences[0]
 
 
 # Accuracy ----------------------------------------------------------------------------------------------------------
