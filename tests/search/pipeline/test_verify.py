@@ -272,8 +272,10 @@ def test_a_small_model_is_verified_from_its_folder(
     folder, output = pruned_folder(tmp_path / "pruned", little, profile(1e-3)), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met
-    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", "numba", PRUNED}
+    own = {"torch", "torch-mkldnn", "onnxruntime", "openvino", "numba", PRUNED}
+    assert set(verdict.engines) == {*own, "openvino-int8"} and verdict.over_int8 is not None
     model = little.model()
+    assert verdict.score_int8 == pytest.approx(verdict.score_dense, rel=0.05)
     assert verdict.score_dense == pytest.approx(little.score(model))
     assert verdict.score_pruned != verdict.score_dense
     assert read_verdict(output / "verify.json") == verdict
