@@ -140,7 +140,6 @@ class Job:
         self._reference, self.folder, self.settings = reference, folder, settings
         self._threads = select_threads(settings.threads)
         self._timer = ModelTimer(self._threads)
-        self._traced: Workload | None = None  # a file of an earlier run may be of another model
 
     def __enter__(self) -> Self:
         return self
@@ -154,17 +153,22 @@ class Job:
         return load_task(self._reference)
 
     @cached_property
+    def _workload(self) -> Workload:
+        """The layers of the task as it is now. The file of an earlier run may be of another model."""
+        shapes = list_prunable_layers(self.task, self.task.model())
+        layers = tuple(Layer(name, shape) for name, shape in shapes.items())
+        return Workload(self.task.name, f"traced from {self._reference}", layers)
+
+    @cached_property
     def _points(self) -> list[Point]:
-        """The points that a sweep could measure, once the layers are traced."""
-        assert self._traced is not None
         quick = self.settings.quick
         setup = PointSetup(
             name_cpu(), self._threads, [NUMBA] if quick else list_standard(CPU_ENGINES), self.settings.seed,
             rounded=[each for each in self.settings.precisions if each != FLOAT32],
         )  # fmt: skip
         if not quick:
-            return list_points([self._traced], setup, sparsities=SPARSITIES)
-        points = list_points([self._traced], setup, sparsities=promising_points.SPARSITIES)
+            return list_points([self._workload], setup, sparsities=SPARSITIES)
+        points = list_points([self._workload], setup, sparsities=promising_points.SPARSITIES)
         # Vectors are as fast, and grouping the rows of each option for Shfl-BW takes seconds.
         return [point for point in points if not isinstance(point.pattern, ShflBW)]
 
@@ -177,10 +181,10 @@ class Job:
 
     def estimate_seconds(self) -> Mapping[str, float]:
         """Return the estimated seconds of each step, in their order."""
-        points, layers, weights = 30, 4, 6e6  # of an ordinary task, until its layers are known
-        if self._traced is not None:
-            points, layers = len(self._points), len(self._traced.layers)
-            weights = sum(layer.shape.m * layer.shape.k for layer in self._traced.layers)
+        points, layers, weights = 30, 4, 6e6  # of an ordinary task, until this one was read
+        if "_workload" in vars(self):
+            points, layers = len(self._points), len(self._workload.layers)
+            weights = sum(layer.shape.m * layer.shape.k for layer in self._workload.layers)
         options = 7 if self.settings.quick else 20
         return {
             "reading the task": 5.0,
@@ -200,15 +204,9 @@ class Job:
             check_can_train(self.task)
             steps.append("training")
         check_task(self.task, steps)
-        shapes = list_prunable_layers(self.task, self.task.model())
-        layers = tuple(Layer(name, shape) for name, shape in shapes.items())
-        workload, path = (
-            Workload(self.task.name, f"traced from {self._reference}", layers),
-            self._path("workload.yaml"),
-        )
-        if not _holds(path, workload):
-            write_workload(workload, path)
-        self._traced = workload
+        path = self._path("workload.yaml")
+        if not _holds(path, self._workload):
+            write_workload(self._workload, path)
 
     def time_layers(self, tell: Tell) -> None:
         """Time the layers of which the table has no row."""

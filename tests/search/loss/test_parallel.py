@@ -212,7 +212,7 @@ def test_batches_move_with_whatever_holds_their_tensors() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # its nodes' processes import torch one by one, beside all else that runs meanwhile
 def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none() -> None:
-    """Ray's part in a process can end that process: it has one of its own, and a second one if a signal ends it."""
+    """Run the check below in a process of its own, and once more if a signal ends it: Ray's C++ part may do that."""
     inside = ("-p", "no:xdist", "-o", "python_functions=losses_on_*", "--override-ini", "timeout=580", __file__)
     command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *inside]
     for _ in range(2):
