@@ -59,7 +59,7 @@ def test_the_reference_backend(layer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(COMMON, max_examples=1000)
+@settings(COMMON, max_examples=400)
 @given(linears())
 def test_many_linear_layers(layer):
     run(layer)
@@ -67,7 +67,7 @@ def test_many_linear_layers(layer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(COMMON, max_examples=1000)
+@settings(COMMON, max_examples=400)
 @given(convolutions())
 def test_many_convolutions(layer):
     run(layer)
