@@ -1,7 +1,9 @@
 """A model with one pattern at one sparsity in all of its layers, beside every dense engine: prints a table.
 
     python tests/benchmarks/whole_model.py tests/tasks/bert_base.py [--pattern shflbw:32] [--sparsity 0.9] [--batch 8]
-    python tests/benchmarks/whole_model.py tests/tasks/bert_base.py --backend numba-bf16   # in bfloat16
+    python tests/benchmarks/whole_model.py tests/tasks/bert_base.py --pattern block:32x4 --precision int8
+
+Dense engines that round as far as the pruned model are timed beside it.
 
 Masks are random: they take the time that others take. Engines are timed as `latbench verify` does it: each in a
 process of its own, in turns, built anew three times. DeepSparse, where `latbench setup deepsparse` has put it, runs
@@ -25,15 +27,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.base.engine_registry import PRUNED_ENGINES, runs_our_kernels
+from latbench.base.engine_registry import FLOAT32, NUMBA, PRECISIONS
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from search.deployment import Deployment
+from search.problem.layers import Option
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, ModelTimer, RoundSchedule
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
+from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import FramedImages
 from sparse_kernels.tensors.torch_tiles import TokenTiles
@@ -75,13 +79,13 @@ def timed(layer: nn.Module, seconds: list[float]) -> None:
             setattr(layer, name, noted)
 
 
-def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
+def sum_of_layers(reference: str, choices: OptionsByLayer, threads: int) -> float:
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
     task = load_task(reference)
     calls: list[tuple[sparse.SparseLayer, Any, dict[str, Any]]] = []
     build = sparse.SparseLayer.__call__
-    run = build_random_pruned(reference, threads, backend, choices)
+    run = build_random_pruned(reference, threads, NUMBA, choices)
     assert callable(run)
 
     def noted(layer: nn.Module, x: Any, **how: Any) -> Any:
@@ -118,12 +122,7 @@ def main() -> None:
     parser.add_argument("--pattern", default="shflbw:32")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=1, help="how often the task's inputs are repeated")
-    parser.add_argument(
-        "--backend",
-        choices=[name for name in PRUNED_ENGINES if runs_our_kernels(name)],
-        default="numba",
-        help="what runs the pruned model",
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default=FLOAT32, help="in which its layers are multiplied")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--processes", type=int, default=3, help="how often each engine is built anew")
@@ -139,14 +138,14 @@ def main() -> None:
 
 def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None:
     """Time and print."""
-    threads, reference, backend = arguments.threads, task.reference, arguments.backend
-    choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
-    zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
+    threads, reference, precision = arguments.threads, task.reference, arguments.precision
+    choices = dict.fromkeys(layers, Option(arguments.pattern, arguments.sparsity, precision))
+    zeros = dict.fromkeys(layers, Option("unstructured", arguments.sparsity))
     engines = build_dense_engines(task, Deployment(threads, "deepsparse")) | build_dense_engines(
-        task, Deployment(threads, backend)
+        task, Deployment(threads, precisions=tuple(dict.fromkeys((FLOAT32, precision))))
     )
     engines[PRUNED] = EngineBuilder(
-        PRUNED, "search.whole_model.model_engines:build_random_pruned", (reference, threads, backend, choices)
+        PRUNED, "search.whole_model.model_engines:build_random_pruned", (reference, threads, NUMBA, choices)
     )
     engines["deepsparse, pruned"] = EngineBuilder(
         "deepsparse, pruned",
@@ -154,13 +153,14 @@ def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None
         (reference, threads, "deepsparse", zeros),
     )
     engines[FREE] = EngineBuilder(
-        FREE, "search.whole_model.model_engines:build_layers_free", (reference, threads, backend, choices)
+        FREE, "search.whole_model.model_engines:build_layers_free", (reference, threads, choices)
     )
     schedule = RoundSchedule(arguments.processes, -(-arguments.rounds // arguments.processes))
     with ModelTimer(threads) as timer:
         timings = timer.time(engines, required=[PRUNED], schedule=schedule)
     fastest = timings.fastest([*DENSE_ENGINES])
-    print(f"{task.name}, {len(layers)} layers {arguments.pattern} at {arguments.sparsity:.0%}, {threads} threads")
+    chosen = f"{arguments.pattern} {precision} at {arguments.sparsity:.0%}"
+    print(f"{task.name}, {len(layers)} layers {chosen}, {threads} threads")
     for name in sorted(timings.blocks, key=lambda name: -timings.seconds(name, COVERAGE).value):
         seconds, ratio = timings.seconds(name, COVERAGE), timings.speedup(name, fastest, COVERAGE)
         print(
@@ -169,7 +169,7 @@ def report(task: Task, layers: list[str], arguments: argparse.Namespace) -> None
         )
     for name, reason in timings.left_out.items():
         print(f"  {name:26} left out: {reason}")
-    alone, rest = sum_of_layers(reference, backend, choices, threads), timings.seconds(FREE, COVERAGE).value
+    alone, rest = sum_of_layers(reference, choices, threads), timings.seconds(FREE, COVERAGE).value
     whole = timings.seconds(PRUNED, COVERAGE).value
     print(f"  layers one by one {alone * 1e3:.2f} ms + rest {rest * 1e3:.2f} ms = {(alone + rest) / whole - 1:+.1%}")
 
