@@ -2,8 +2,7 @@
 
 In traced parts on a CPU, `nn.attention` replaces attention without a mask: torch's may take as long as all layers.
 Between sparse linear layers with only element-wise functions between them, tokens stay in tiles (`torch_tiles`).
-Between sparse convolutions images stay in frames (`pad_propagation`). Max pooling works with channels last
-(`pooling`).
+Between sparse convolutions images stay in frames (`pad_propagation`). Max pooling has a kernel of ours (`pooling`).
 
 To fold something into a layer, nothing else may read the layer's output, which only a graph shows. So the model
 becomes a torch.fx GraphModule, or the largest parts of it that can be traced do. A traced part is kept only if it
@@ -29,14 +28,24 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.formats.int8 import Quantization, round_to_steps
-from sparse_kernels.fx_graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
+from sparse_kernels.fx_graphs import (
+    activation,
+    called_once,
+    drop_identities,
+    element_wise,
+    erase,
+    hooked,
+    only_user,
+    tidy,
+    wrap,
+)
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
 from sparse_kernels.nn.sparse_linear import SparseLinear
 from sparse_kernels.pad_propagation import keep_frames
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.pooling import pool_channels_last
+from sparse_kernels.pooling import swap_poolings
 from sparse_kernels.prunable_layers import (
     FLOATS,
     bake_weights,
@@ -519,6 +528,7 @@ def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
     for fold in (True, False):
         try:
             traced = _trace_graph(copy.deepcopy(part))
+            drop_identities(traced)
             if fold:
                 _fold_norms(traced)
             with redirect_stderr(io.StringIO()):  # torch.fx prints what fails
@@ -586,7 +596,7 @@ def _swap(
         _swap_attention(traced)
         _keep_tiles(traced)
         keep_frames(traced)
-        pool_channels_last(traced)
+        swap_poolings(traced)
     tidy(traced)
     return swapped
 

@@ -69,6 +69,25 @@ def erase(traced: fx.GraphModule, node: fx.Node, source: fx.Node) -> None:
     traced.graph.erase_node(node)
 
 
+def drop_identities(traced: fx.GraphModule) -> None:
+    """Drop the calls that give their input as it is: nn.Identity, and dropout outside of training. In place."""
+    modules = dict(traced.named_modules(remove_duplicate=False))
+    for node in list(traced.graph.nodes):
+        if _is_identity(node, modules) and isinstance(node.args[0], fx.Node):
+            erase(traced, node, node.args[0])
+
+
+def _is_identity(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if not node.args:
+        return False
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+        return (drops or type(module) is nn.Identity) and not hooked(module)
+    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+    return node.target is F.dropout and training is False
+
+
 def tidy(traced: fx.GraphModule) -> None:
     """Drop what nothing calls any more, and make the code that runs."""
     traced.delete_all_unused_submodules()

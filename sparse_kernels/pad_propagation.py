@@ -10,11 +10,15 @@ with it
 
 Every other reader of a value in frames reads a copy without them. A value that comes from a layer of torch's is laid
 into frames once, for all readers that work there.
+
+A convolution in eight bits reads its input as bytes. So the convolution before it leaves bytes in frames: with floats
+where anything else reads those, and in their place where nothing does.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from sparse_kernels.formats.int8 import InputRange
 from sparse_kernels.fx_graphs import activation, call, changed, element_wise, erase, only_user, wrap
 from sparse_kernels.nn import SparseConv2d
 from sparse_kernels.tensors.padded_conv import OnFrames, frame, unframe
@@ -80,6 +85,27 @@ def keep_frames(traced: fx.GraphModule) -> None:
             _read(traced, value, frame, (margin,), set(value.users) & at_work)
     for node in on_frames:
         wrap(traced, node, modules, OnFrames)
+    for value in knowing:
+        _leave_bytes(value, modules)
+
+
+def _leave_bytes(value: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Let a convolution leave bytes for the convolutions in eight bits that read its result in frames, in place."""
+    if "margin" not in value.kwargs:
+        return
+    ranges = {reader: _reads_bytes(reader, value, modules) for reader in value.users}
+    known = Counter(each for each in ranges.values() if each is not None)
+    if known:
+        [(chosen, count)] = known.most_common(1)
+        value.update_kwarg("leave", (chosen.scale, chosen.zero, count < len(ranges)))
+
+
+def _reads_bytes(reader: fx.Node, value: fx.Node, modules: dict[str, nn.Module]) -> InputRange | None:
+    """Return the range in which a node reads a value as bytes; None if it reads floats."""
+    layer = modules.get(str(reader.target)) if reader.op == "call_module" else None
+    if type(layer) is not SparseConv2d or reader.args != (value,) or reader.kwargs.get("added") is value:
+        return None
+    return layer.input_range
 
 
 def _choose(

@@ -17,6 +17,9 @@ from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.formats.checks import Mask, Weight, freeze
 from sparse_kernels.patterns import Dense, Pattern
 
+QUAD = 4
+"""Columns that are multiplied together: as many bytes as a float32 has."""
+
 LARGEST = 127
 """Largest |w|: -128 is left out, so that weights are symmetric."""
 
@@ -65,6 +68,11 @@ class InputRange:
         if np.float32(scale) == 0:
             return cls(1.0)
         return cls(scale, int(np.clip(round(-low / scale), 0, STEPS)))
+
+
+def fill_quad(input_range: InputRange) -> int:
+    """Return the 32 bits of four zeros read in this range."""
+    return input_range.zero * 0x01010101
 
 
 def format_range(reading: InputRange) -> str:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
+from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces, QuadImages
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
-from sparse_kernels.formats.int8 import Quantization
+from sparse_kernels.formats.int8 import InputRange, Quantization
 from sparse_kernels.fx_graphs import is_proxy, record_call
 from sparse_kernels.nn.layer_operators import apply_convolution, call_operator
 from sparse_kernels.nn.sparse_layer import (
     ACTIVATIONS,
     GPU_BACKENDS,
     INT8,
+    KEPT_PLANS,
+    ReadyPlan,
     SparseLayer,
     machine_of,
     pack_layer,
@@ -33,6 +36,22 @@ from sparse_kernels.tensors.padded_conv import finished, framable, unframe
 from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 _CPU = torch.device("cpu")
+
+
+class FrameCall(NamedTuple):
+    """What a call over frames needs to know, worked out once.
+
+    plans: of the layer when this was worked out; it holds for those alone. ready: the plan. y_places: where the
+    result lies. adds: the plan adds what is added. finish: without the address of what is added. leaving: how bytes
+    are left, if they are.
+    """
+
+    plans: dict[object, ReadyPlan]
+    ready: ReadyPlan
+    y_places: ImagePlaces
+    adds: bool
+    finish: Finish
+    leaving: Leaving | None
 
 
 class SparseConv2d(SparseLayer):
@@ -54,7 +73,16 @@ class SparseConv2d(SparseLayer):
         self.geometry = geometry
         # As torch's layer of this kind has them, because models compute lengths from them.
         self.kernel_size, self.stride, self.padding, self.dilation = (side[-self._axes :] for side in geometry)
+        self._frame_calls: dict[object, FrameCall] = {}
         self._enlist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # They hold plans.
+        return {**super().__getstate__(), "_frame_calls": {}}
+
+    def _forget_plan(self) -> None:
+        self._frame_calls = {}
+        super()._forget_plan()
 
     @property
     def in_channels(self) -> int:
@@ -117,29 +145,33 @@ class SparseConv2d(SparseLayer):
 
     def forward(
         self,
-        x: Tensor | FramedImages,
+        x: Tensor | FramedImages | QuadImages,
         margin: int | None = None,
         added: Tensor | FramedImages | None = None,
         then: str | None = None,
-    ) -> Tensor | FramedImages:
+        leave: tuple[float, int, bool] | None = None,
+    ) -> Tensor | FramedImages | QuadImages:
         """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew.
 
         added: what is added to the result, and `then` the activation of the sum. margin: the result may stay in
-        frames of this margin, for others that know them. See `pad_propagation`, which asks for them.
+        frames of this margin, for others that know them. leave: for others in eight bits it may be left as bytes too,
+        or instead: the scale and zero of their inputs, and whether floats are read as well. See `pad_propagation`,
+        which asks for all that.
         """
-        if isinstance(x, FramedImages) and self.backend == "numba":
-            return self._over_frames(x, x.places, margin, added, then)
+        if isinstance(x, FramedImages | QuadImages) and self.backend == "numba":
+            return self._over_frames(x, x.places, margin, added, then, leave)
         if is_proxy(x):
-            given = {"margin": margin, "added": added, "then": then}
+            given = {"margin": margin, "added": added, "then": then, "leave": leave}
             called: Tensor = record_call(self, x, {name: it for name, it in given.items() if it is not None})
             return called
+        assert not isinstance(x, QuadImages)  # left only for layers of this backend
         x = unframe(x)
         if not is_plain(x):
             return finished(call_operator(apply_convolution, self, self._accepted(x)), added, then)
         x = self._accepted(x)
         if margin is not None and self.backend == "numba" and framable(x):
             x = x.contiguous()
-            return self._over_frames(x.resolve_neg(), ImagePlaces(*x.shape), margin, added, then)
+            return self._over_frames(x.resolve_neg(), ImagePlaces(*x.shape), margin, added, then, leave)
         return finished(self.compute(x), added, then)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -179,36 +211,73 @@ class SparseConv2d(SparseLayer):
 
     def _over_frames(
         self,
-        x: Tensor | FramedImages,
+        x: Tensor | FramedImages | QuadImages,
         x_places: ImagePlaces,
         margin: int | None,
         added: Tensor | FramedImages | None,
         then: str | None,
-    ) -> Tensor | FramedImages:
+        leave: tuple[float, int, bool] | None,
+    ) -> Tensor | FramedImages | QuadImages:
         """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
         self._follow_buffers()
         threads.set_thread_count(torch.get_num_threads())
+        added_at = added.places if isinstance(added, FramedImages) else None
+        if self.unrounded or (added is not None and added_at is None):  # what is added to later is left as floats
+            leave = None
+        key = x_places, margin, added_at, then, leave
+        known = self._frame_calls.get(key)
+        if known is None or known.plans is not self._plans:
+            known = self._prepare_frame_call(x_places, margin, added_at, then, leave)
+            self._frame_calls[key] = known
+            for oldest in list(self._frame_calls)[:-KEPT_PLANS]:
+                self._frame_calls.pop(oldest, None)
+        plan, finish = known.ready.plan, known.finish
+        if self._latest is not known.ready:
+            self._latest = known.ready
+        if known.adds:
+            assert isinstance(added, FramedImages)
+            finish = Finish(finish.bias, finish.activation, added.address)
+        y, results = _make_room(known.y_places, known.leaving)
+        quads = self._find_quads(x)
+        if quads is not None:
+            plan.run_quads(quads.address, x_places, finish, results)
+        elif isinstance(x, QuadImages):
+            raise ValueError(f"this layer reads {self._input_range}, and was given bytes in {x.input_range}")
+        else:
+            plan.run(x.address if isinstance(x, FramedImages) else address_of(x), x_places, finish, results)
+        if known.adds or added is None:
+            return y
+        assert not isinstance(y, QuadImages)
+        return finished(y, added, then)
+
+    def _prepare_frame_call(
+        self,
+        x_places: ImagePlaces,
+        margin: int | None,
+        added_at: ImagePlaces | None,
+        then: str | None,
+        leave: tuple[float, int, bool] | None,
+    ) -> FrameCall:
+        """Return what a call with images at these places needs to know; added_at: None adds nothing in frames."""
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
             ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
-        if self._latest is not ready:
-            self._latest = ready
         y_places = ready.y_places(x_places, margin)
-        y: Tensor | FramedImages
-        if margin is None:
-            y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
-        else:
-            y = FramedImages(y_places)
-        source, to = (each.address if isinstance(each, FramedImages) else address_of(each) for each in (x, y))
-        alike = isinstance(added, FramedImages) and added.places == y_places
-        if alike and self.activation is None and ready.plan.can_add(x_places, y_places):
-            assert isinstance(added, FramedImages)
-            code = ACTIVATIONS.index(then)
-            ready.plan.run(source, x_places, ready.bias_address, code, to, y_places, added.address)
-            return y
-        ready.plan.run(source, x_places, ready.bias_address, self._code, to, y_places)
-        return finished(y, added, then)
+        adds = added_at == y_places and self.activation is None and ready.plan.can_add(x_places, y_places)
+        finish = Finish(ready.bias_address, ACTIVATIONS.index(then) if adds else self._code)
+        leaving = None
+        if leave is not None and (adds or added_at is None) and ready.plan.can_leave(x_places, y_places):
+            scale, zero, floats = leave
+            leaving = Leaving(InputRange(scale, zero), floats)
+        return FrameCall(self._plans, ready, y_places, adds, finish, leaving)
+
+    def _find_quads(self, x: Tensor | FramedImages | QuadImages) -> QuadImages | None:
+        """Return the bytes of x as this layer reads them, if they were left."""
+        quads = x.in_quads if isinstance(x, FramedImages) else x
+        if not isinstance(quads, QuadImages) or self.precision != INT8:
+            return None
+        return quads if quads.input_range == self._input_range else None
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
         taps, stride, padding, dilation = self.geometry
@@ -263,6 +332,22 @@ class SparseConv1d(SparseConv2d):
     def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
         """Return an empty tensor that lies in memory as the result does; known: the description."""
         return super().fake_result(x.unsqueeze(-2), known).squeeze(-2)
+
+
+def _make_room(places: ImagePlaces, leaving: Leaving | None) -> tuple[Tensor | FramedImages | QuadImages, Results]:
+    """Return room for results at these places, left as bytes as well or instead, and what kernels know of it."""
+    if places.margin is None:
+        plain = torch.empty(places.shape, dtype=torch.float32, device="cpu")
+        return plain, Results(address_of(plain), places)
+    if leaving is None:
+        framed = FramedImages(places)
+        return framed, Results(framed.address, places)
+    quads = QuadImages(places, leaving.input_range)
+    if not leaving.floats:
+        return quads, Results(0, places, quads.address, leaving)
+    framed = FramedImages(places)
+    framed.in_quads = quads
+    return framed, Results(framed.address, places, quads.address, leaving)
 
 
 def _check_images(shape: Sequence[int], channels: int) -> None:

@@ -129,6 +129,9 @@ class SparseLayer(nn.Module):
     kinds: ClassVar[dict[str, type[SparseLayer]]] = {}
     """The layer classes by name."""
 
+    unrounded: ClassVar[int] = 0
+    """How many layers are `in_float32` now. Meanwhile all leave floats, which any layer can read."""
+
     bias: Tensor | None
     scales: Tensor | None
 
@@ -199,6 +202,11 @@ class SparseLayer(nn.Module):
             return self.packed
         assert self.scales is not None
         return quantize_packed(self.packed, Quantization(self.scales.numpy(), self._input_range))
+
+    @property
+    def input_range(self) -> InputRange | None:
+        """How the layer reads its inputs as bytes; None where it reads floats, or each token by its own values."""
+        return self._input_range
 
     @property
     def weight(self) -> PackedWeight:
@@ -360,12 +368,14 @@ class SparseLayer(nn.Module):
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Within it nothing is rounded that was not before."""
+        """Within it nothing is rounded that was not before, and no layer leaves bytes for this one."""
         precision, self.precision = self.precision, "float32"
         self._forget_plan()
+        SparseLayer.unrounded += 1
         try:
             yield
         finally:
+            SparseLayer.unrounded -= 1
             self.precision = precision
             self._forget_plan()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import image_layout as images
+from sparse_kernels.cpu.kernels.max_pooling import PoolWindow, pool_images
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.fx_graphs import is_proxy, record_call
@@ -55,6 +56,32 @@ def unframe(x: Images) -> Tensor:
     return result
 
 
+def max_pool(
+    x: Images,
+    taps: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    margin: int | None = None,
+) -> Images:
+    """Return the max pooling of images; in frames of this margin, where they can be.
+
+    A window's row has a stride of 1 or 2.
+    """
+    window = PoolWindow(taps, stride, padding)
+    if isinstance(x, Tensor):
+        h, w = window.count(*x.shape[-2:])
+        if not framable(x) or min(h, w) < 1:
+            return F.max_pool2d(x, taps, stride, padding)
+        x = x.resolve_neg().contiguous()
+    places = ImagePlaces(*x.shape) if isinstance(x, Tensor) else x.places
+    result = ImagePlaces(places.batch, places.channels, *window.count(places.h, places.w), margin)
+    y = torch.empty(result.shape, dtype=torch.float32, device="cpu") if margin is None else FramedImages(result)
+    threads.set_thread_count(torch.get_num_threads())
+    source, to = (address_of(each) if isinstance(each, Tensor) else each.address for each in (x, y))
+    pool_images(window, source, places, to, result)
+    return y
+
+
 def finished(y: Images, added: Images | float | None, then: str | None) -> Images:
     """Return the activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
     if added is None:
@@ -80,6 +107,7 @@ class OnFrames(nn.Module):
         values = torch.from_numpy(x.array)
         changed = self.function(values, *self.args, **self.kwargs)
         if changed.data_ptr() == values.data_ptr():  # nothing was done, or it was done in place
+            x.in_quads = None
             return x
         result = FramedImages(x.places)
         torch.from_numpy(result.array).copy_(changed)

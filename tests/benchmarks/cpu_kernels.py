@@ -55,6 +55,7 @@ from latbench.workloads.workload import read_workload
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels.image_layout import copy_images
 from sparse_kernels.cpu.kernels.transpose_tiles import pack_tiles
+from sparse_kernels.cpu.layouts.image_results import Finish, Results
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
@@ -293,7 +294,7 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
     copy_images(find_cpu_target().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
     relu, bias_at = ACTIVATIONS.index("relu"), bias.ctypes.data
-    return lambda plan: plan.run(x.address, x.places, bias_at, relu, y.address, y.places)
+    return lambda plan: plan.run(x.address, x.places, Finish(bias_at, relu), Results(y.address, y.places))
 
 
 def numba_cases(

@@ -251,7 +251,7 @@ def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
     for each in places:
         frames.FramedImages(each)
     frames.FramedImages(places[-1])
-    assert set(spare._free) | {each for each, _ in spare._returned} == set(places[-3:])
+    assert set(spare._free) | {kind for kind, _ in spare._returned} == {(each, 0) for each in places[-3:]}
     assert spare._bytes + sum(buffer.nbytes for _, buffer in spare._returned) == frames.KEPT
 
 

@@ -147,3 +147,62 @@ def test_a_model_in_eight_bits_is_refused_on_a_gpu_backend() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="is for backend numba, not cupy"):
         convert(model, {"0": choose(model[0], "dense", None)}, (torch.zeros(2, 8),), backend="cupy")
+
+
+class Residual(nn.Module):
+    """A residual block between convolutions, as ResNets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(4, 12, 3, padding=1), nn.Conv2d(12, 16, 1)
+        self.inner, self.outer = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+        self.last, self.head = nn.Conv2d(16, 8, 3, padding=1), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.down(torch.relu(self.first(x))))
+        x = torch.relu(self.outer(torch.relu(self.inner(x))) + x)
+        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+
+
+LEAVING = {"first": False, "down": True, "inner": False, "outer": False}
+"""Which convolutions leave bytes, and whether they leave floats, too: the block adds what `down` gives."""
+
+
+def convert_residual(rng: np.random.Generator, **ranges: InputRange) -> tuple[nn.Module, torch.Tensor]:
+    """The model with its convolutions in eight bits, all by one range but for these, and images."""
+    torch.manual_seed(0)
+    model = Residual().eval()
+    x = torch.from_numpy(rng.standard_normal((3, 4, 8, 8)).astype(np.float32))
+    choices = {
+        name: choose(model.get_submodule(name), "block:4x4", ranges.get(name, InputRange.covering(-3.0, 3.0)))
+        for name in ("first", "down", "inner", "outer", "last")
+    }
+    return convert(model, choices, (x,)), x
+
+
+def find_leaving(model: Any) -> dict[str, tuple[float, int, bool]]:
+    """What the convolutions of a converted model leave as bytes."""
+    return {str(node.target): node.kwargs["leave"] for node in model.graph.nodes if "leave" in node.kwargs}
+
+
+def test_convolutions_leave_bytes_for_those_that_read_them(rng: np.random.Generator) -> None:
+    converted, x = convert_residual(rng)
+    assert {name: floats for name, (_, _, floats) in find_leaving(converted).items()} == LEAVING
+    y = converted(x)
+    for node in converted.graph.nodes:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "leave"}
+    converted.recompile()
+    torch.testing.assert_close(y, converted(x), rtol=0, atol=0)
+
+
+def test_readers_of_another_range_read_floats(rng: np.random.Generator) -> None:
+    converted, x = convert_residual(rng, last=InputRange.covering(-1.0, 9.0), outer=InputRange.covering(-2.0, 2.0))
+    leaving = find_leaving(converted)
+    assert leaving["outer"][:2] == (InputRange.covering(-1.0, 9.0).scale, 26)
+    assert leaving["inner"][:2] == (InputRange.covering(-2.0, 2.0).scale, 128)
+    sparse = {name: layer for name, layer in converted.named_modules() if isinstance(layer, SparseConv2d)}
+    y = converted(x)
+    sparse["last"]._input_range = InputRange.covering(-1.0, 8.0)
+    with pytest.raises(ValueError, match="was given bytes"):
+        converted(x)
+    assert y.isfinite().all()

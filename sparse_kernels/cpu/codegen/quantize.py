@@ -71,21 +71,16 @@ def _find_own_step(emit: Emitter, at: ir.Value, count: ir.Value, step: ir.Value)
     builder = emit.builder
     whole = builder.and_(count, emit.integer(-emit.lanes))
 
-    def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(emit.vector, [emit.vector] * 2)  # NaN, if one of them is
-        maximum = cgutils.get_or_insert_function(builder.module, kind, f"llvm.maximum.v{emit.lanes}f32")
-        return builder.call(maximum, [a, b])
-
     def absolute(x: ir.Value) -> ir.Value:
         kind = ir.FunctionType(emit.vector, [emit.vector])
         return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fabs.v{emit.lanes}f32"), [x])
 
     def vector(first: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
-        return [larger(found[0], absolute(emit.load(builder.gep(at, [first]), 0)))]
+        return [emit.larger(found[0], absolute(emit.load(builder.gep(at, [first]), 0)))]
 
     (most,) = emit.loop(whole, emit.zeros(1), vector, stride=emit.lanes)
     rest = emit.load_masked(builder.gep(at, [whole]), 0, emit.mask(builder.sub(count, whole)))
-    most = emit.over_lanes(larger(most, absolute(rest)), larger)
+    most = emit.over_lanes(emit.larger(most, absolute(rest)), emit.larger)
     found = builder.fmul(most, emit.constant(1 / LARGEST))
     least = emit.constant(LEAST_STEP)
     found = builder.select(builder.fcmp_ordered("<", found, least), least, found)
@@ -122,21 +117,13 @@ def quantize_channels(
     planes = [emit.row(source.address, c, source.left, source.channel) for c in range(4)]
     known = emit.pointer(reading)
     inverse, zero = (emit.splat(builder.load(builder.gep(known, [emit.integer(i)]))) for i in range(2))
-    wide, quads_at = ir.VectorType(I32, form.lanes), emit.pointer(target)
-
-    def shifted(x: ir.Value, byte: int) -> ir.Value:
-        whole = emit.to_whole(emit.multiply_add(x, inverse, zero))
-        low = builder.and_(whole, ir.Constant(wide, [255] * form.lanes))
-        return builder.shl(low, ir.Constant(wide, [8 * byte] * form.lanes))
+    quads_at = emit.pointer(target)
 
     def tile(first: ir.Value, rest: ir.Value | None) -> None:
         mask = None if rest is None else emit.mask(rest)
-        joined = None
-        for byte, plane in enumerate(planes):
-            here = builder.gep(plane, [first])
-            x = emit.load(here, 0) if mask is None else emit.load_masked(here, 0, mask)
-            joined = shifted(x, byte) if joined is None else builder.or_(joined, shifted(x, byte))
-        quads, place = builder.bitcast(joined, emit.vector), builder.gep(quads_at, [first])
+        here = [builder.gep(plane, [first]) for plane in planes]
+        loaded = [emit.load(at, 0) if mask is None else emit.load_masked(at, 0, mask) for at in here]
+        quads, place = emit.join_quads(loaded, inverse, zero), builder.gep(quads_at, [first])
         if mask is None:
             emit.store(quads, place, 0)
         else:

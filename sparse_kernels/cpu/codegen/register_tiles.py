@@ -67,6 +67,7 @@ from sparse_kernels.cpu.codegen.vector_emitter import (
     QUADS,
     Emitter,
 )
+from sparse_kernels.formats.int8 import QUAD
 
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
@@ -84,6 +85,9 @@ ROW_AHEAD = 128
 # How token_tile leaves its sums: finished in their rows (bias and activation), as sums in rows, or as sums in fours
 # of tokens.
 FINISHED, ROWS, FOURS = 0, 1, 2
+
+# What a tile of positions leaves: its sums, the bytes of four rows together, or both.
+LEAVES_SUMS, LEAVES_QUADS, LEAVES_BOTH = 0, 1, 2
 
 # Binary digits of a pace, which is a fraction.
 PACE_BITS = 32
@@ -267,7 +271,8 @@ class RowTileForm(NamedTuple):
 
     rows, vectors: sums, one vector of positions each. lanes: of a vector. fused: multiply-adds are fused. framed: y
     lies in frames, or something is added to it. fetch_lines: fetch the lines of a `LineWalk` meanwhile. numbers: what
-    is multiplied, FLOATS or pairs of bfloat16.
+    is multiplied, FLOATS or pairs of bfloat16. leaves: what is written; quads only if framed, and if rows come in
+    fours, each of a quad of y.
     """
 
     rows: int
@@ -277,6 +282,7 @@ class RowTileForm(NamedTuple):
     framed: int
     fetch_lines: int
     numbers: int
+    leaves: int = LEAVES_SUMS
 
 
 @vector_code(RowTileForm)
@@ -382,7 +388,12 @@ def row_tile(
 
         def store(sums: list[ir.Value]) -> None:
             bits = emit.load_integers(y.keep, n_vectors, I64) if frames else []
-            for r, exists in enumerate(written):
+            if form.leaves != LEAVES_SUMS:
+                leave = _QuadStore(emit, y, n_vectors, bits)
+                for r in range(0, n_rows, QUAD):
+                    with builder.if_then(written[r]):
+                        leave.store(builder.ashr(known[r], emit.integer(2)), sums[r * n_vectors :])
+            for r, exists in enumerate(written) if form.leaves != LEAVES_QUADS else ():
                 with builder.if_then(exists):
                     for v, at in enumerate(positions(r, y.address)):
                         total = sums[r * n_vectors + v]
@@ -391,6 +402,26 @@ def row_tile(
         emit.finish(finish.activation, sums, biases, store)
 
     emit.choose(x.width, {n: partial(tile, n) for n in {form.vectors, 1}})
+
+
+class _QuadStore:
+    """Stores results of four rows at `n_vectors` vectors of positions as quads."""
+
+    def __init__(self, emit: Emitter, y: FramedOutput, n_vectors: int, keep: list[ir.Value]) -> None:
+        builder, reading = emit.builder, emit.pointer(y.quads.reading)
+        self._emit, self._y, self._keep = emit, y, keep
+        self._starts = emit.load_integers(y.quads.starts, n_vectors, I64)
+        self._step = [emit.splat(builder.load(builder.gep(reading, [emit.integer(i)]))) for i in range(2)]
+        self._padding = emit.splat(builder.bitcast(builder.trunc(y.quads.padding, I32), F32))
+
+    def store(self, row: ir.Value, sums: list[ir.Value]) -> None:
+        """Store row `row` of quads; sums: of its four rows, vectors of one row after the other."""
+        emit, size = self._emit, len(self._starts)
+        below = emit.builder.mul(row, self._y.stride)
+        for v, start in enumerate(self._starts):
+            quads = emit.join_quads([sums[i * size + v] for i in range(QUAD)], *self._step)
+            at = emit.pointer(self._y.quads.address, emit.builder.add(below, start))
+            emit.store(emit.kept(quads, self._keep[v], self._padding), at, 0)
 
 
 class TransposeForm(NamedTuple):
@@ -474,12 +505,14 @@ def lanes_to_tokens(
 class CopyForm(NamedTuple):
     """Tiles of vectors of positions that are copied.
 
-    vectors: the most that a tile has. lanes: of a vector. fused: multiply-adds are fused, for `finish_rows`.
+    vectors: the most that a tile has. lanes: of a vector. fused: multiply-adds are fused, for `finish_rows`. leaves:
+    what that writes.
     """
 
     vectors: int
     lanes: int
     fused: int
+    leaves: int = LEAVES_SUMS
 
 
 @vector_code(CopyForm)
@@ -551,7 +584,7 @@ def finish_rows(
 ) -> None:
     """y[at] = activation(source[r, v, i] + added[at]) where bit i of keep[v] is set, else 0; at as in `copy_rows`.
 
-    width, source, count: as in `copy_rows`.
+    width, source, count: as in `copy_rows`. Where quads are left, y and the source begin with the first row of one.
     """
     most, n_lanes = form.vectors, form.lanes
     emit = Emitter(builder, n_lanes, bool(form.fused))
@@ -561,22 +594,31 @@ def finish_rows(
         starts = emit.load_integers(y.starts, vectors, I64)
         bits = emit.load_integers(y.keep, vectors, I64)
 
-        def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
-            places = [builder.add(builder.mul(r, y.stride), start) for start in starts]
-            sums = [emit.load(at, v) for v in range(vectors)]
+        together = 1 if form.leaves == LEAVES_SUMS else QUAD
+        leave = None if together == 1 else _QuadStore(emit, y, vectors, bits)
+
+        def rows(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            numbers = [first]
+            for i in range(1, together):  # beyond the last one that is done again
+                behind = builder.add(first, emit.integer(i))
+                numbers.append(builder.select(builder.icmp_signed("<", behind, count), behind, numbers[-1]))
+            at = [builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))]) for r in numbers]
+            places = [builder.add(builder.mul(r, y.stride), start) for r in numbers for start in starts]
+            sums = [emit.load(row, v) for row in at for v in range(vectors)]
             sums = emit.continued(
                 y.added, sums, lambda: [emit.load(emit.pointer(y.added, place), 0) for place in places]
             )
 
             def store(sums: list[ir.Value]) -> None:
-                for v, place in enumerate(places):
-                    emit.store(emit.kept(sums[v], bits[v]), emit.pointer(y.address, place), 0)
+                if leave is not None:
+                    leave.store(builder.ashr(first, emit.integer(2)), sums)
+                for i, place in enumerate(places) if form.leaves != LEAVES_QUADS else ():
+                    emit.store(emit.kept(sums[i], bits[i % vectors]), emit.pointer(y.address, place), 0)
 
-            emit.finish(activation, sums, lambda: emit.zeros(vectors), store)
+            emit.finish(activation, sums, lambda: emit.zeros(together * vectors), store)
             return []
 
-        emit.loop(count, [], row)
+        emit.loop(count, [], rows, stride=together)
 
     emit.choose(width, {n: partial(finish_with, n) for n in range(1, most + 1)})
 

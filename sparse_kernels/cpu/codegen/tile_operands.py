@@ -88,12 +88,31 @@ class VectorInput(NamedTuple):
     width: Word
 
 
+class QuadOutput(NamedTuple):
+    """Where results are left as bytes, those of four rows in each 32 bits.
+
+    address: of the quads. They lie as y does, with a row for each four of y's. starts: address of int64, where each
+    vector starts. reading: address of float32 (2), 1 / scale and zero. padding: the 32 bits of lanes that are no
+    position.
+    """
+
+    address: Word
+    starts: Word
+    reading: Word
+    padding: Word
+
+
+NO_QUADS = QuadOutput(0, 0, 0, 0)
+"""For code that does not look at it."""
+
+
 class FramedOutput(NamedTuple):
     """Vectors of positions of y, which may lie in frames of zeros.
 
     address: of y. stride: from one row to the next. starts: address of int64, where each vector starts. keep: address
     of int64, a bit for each lane that is a position; zero is written to the others. added: address of what is added
-    to the sums, which lies as y does; 0 adds nothing. Only code for frames looks at `keep` and `added`.
+    to the sums, which lies as y does; 0 adds nothing. Only code for frames looks at `keep` and `added`. quads: a
+    `QuadOutput`, for code that leaves quads.
     """
 
     address: Word
@@ -101,6 +120,7 @@ class FramedOutput(NamedTuple):
     starts: Word
     keep: Word
     added: Word
+    quads: Any
 
 
 class PackedOutput(NamedTuple):

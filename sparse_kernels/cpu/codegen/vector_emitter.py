@@ -137,11 +137,11 @@ class Emitter:
         numbers = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
         return self.builder.icmp_signed("<", numbers, self.splat(count))
 
-    def kept(self, value: ir.Value, bits: ir.Value) -> ir.Value:
-        """Return the lanes of a vector whose bits (int64, lane 0 lowest) are set; 0 in the others."""
+    def kept(self, value: ir.Value, bits: ir.Value, other: ir.Value | None = None) -> ir.Value:
+        """Return the lanes of a vector whose bits (int64, lane 0 lowest) are set; `other`, or 0, in the others."""
         bits = self.builder.trunc(bits, ir.IntType(self.lanes))
         mask = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
-        return self.builder.select(mask, value, ir.Constant(self.vector, None))
+        return self.builder.select(mask, value, ir.Constant(self.vector, None) if other is None else other)
 
     def load_masked(self, at: ir.Value, v: int, mask: ir.Value) -> ir.Value:
         """Vector v, 0 in lanes where the mask is False: they are not read."""
@@ -322,6 +322,16 @@ class Emitter:
         x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
         # Added to a float from 0 to 255 this leaves the nearest whole number in the lowest byte.
         return builder.bitcast(builder.fadd(x, self.constant(1.5 * 2.0**23)), ir.VectorType(I32, self.lanes))
+
+    def join_quads(self, rows: Sequence[ir.Value], inverse: ir.Value, zero: ir.Value) -> ir.Value:
+        """Return four vectors as bytes, x * inverse + zero each, side by side in the 32 bits of every lane."""
+        builder, wide, joined = self.builder, ir.VectorType(I32, self.lanes), None
+        for byte, x in enumerate(rows):
+            whole = self.to_whole(self.multiply_add(x, inverse, zero))
+            low = builder.and_(whole, ir.Constant(wide, [255] * self.lanes))
+            shifted = builder.shl(low, ir.Constant(wide, [8 * byte] * self.lanes))
+            joined = shifted if joined is None else builder.or_(joined, shifted)
+        return builder.bitcast(joined, self.vector)
 
     def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value) -> ir.Value:
         """Return (sums + offset) * scale as floats; sums and offset: 32-bit whole numbers in the place of floats."""
@@ -515,6 +525,12 @@ class Emitter:
             p = builder.fmul(p, p)
         tail = builder.fdiv(builder.fmul(a, self.constant(0.5)), p)
         return builder.fsub(self.relu(x), tail)
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the larger of a and b, lane by lane; NaN where one is."""
+        kind = ir.FunctionType(self.vector, [self.vector] * 2)
+        name = f"llvm.maximum.v{self.lanes}f32"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b])
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the larger of a and b, lane by lane; a where one is NaN."""

@@ -167,9 +167,9 @@ def bind_product(
     )  # fmt: skip
     bound = build_kernel(panels.row_tiles, framed, emulated).bind(ScratchProductCall, layer)
 
-    def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
+    def product(x: int, y: int, bias: int, activation: int, added: int, quads_at: int) -> bool:
         scratch = borrow(parts * cut.thread_bytes // 4)
-        finite = bound(x, y, bias, activation, added, scratch.address)
+        finite = bound(x, y, bias, activation, added, quads_at, scratch.address)
         give_back(scratch)
         return finite
 

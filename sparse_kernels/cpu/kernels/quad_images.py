@@ -12,7 +12,7 @@ from sparse_kernels.cpu.codegen.quantize import ChannelRun, QuantizeForm, quanti
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageSteps, build_image_steps
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
-from sparse_kernels.cpu.layouts.quads import QUAD
+from sparse_kernels.formats.int8 import QUAD
 
 
 class QuadImageLayer(NamedTuple):

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.quantize import locate_worth
-from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, fetch, row_tile
+from sparse_kernels.cpu.codegen.register_tiles import LEAVES_SUMS, RowTileForm, fetch, row_tile
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     LineWalk,
+    QuadOutput,
     RowEpilogue,
     TileWeights,
     VectorInput,
@@ -37,7 +38,7 @@ from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
@@ -115,7 +116,7 @@ class ProductLayer(NamedTuple):
     x_starts, y_starts: int64 (vectors), where each vector of positions starts. keep: int64 (vectors), a bit for each
     lane that is a position, if y lies in frames. blocks: of positions. prefetched: int64, how far behind the start of
     a vector the vectors of x lie that tiles fetch for the next block. part_stride: elements from the x of one part to
-    that of the next. parts: threads.
+    that of the next. quads: what sums of quads are worth. left: how quads are left. parts: threads.
     """
 
     weights: PanelArrays
@@ -128,6 +129,7 @@ class ProductLayer(NamedTuple):
     prefetched: NDArray[np.int64]
     part_stride: int
     quads: QuadArrays
+    left: QuadLayout
     parts: int
 
 
@@ -137,6 +139,7 @@ class ProductSettings(NamedTuple):
     vectors: of the largest tile. fused: multiply-adds are fused. columns: vectors of x that one vector of positions
     may read. threads: that share the work. part_stride: where each thread has blocks of its own and an x of its own,
     elements from one x to the next. numbers: what tiles multiply, weights and x. quads: what sums of quads are worth.
+    left: how quads are left. leaves: what is left, as `RowTileForm` says.
     """
 
     vectors: int
@@ -146,6 +149,8 @@ class ProductSettings(NamedTuple):
     part_stride: int = 0
     numbers: int = FLOATS
     quads: QuadArrays = FLOATS_ONLY
+    left: QuadLayout = LEAVES_NONE
+    leaves: int = LEAVES_SUMS
 
 
 def bind_product(
@@ -158,34 +163,36 @@ def bind_product(
     """
     vectors, columns, threads, total = settings.vectors, settings.columns, settings.threads, grid.x_starts.size
     own = gives_own_blocks(panels, vectors, total, columns, threads)
-    kernel = build_kernel(panels.width, vectors, grid.lanes, settings.fused, grid.keep is not None, settings.numbers)
+    kernel = build_kernel(
+        panels.width, vectors, grid.lanes, settings.fused, grid.keep is not None, settings.numbers, settings.leaves
+    )
     large = columns * total * grid.lanes >= LARGE
     layer = ProductLayer(
         weights=panels.arrays, x_stride=grid.x_stride, x_starts=grid.x_starts, y_stride=grid.y_stride,
         y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep,
         blocks=count_blocks(total, vectors, CACHED // (columns * grid.lanes), threads, own),
         prefetched=find_prefetched() if large else NOTHING, part_stride=settings.part_stride,
-        quads=settings.quads, parts=threads,
+        quads=settings.quads, left=settings.left, parts=threads,
     )  # fmt: skip
     return kernel.bind(ProductCall, layer)
 
 
 @cache
 def build_kernel(
-    rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS
+    rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS, leaves: int = LEAVES_SUMS
 ) -> ParallelKernel:
     """Return the loop over blocks, panels and tiles for one tile size and such numbers.
 
     It is called with `ProductCall` and `ProductLayer`. It looks at `keep` and `added_at` only if `framed`. Vectors
     that do not fill a tile are computed one by one.
     """
-    form = tuple(RowTileForm(rows, vectors, lanes, int(fused), int(framed), 0, numbers))
+    form = tuple(RowTileForm(rows, vectors, lanes, int(fused), int(framed), 0, numbers, leaves))
 
     @build_parallel_kernel
     def multiply(part: int, call: ProductCall, layer: ProductLayer) -> None:
         table, values, columns, work, row_ids = layer.weights
         x_starts, y_starts, keep, prefetched = layer.x_starts, layer.y_starts, layer.keep, layer.prefetched
-        panels, total, blocks = table.shape[0], x_starts.size, layer.blocks
+        panels, total, blocks, left = table.shape[0], x_starts.size, layer.blocks, layer.left
         tiles = (total + vectors - 1) // vectors
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
         x_starts_at, y_starts_at, keep_at = x_starts.ctypes.data, y_starts.ctypes.data, keep.ctypes.data
@@ -216,7 +223,11 @@ def build_kernel(
                         if ahead == behind:
                             column, ahead = column + 1, stop
                 x = VectorInput(x_at, layer.x_stride, x_starts_at + v * 8, width)
-                y = FramedOutput(call.y_at, layer.y_stride, y_starts_at + v * 8, keep_at + v * 8, call.added_at)
+                quads_start = left.starts.ctypes.data + v * 8
+                quads = QuadOutput(call.quads_at, quads_start, left.reading.ctypes.data, left.padding)
+                y = FramedOutput(
+                    call.y_at, layer.y_stride, y_starts_at + v * 8, keep_at + v * 8, call.added_at, quads
+                )
                 row_tile(form, weights, x, y, finish, LineWalk(0, 0, 0))
                 v += width
 

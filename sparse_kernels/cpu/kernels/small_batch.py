@@ -22,6 +22,7 @@ from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import fetch_now
 from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, copy_vector, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.codegen.tile_operands import (
+    NO_QUADS,
     WORTH_OF_FLOATS,
     FramedOutput,
     LineWalk,
@@ -136,7 +137,7 @@ def build_panel_kernel(rows: int, lanes: int, fused: bool, by_token: bool, permu
         x_at = call.scratch_at + part * layer.k * lanes * 4
         sums_at = call.scratch_at + layer.parts * layer.k * lanes * 4
         lay_out_batch(form, call.x_at, layer.n, layer.k, x_at)
-        x, y = VectorInput(x_at, lanes, start_at, 1), FramedOutput(sums_at, layer.stride, start_at, 0, 0)
+        x, y = VectorInput(x_at, lanes, start_at, 1), FramedOutput(sums_at, layer.stride, start_at, 0, 0, NO_QUADS)
         for panel in range(begin, end):
             weights = TileWeights(
                 values.ctypes.data + table[panel, 0] * 4, columns.ctypes.data + table[panel, 1] * 4, table[panel, 2]

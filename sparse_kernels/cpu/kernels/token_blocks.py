@@ -34,6 +34,7 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     tokens_to_lanes,
 )
 from sparse_kernels.cpu.codegen.tile_operands import (
+    NO_QUADS,
     FramedOutput,
     LineWalk,
     Matrix,
@@ -368,7 +369,7 @@ def multiply_panel(
         line, stride, pace, walked = advance(walk, weights.count // per_step)
         walk, next_walk = next_walk, walked
         tile_x = VectorInput(x.address, x.scale, x.starts + v * 8, together)
-        tile_y = FramedOutput(y.address, y.stride, y.starts + v * 8, 0, 0)
+        tile_y = FramedOutput(y.address, y.stride, y.starts + v * 8, 0, 0, NO_QUADS)
         steps = worth.token_scales and worth.token_scales + v * lanes * 4
         tile_worth = QuadWorth(worth.offsets, worth.scales, steps)
         tile_finish = RowEpilogue(finish.row_ids, finish.bias, finish.activation, tile_worth)
@@ -426,7 +427,7 @@ def build_panel_kernel(settings: BlockForm) -> ParallelKernel:
             x = VectorInput(x_at, layer.x_stride, x_starts.ctypes.data + x_first * 8, width)
             for panel in range(panels):
                 done_at = y_at - done * layer.y_stride * 4
-                y = FramedOutput(done_at, layer.y_stride, y_starts.ctypes.data + y_first * 8, 0, 0)
+                y = FramedOutput(done_at, layer.y_stride, y_starts.ctypes.data + y_first * 8, 0, 0, NO_QUADS)
                 # Fetch the lines of y before they are written, so that stores do not wait for them one by one.
                 if fetch_y and y_blocked and panel + 1 < panels:
                     fetch_output_rows(y, row_ids[(panel + 1) * rows : (panel + 2) * rows], y_starts[:after], first)

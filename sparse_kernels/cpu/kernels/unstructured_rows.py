@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.quantize import locate_worth
-from sparse_kernels.cpu.codegen.register_tiles import copy_columns, copy_rows, finish_rows
+from sparse_kernels.cpu.codegen.register_tiles import LEAVES_SUMS, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     PackedOutput,
+    QuadOutput,
     StreamEpilogue,
     VectorSources,
     WeightStream,
@@ -40,10 +41,11 @@ from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
+from sparse_kernels.formats.int8 import QUAD
 
 # Rows that are sorted by length together and computed by one thread.
 BUNDLE = 32
@@ -163,7 +165,7 @@ class StreamLayer(NamedTuple):
     weights: arrays of the rows. m: rows. x_starts, y_starts: int64 (vectors), where each vector of positions starts.
     offsets: int32 (k), how far behind the start of a vector each column of x lies. y_stride: elements from one row of
     y to the next. keep: int64 (vectors), a bit for each lane that is a position, if y lies in frames. elements: of
-    scratch memory for each part. parts: threads.
+    scratch memory for each part. quads: what sums of quads are worth. left: how quads are left. parts: threads.
     """
 
     weights: SingleRowArrays
@@ -175,25 +177,37 @@ class StreamLayer(NamedTuple):
     keep: NDArray[np.int64]
     elements: int
     quads: QuadArrays
+    left: QuadLayout
     parts: int
 
 
+class RowSettings(NamedTuple):
+    """How single rows are multiplied.
+
+    fused: multiply-adds are fused. threads: that share the work. numbers: what is multiplied, weights and x. quads:
+    what sums of quads are worth. left: how quads are left. leaves: what is left, as `RowTileForm` says.
+    """
+
+    fused: bool
+    threads: int
+    numbers: int = FLOATS
+    quads: QuadArrays = FLOATS_ONLY
+    left: QuadLayout = LEAVES_NONE
+    leaves: int = LEAVES_SUMS
+
+
 def bind_product(
-    rows: SingleRows,
-    fused: bool,
-    grid: VectorGrid,
-    offsets: NDArray[np.int32] | None,
-    threads: int,
-    numbers: int = FLOATS,
-    quads: QuadArrays = FLOATS_ONLY,
+    rows: SingleRows, grid: VectorGrid, offsets: NDArray[np.int32] | None, settings: RowSettings
 ) -> Product:
     """Return the product at these vectors of positions.
 
     offsets: how far behind the start of a vector in x each column lies; None: x and y are packed
     (`vector_grid.build_tiled_grid`).
     """
-    gathers = offsets is not None
-    kernel = build_kernel(rows.stride // grid.lanes, grid.lanes, fused, gathers, grid.keep is not None, numbers)
+    gathers, framed, threads = offsets is not None, grid.keep is not None, settings.threads
+    kernel = build_kernel(
+        rows.stride // grid.lanes, grid.lanes, settings.fused, gathers, framed, settings.numbers, settings.leaves
+    )
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     elements = elements if gathers else 0
@@ -201,13 +215,13 @@ def bind_product(
         weights=rows.arrays, m=rows.m, x_starts=grid.x_starts,
         offsets=np.empty(1, np.int32) if offsets is None else offsets, y_stride=grid.y_stride,
         y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep, elements=elements,
-        quads=quads, parts=threads,
+        quads=settings.quads, left=settings.left, parts=threads,
     )  # fmt: skip
     bound = kernel.bind(ScratchProductCall, layer)
 
-    def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
+    def product(x: int, y: int, bias: int, activation: int, added: int, quads_at: int) -> bool:
         scratch = borrow(threads * elements)
-        bound(x, y, bias, activation, added, scratch.address)
+        bound(x, y, bias, activation, added, quads_at, scratch.address)
         give_back(scratch)
         return True
 
@@ -221,7 +235,13 @@ def _bundles_at_a_time(stride: int) -> int:
 
 @cache
 def build_kernel(
-    vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool, numbers: int = FLOATS
+    vectors: int,
+    lanes: int,
+    fused: bool,
+    gathers: bool,
+    framed: bool,
+    numbers: int = FLOATS,
+    leaves: int = LEAVES_SUMS,
 ) -> ParallelKernel:
     """Return the loop over tiles of up to `vectors` vectors (`vector_grid.split_tiles`), runs of bundles, and stages.
 
@@ -229,7 +249,7 @@ def build_kernel(
     its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
     reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
-    stream_form, copy_form = (vectors, lanes, int(fused), 0, numbers), (vectors, lanes, int(fused))
+    stream_form, copy_form = (vectors, lanes, int(fused), 0, numbers), (vectors, lanes, int(fused), leaves)
     stride, most = vectors * lanes, _bundles_at_a_time(vectors * lanes)
 
     @build_parallel_kernel
@@ -273,7 +293,11 @@ def build_kernel(
             below = row * layer.y_stride * 4
             if framed:
                 added_at = call.added_at + below if call.added_at else 0
-                y = FramedOutput(call.y_at + below, layer.y_stride, starts_at, keep.ctypes.data + v * 8, added_at)
+                left = layer.left
+                quads_at = call.quads_at + row // QUAD * layer.y_stride * 4
+                quads = QuadOutput(quads_at, left.starts.ctypes.data + v * 8, left.reading.ctypes.data, left.padding)
+                keep_at = keep.ctypes.data + v * 8
+                y = FramedOutput(call.y_at + below, layer.y_stride, starts_at, keep_at, added_at, quads)
                 finish_rows(copy_form, end_v - v, packed_at, end_row - row, y, call.activation)
             elif gathers:
                 target = PackedOutput(call.y_at + below, layer.y_stride, starts_at)

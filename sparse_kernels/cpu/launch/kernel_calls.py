@@ -25,7 +25,7 @@ class ProductCall(NamedTuple):
     """A product of vectors of positions.
 
     x_at, y_at, bias_at: addresses of x, y and the bias (m). added_at: address of what is added to y, which lies as y
-    does; 0 adds nothing.
+    does; 0 adds nothing. quads_at: address of quads, for kernels that leave them.
     """
 
     x_at: int
@@ -33,6 +33,7 @@ class ProductCall(NamedTuple):
     bias_at: int
     activation: int
     added_at: int
+    quads_at: int
 
 
 class ScratchProductCall(NamedTuple):
@@ -43,4 +44,5 @@ class ScratchProductCall(NamedTuple):
     bias_at: int
     activation: int
     added_at: int
+    quads_at: int
     scratch_at: int

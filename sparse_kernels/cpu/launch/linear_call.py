@@ -55,9 +55,10 @@ class KernelWithScratch(NamedTuple):
 
 
 # The product of a weight and x, both laid out, at places found before. Its arguments are the addresses of x, y and
-# bias, the code of the activation, and the address of an array to add. That array lies as y does where y is in
-# frames; 0 adds nothing. It writes activation(w @ x + added + bias) to y. If it returns False, y means nothing.
-Product = Callable[[int, int, int, int, int], bool]
+# bias, the code of the activation, and the addresses of an array to add and of quads. What is added lies as y does
+# where y is in frames; 0 adds nothing. It writes activation(w @ x + added + bias) to y, to quads, or to both. If it
+# returns False, they mean nothing.
+Product = Callable[[int, int, int, int, int, int], bool]
 
 KEPT_WAYS = 64  # ways that a plan keeps; then it forgets all of them
 

@@ -7,6 +7,8 @@ where they lie. Each channel and tap has a fixed distance. It writes its results
 is laid out, nothing collected. What it computes where there is no position is written as zero.
 
 Images start at a cache line. Who makes a frame has zeros in it; who writes into one keeps them.
+
+Convolutions in eight bits read images as quads: four channels together, a byte each. Their frames hold the byte of 0.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, allocate_aligned, find_address
+from sparse_kernels.formats.int8 import QUAD, InputRange, fill_quad
 from sparse_kernels.plan_protocol import Array
 
 # Bytes of unused frames that are kept for the next call.
@@ -33,6 +38,14 @@ class ImagePlaces:
     h: int
     w: int
     margin: int | None = None
+
+    def __hash__(self) -> int:
+        # Each call of a layer looks places up several times.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.batch, self.channels, self.h, self.w, self.margin))
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
@@ -66,6 +79,11 @@ class ImagePlaces:
         behind = 0 if self.margin is None else self.first + LINE
         return self.first + self.batch * self.image + behind
 
+    @cached_property
+    def quads(self) -> ImagePlaces:
+        """The places of the same images as quads."""
+        return replace(self, channels=-(-self.channels // QUAD))
+
     def of_batch(self, batch: int) -> ImagePlaces:
         """Return the same for another number of images."""
         return self if batch == self.batch else replace(self, batch=batch)
@@ -79,31 +97,34 @@ class _Spare:
     """Frames that nobody uses. A frame just given back is the likeliest to lie in a cache, so it goes out first.
 
     Giving back is one step of a deque, because it may happen at any time, even while this thread takes a frame: when
-    Python collects garbage.
+    Python collects garbage. `padding`: the 32 bits of what lies between images.
     """
 
     def __init__(self) -> None:
-        self._returned: deque[tuple[ImagePlaces, Array]] = deque()
+        self._returned: deque[tuple[tuple[ImagePlaces, int], Array]] = deque()
         self._turn = threading.Lock()
-        self._free: dict[ImagePlaces, list[Array]] = {}
+        self._free: dict[tuple[ImagePlaces, int], list[Array]] = {}
         self._bytes = 0
 
-    def take(self, places: ImagePlaces) -> Array:
+    def take(self, places: ImagePlaces, padding: int) -> Array:
         with self._turn:
             self._sort_in()
-            if buffers := self._free.get(places):
+            if buffers := self._free.get((places, padding)):
                 self._bytes -= buffers[-1].nbytes
                 return buffers.pop()
-        return allocate_aligned(places.size)
+        new: Array = allocate_aligned(places.size)
+        if padding:
+            new.view(np.uint32)[:] = padding
+        return new
 
-    def give_back(self, places: ImagePlaces, buffer: Array) -> None:
-        self._returned.append((places, buffer))
+    def give_back(self, places: ImagePlaces, padding: int, buffer: Array) -> None:
+        self._returned.append(((places, padding), buffer))
 
     def _sort_in(self) -> None:
         while self._returned:
-            places, buffer = self._returned.popleft()
+            kind, buffer = self._returned.popleft()
             # The shape used last is at the end. The one unused for longest goes first.
-            self._free[places] = [*self._free.pop(places, []), buffer]
+            self._free[kind] = [*self._free.pop(kind, []), buffer]
             self._bytes += buffer.nbytes
         while self._bytes > KEPT:
             oldest = next(iter(self._free))
@@ -114,10 +135,15 @@ _spare = _Spare()
 
 
 class FramedImages:
-    """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it."""
+    """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it.
+
+    in_quads: the same images as convolutions in eight bits read them, if they were left so, too.
+    """
+
+    in_quads: QuadImages | None = None
 
     def __init__(self, places: ImagePlaces) -> None:
-        self.array, self.places = _spare.take(places), places
+        self.array, self.places = _spare.take(places, 0), places
         self.address = find_address(self.array)
 
     def __getstate__(self) -> tuple[ImagePlaces, Array]:
@@ -128,7 +154,24 @@ class FramedImages:
         self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
         self.array[:] = array
 
-    def __del__(self, give_back: Callable[[ImagePlaces, Array], None] = _spare.give_back) -> None:
+    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
         # Bound above: when Python exits, the names of the module may be gone before this object is.
         if hasattr(self, "places"):
-            give_back(self.places, self.array)
+            give_back(self.places, 0, self.array)
+
+
+class QuadImages:
+    """Images in a frame as quads, read in a range. Keep no view of their memory, as of `FramedImages`.
+
+    places: of the images. quad_places: of their quads, at `address`.
+    """
+
+    def __init__(self, places: ImagePlaces, input_range: InputRange) -> None:
+        self.places, self.quad_places, self.input_range = places, places.quads, input_range
+        self._padding = fill_quad(input_range)
+        self.array = _spare.take(self.quad_places, self._padding)
+        self.address = find_address(self.array)
+
+    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
+        if hasattr(self, "address"):
+            give_back(self.quad_places, self._padding, self.array)

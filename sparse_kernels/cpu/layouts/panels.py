@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_into_one_piece, copy_to_cache_line
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
+from sparse_kernels.formats.int8 import QUAD
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
 PANEL_COST = 6
@@ -73,6 +74,16 @@ class Panels:
         """Whether the rows that exist are those of the matrix in their order."""
         exist = self.row_ids[self.row_ids >= 0]
         return np.array_equal(exist, np.arange(exist.size))
+
+    @cached_property
+    def has_quads(self) -> bool:
+        """Whether each four rows are those of one quad of results, in order, as far as they exist."""
+        if self.width % QUAD:
+            return False
+        fours = self.row_ids.reshape(-1, QUAD)
+        wanted = fours[:, :1] + np.arange(QUAD)
+        alike = (fours == wanted) | (fours < 0)
+        return bool(alike.all() and ((fours[:, 0] % QUAD == 0) | (fours < 0).all(axis=1)).all())
 
     @property
     def stages(self) -> int:

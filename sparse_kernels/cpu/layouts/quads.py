@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.layouts.panels import Groups, build_groups
 from sparse_kernels.formats import unpack
-from sparse_kernels.formats.int8 import MIDDLE, Int8Weight
-
-QUAD = 4
+from sparse_kernels.formats.int8 import MIDDLE, QUAD, InputRange, Int8Weight
 
 
 class QuadArrays(NamedTuple):
@@ -36,6 +34,26 @@ class QuadArrays(NamedTuple):
 
 
 FLOATS_ONLY = QuadArrays(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
+
+
+class QuadLayout(NamedTuple):
+    """How results are left as quads, beside floats or in their place.
+
+    starts: int64 (vectors), where each vector of positions starts. reading: float32 (2), 1 / scale and zero. padding:
+    the 32 bits of lanes that are no position.
+    """
+
+    starts: NDArray[np.int64]
+    reading: NDArray[np.float32]
+    padding: int
+
+
+LEAVES_NONE = QuadLayout(np.empty(0, np.int64), np.empty(0, np.float32), 0)
+
+
+def build_reading(input_range: InputRange) -> NDArray[np.float32]:
+    """Return a range as kernels take it: 1 / scale and zero."""
+    return np.array([1 / input_range.scale, input_range.zero], np.float32)
 
 
 def build_quad_groups(weight: Int8Weight, run: int) -> Groups:
@@ -58,10 +76,10 @@ def build_quad_groups(weight: Int8Weight, run: int) -> Groups:
 
 def build_quad_arrays(weight: Int8Weight, row_ids: NDArray[np.int32]) -> QuadArrays:
     """Return what sums are worth for these rows of the weight, -1 for none, and how x is read."""
-    zero, step = (MIDDLE, 1.0) if weight.input_range is None else (weight.input_range.zero, weight.input_range.scale)
+    reading = weight.input_range or InputRange(1.0, MIDDLE)
     sums = unpack(weight.packed).sum(axis=1, dtype=np.float64)
     offsets, scales = np.zeros(row_ids.size, np.int32), np.zeros(row_ids.size, np.float32)
     exist = row_ids >= 0
-    offsets[exist] = (-zero * sums)[row_ids[exist]]
-    scales[exist] = (weight.scales * np.float32(step))[row_ids[exist]]
-    return QuadArrays(offsets, scales, np.array([1 / step, zero], np.float32))
+    offsets[exist] = (-reading.zero * sums)[row_ids[exist]]
+    scales[exist] = (weight.scales * np.float32(reading.scale))[row_ids[exist]]
+    return QuadArrays(offsets, scales, build_reading(reading))

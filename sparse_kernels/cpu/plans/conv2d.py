@@ -12,7 +12,8 @@ that pays. Where numbers may be rounded to bfloat16, and the processor multiplie
 pairs of columns: x is always laid out then, and rounded on the way.
 
 x and y may also lie in frames (`padded_images`). A convolution that keeps the size of its images then reads x in
-place and writes y directly. Vectors that run over the ends of rows write zeros there.
+place and writes y directly. Vectors that run over the ends of rows write zeros there. For convolutions in eight
+bits it may leave y as quads, with floats or in their place (`Leaving`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
+from sparse_kernels.cpu.codegen.register_tiles import LEAVES_BOTH, LEAVES_QUADS, LEAVES_SUMS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
 from sparse_kernels.cpu.kernels.row_panels import ProductSettings
-from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
+from sparse_kernels.cpu.kernels.unstructured_rows import RowSettings, SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
+from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout, build_reading
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
 from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.formats import Packed, round_packed
+from sparse_kernels.formats.int8 import fill_quad
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array
 from sparse_kernels.shapes import Conv2dShape
 
@@ -64,6 +68,9 @@ SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 /
 # touch little more of a copy than they need where a channel is larger than a page. Larger copies are laid out once
 # for all threads.
 MOST_COPIED = 2**26
+
+# How products leave their results where nothing is left as quads.
+NOTHING_LEFT = (LEAVES_NONE, LEAVES_SUMS)
 
 # Number of batch sizes whose placement a plan remembers.
 REMEMBERED = 8
@@ -120,7 +127,9 @@ class CpuConv2dPlan:
     padding: int = 0
     _pool: Pool = field(default_factory=Pool)
     _placements: dict[tuple[int, int | None, int | None], BatchPlacement] = field(default_factory=dict)
-    _calls: dict[tuple[int, int | None, int | None, int], list[tuple[range, Product]]] = field(default_factory=dict)
+    _calls: dict[tuple[int, int | None, int | None, int, Leaving | None], list[tuple[range, Product]]] = field(
+        default_factory=dict
+    )
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +161,9 @@ class CpuConv2dPlan:
         if y.size:
             batch = x.shape[0]
             x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
-            self.run(x_address, self.x_places(batch), bias_address, code, y_address, self.y_places(batch))
+            self.run(
+                x_address, self.x_places(batch), Finish(bias_address, code), Results(y_address, self.y_places(batch))
+            )
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
@@ -170,9 +181,19 @@ class CpuConv2dPlan:
         """
         if y.margin is None or self._find_placement(x, y).grid.flat is not None:
             return False
-        by_rows = isinstance(self.panels, MatrixPanels)
+        if not isinstance(self.panels, MatrixPanels):
+            return True
         shape = replace(self.shape, batch=x.batch)
-        return not by_rows or choose_positions(shape, self.target, True, x.margin, y.margin).flat is None
+        return choose_positions(shape, self.target, True, x.margin, y.margin).flat is None
+
+    def can_leave(self, x: ImagePlaces, y: ImagePlaces) -> bool:
+        """Return whether `run` can leave results as quads: it writes y, in frames, directly, and four rows of a quad
+        together.
+        """
+        panels = self.panels
+        if isinstance(panels, MatrixPanels) or y.margin is None or self._find_placement(x, y).grid.flat is not None:
+            return False
+        return isinstance(panels, SingleRows) or panels.has_quads
 
     def run_framed(
         self,
@@ -192,31 +213,33 @@ class CpuConv2dPlan:
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
         there = 0 if added is None else find_address(added)
         x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
-        self.run(x_address, x_places, bias_address, ACTIVATIONS.index(activation), y_address, y_places, there)
+        finish = Finish(bias_address, ACTIVATIONS.index(activation), there)
+        self.run(x_address, x_places, finish, Results(y_address, y_places))
 
-    def run(
-        self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
-    ) -> None:
-        """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        threads = count_threads()
-        key = x_at.batch, x_at.margin, y_at.margin, threads
+    def run(self, x: int, x_at: ImagePlaces, finish: Finish, y: Results) -> None:
+        """Do the same for addresses of arrays that are right. Quads are left only where it `can_leave` them."""
+        threads, y_at = count_threads(), y.places
+        key = x_at.batch, x_at.margin, y_at.margin, threads, y.leaving
         steps = self._calls.get(key)
         if steps is None:
             for oldest in list(self._calls)[: 1 - REMEMBERED]:
                 self._calls.pop(oldest, None)
-            steps = self._calls[key] = self._bind_steps(x_at, y_at, threads)
+            steps = self._calls[key] = self._bind_steps(x_at, y_at, threads, y.leaving)
         for some, product in steps:
             x_here, behind = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
-            added_here = added and added + behind
-            if not product(x_here, y + behind, bias, activation, added_here):
-                places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
-                self._vector_plan.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
+            added = finish.added and finish.added + behind
+            quads = y.quads and y.quads + 4 * some.start * y_at.quads.image
+            if not product(x_here, y.address + behind, finish.bias, finish.activation, added, quads):
+                results = Results(y.address + behind, y_at.of_batch(len(some)))
+                self._vector_plan.run(x_here, x_at.of_batch(len(some)), finish._replace(added=added), results)
 
     def copy(self) -> CpuConv2dPlan:
         """Return the same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool(self.padding), _placements={}, _calls={})
 
-    def _bind_steps(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> list[tuple[range, Product]]:
+    def _bind_steps(
+        self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int, leaving: Leaving | None
+    ) -> list[tuple[range, Product]]:
         """Return which images at these places are run together by so many threads, and how.
 
         Products know nothing of the plan: one that knew it would keep it, and gigabytes with it, until Python looks
@@ -225,7 +248,9 @@ class CpuConv2dPlan:
         batch, step = x_at.batch, self._count_images_at_a_time(x_at, y_at, threads)
         together = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
         sizes = {len(some) for some in together}
-        products = {size: self._bind_product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
+        products = {
+            size: self._bind_product(x_at.of_batch(size), y_at.of_batch(size), threads, leaving) for size in sizes
+        }
         return [(some, products[len(some)]) for some in together]
 
     def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
@@ -237,12 +262,13 @@ class CpuConv2dPlan:
         rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         return -(-x_at.batch // (rounds * threads)) * threads
 
-    def _bind_product(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> Product:
+    def _bind_product(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int, leaving: Leaving | None) -> Product:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""
         placement = self._find_placement(x_at, y_at)
         phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
+        left = NOTHING_LEFT if leaving is None else _lay_out_quads(leaving, grid, y_at)
         if phase_layout is None and grid.flat is None:
-            return self._bind_multiply(placement, x_at.size, threads)
+            return self._bind_multiply(placement, x_at.size, threads, left)
         # Where threads have positions of their own, each lays out the rows that it reads, and those around them.
         begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
         copies = self._count_copies(placement, threads)
@@ -252,9 +278,8 @@ class CpuConv2dPlan:
                 replace(self.shape, batch=batch), phase_layout, grid.x_starts, grid.lanes, shares
             )
         apart = 0 if phase_layout is None or copies == 1 else phase_layout.size
-        product = self._bind_multiply(
-            placement, x_at.size if phase_layout is None else phase_layout.size, threads, apart
-        )
+        size = x_at.size if phase_layout is None else phase_layout.size
+        product = self._bind_multiply(placement, size, threads, left, apart)
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
         if phase_layout is not None:
             laid_out = ImageCopyLayer(
@@ -276,7 +301,7 @@ class CpuConv2dPlan:
             )  # fmt: skip
             collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
 
-        def call(x: int, y: int, bias: int, activation: int, added: int) -> bool:
+        def call(x: int, y: int, bias: int, activation: int, added: int, quads: int) -> bool:
             source, result = x, y
             if phase_layout is not None:
                 laid = pool.take(phase_layout.size * copies, batch)
@@ -285,7 +310,7 @@ class CpuConv2dPlan:
             if grid.flat is not None:
                 flat = borrow(c_out * grid.y_stride)
                 result = flat.address
-            finite = product(source, result, bias, activation, added)
+            finite = product(source, result, bias, activation, added, quads)
             if grid.flat is not None:
                 collect(result, y + y_first)
                 give_back(flat)
@@ -303,16 +328,19 @@ class CpuConv2dPlan:
         total = placement.grid.x_starts.size
         return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads) else 1
 
-    def _bind_multiply(self, placement: BatchPlacement, x_size: int, threads: int, apart: int = 0) -> Product:
+    def _bind_multiply(
+        self, placement: BatchPlacement, x_size: int, threads: int, left: tuple[QuadLayout, int], apart: int = 0
+    ) -> Product:
         weights, grid, fused = placement.weights, placement.grid, self.target.fused
         if isinstance(weights, SingleRows):
-            return unstructured_rows.bind_product(
-                weights, fused, grid, placement.offsets, threads, self.numbers, self.quads
-            )
+            row_settings = RowSettings(fused, threads, self.numbers, self.quads, *left)
+            return unstructured_rows.bind_product(weights, grid, placement.offsets, row_settings)
         if isinstance(weights, MatrixPanels):
             assert placement.blocks is not None
             return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, threads, self.emulated)
-        settings = ProductSettings(self.tile[1], fused, placement.columns, threads, apart, self.numbers, self.quads)
+        settings = ProductSettings(
+            self.tile[1], fused, placement.columns, threads, apart, self.numbers, self.quads, *left
+        )
         return row_panels.bind_product(weights, grid, settings, lambda: placement.prefetched)
 
     @property
@@ -373,6 +401,14 @@ class CpuConv2dPlan:
             column_places.count,
             prefetched,
         )
+
+
+def _lay_out_quads(leaving: Leaving, grid: VectorGrid, y_at: ImagePlaces) -> tuple[QuadLayout, int]:
+    """Return where vectors of quads start, which lie as y does with a quarter of the channels, and what is left."""
+    image = (grid.y_starts - y_at.first) // y_at.image
+    starts = grid.y_starts - image * (y_at.image - y_at.quads.image)
+    layout = QuadLayout(starts, build_reading(leaving.input_range), fill_quad(leaving.input_range))
+    return layout, LEAVES_BOTH if leaving.floats else LEAVES_QUADS
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:

@@ -15,15 +15,16 @@ from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.kernels import quad_images, row_panels
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import convert_arguments
+from sparse_kernels.cpu.layouts.image_results import Finish, Results
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Panels, build_panels
-from sparse_kernels.cpu.layouts.quads import QUAD, build_quad_arrays, build_quad_groups
+from sparse_kernels.cpu.layouts.quads import build_quad_arrays, build_quad_groups
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan, choose_positions, order_by_channel
 from sparse_kernels.cpu.plans.int8_linear import MOST_SINGLE
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, find_address
 from sparse_kernels.cpu.runtime.threads import count_threads
-from sparse_kernels.formats.int8 import Int8Weight, fill_up
+from sparse_kernels.formats.int8 import QUAD, Int8Weight, fill_up
 from sparse_kernels.plan_protocol import Array
 from sparse_kernels.shapes import Conv2dShape
 
@@ -65,7 +66,9 @@ class QuadConv2dPlan:
         if y.size:
             batch = x.shape[0]
             x_address, bias_address, y_address = find_address(x), find_address(bias), find_address(y)
-            self.run(x_address, self.x_places(batch), bias_address, code, y_address, self.y_places(batch))
+            self.run(
+                x_address, self.x_places(batch), Finish(bias_address, code), Results(y_address, self.y_places(batch))
+            )
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
@@ -78,13 +81,15 @@ class QuadConv2dPlan:
 
     def can_add(self, x: ImagePlaces, y: ImagePlaces) -> bool:
         """Return whether something can be added to y on the way: if y, in frames, is written directly."""
-        return self.quads.can_add(self.quads.x_places(x.batch, x.margin), y)
+        return self.quads.can_add(x.quads, y)
 
-    def run(
-        self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
-    ) -> None:
+    def can_leave(self, x: ImagePlaces, y: ImagePlaces) -> bool:
+        """Return whether `run` can leave results as quads, as `CpuConv2dPlan.can_leave`."""
+        return self.quads.can_leave(x.quads, y)
+
+    def run(self, x: int, x_at: ImagePlaces, finish: Finish, y: Results) -> None:
         """Convolve images at addresses of arrays that are right, as `CpuConv2dPlan.run`."""
-        threads, places = count_threads(), self.quads.x_places(x_at.batch, x_at.margin)
+        threads, places = count_threads(), x_at.quads
         read = self._readers.get((x_at, threads))
         if read is None:
             reading = self.quads.quads.reading
@@ -94,8 +99,12 @@ class QuadConv2dPlan:
         key = hash((x_at.batch, x_at.margin))
         room = self._pool.take(places.size + QUAD * self.quads.target.lanes, key)
         read(x + 4 * x_at.first, room.address + 4 * places.first)
-        self.quads.run(room.address, places, bias, activation, y, y_at, added)
+        self.run_quads(room.address, x_at, finish, y)
         self._pool.give_back(room, key)
+
+    def run_quads(self, x: int, x_at: ImagePlaces, finish: Finish, y: Results) -> None:
+        """Do the same for images that are quads already, read in this layer's range; x_at: of the images."""
+        self.quads.run(x, x_at.quads, finish, y)
 
 
 def prepare_int8_conv2d(weight: Int8Weight, shape: Conv2dShape, layout: str) -> QuadConv2dPlan:

@@ -18,9 +18,9 @@ from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_singl
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, build_panels
-from sparse_kernels.cpu.layouts.quads import QUAD, QuadArrays, build_quad_arrays, build_quad_groups
+from sparse_kernels.cpu.layouts.quads import QuadArrays, build_quad_arrays, build_quad_groups
 from sparse_kernels.cpu.layouts.vector_grid import TILE
-from sparse_kernels.formats.int8 import Int8Weight, fill_up
+from sparse_kernels.formats.int8 import QUAD, Int8Weight, fill_up
 
 MOST_SINGLE = 0.4
 """Share of quads from which on rows that share no columns are multiplied as dense ones, zeros included."""

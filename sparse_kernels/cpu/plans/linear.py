@@ -43,7 +43,7 @@ from sparse_kernels.cpu.kernels.row_panels import ProductSettings
 from sparse_kernels.cpu.kernels.token_blocks import BlockSettings
 from sparse_kernels.cpu.kernels.token_major import TokenMajorForm, TokenMajorLayer
 from sparse_kernels.cpu.kernels.transpose_tiles import TileLayer, TransposeCall
-from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
+from sparse_kernels.cpu.kernels.unstructured_rows import RowSettings, SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import Call, CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels, count_group_rows
@@ -239,12 +239,12 @@ class RowPlan(CpuLinearPlan):
         """Return the product of laid out x, or of x as it lies, whose columns have these offsets."""
         fused = self.target.fused
         if isinstance(self.panels, SingleRows):
-            product = unstructured_rows.bind_product(self.panels, fused, grid, offsets, threads)
+            product = unstructured_rows.bind_product(self.panels, grid, offsets, RowSettings(fused, threads))
         else:
             used = partial(self.panels.used, grid.x_stride)
             settings = ProductSettings(self.tile[1], fused, self.shape[1], threads)
             product = row_panels.bind_product(self.panels, grid, settings, used)
-        return lambda x, y, bias, activation: product(x, y, bias, activation, 0)
+        return lambda x, y, bias, activation: product(x, y, bias, activation, 0, 0)
 
 
 CpuPlan = TokenPlan | RowPlan | MatrixPlan

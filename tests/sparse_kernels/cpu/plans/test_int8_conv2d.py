@@ -10,10 +10,19 @@ import torch
 from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_PAIRS
+from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
 from sparse_kernels.cpu.plans import int8_conv2d
 from sparse_kernels.cpu.plans.int8_conv2d import QuadConv2dPlan, prepare_int8_conv2d
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
-from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
+from sparse_kernels.formats.int8 import (
+    QUAD,
+    InputRange,
+    Int8Weight,
+    fill_quad,
+    find_scales,
+    pack_int8,
+    unpack_int8,
+)
 from sparse_kernels.int8.int8_oracle import check_int8_conv2d
 
 READING = InputRange(0.25, 77)
@@ -98,7 +107,7 @@ def run_framed(plan: QuadConv2dPlan, x: np.ndarray, margins: tuple[int | None, i
     source, target = allocate_aligned(x_at.size), allocate_aligned(y_at.size)
     inside(source, x_at)[...] = x
     bias = np.zeros(plan.shape.c_out, np.float32)
-    plan.run(source.ctypes.data, x_at, bias.ctypes.data, 0, target.ctypes.data, y_at)
+    plan.run(source.ctypes.data, x_at, Finish(bias.ctypes.data, 0), Results(target.ctypes.data, y_at))
     return inside(target, y_at).copy()
 
 
@@ -119,6 +128,92 @@ def test_images_may_lie_in_frames(
     expected = convolve(weight, shape, x)
     for _ in range(2):
         np.testing.assert_array_equal(run_framed(plan, x, margins), expected)
+
+
+NEXT = InputRange(2.0**9, 90)
+"""How the next layer reads results: a step is a power of two, so that the nearest one is exact."""
+
+KEEPING = {
+    "3x3": SHAPES["3x3"],
+    "1x1": SHAPES["1x1"],
+    "dilated": SHAPES["dilated"],
+    "7 channels": replace(SHAPES["3x3"], batch=3, c_out=7, h=9, w=5),
+}
+
+
+@pytest.mark.parametrize("floats", [True, False])
+@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize("spec", ["block:4x4", "block:1x4", "dense"])
+def test_results_are_left_as_the_bytes_that_the_next_layer_would_read(
+    rng: np.random.Generator, spec: str, name: str, floats: bool
+) -> None:
+    shape = KEEPING[name]
+    if parse(spec).refuses(shape):
+        pytest.skip("the pattern has no place in this layer")
+    weight, x = draw_weight(rng, spec, shape, READING), draw_images(rng, shape)
+    plan = prepare_int8_conv2d(weight, shape, "nchw")
+    margin = max(shape.padding) + 1
+    x_at, y_at = plan.x_places(shape.batch, margin), plan.y_places(shape.batch, margin)
+    assert plan.can_leave(x_at, y_at)
+    source, added = allocate_aligned(x_at.size), allocate_aligned(y_at.size)
+    inside(source, x_at)[...] = x
+    inside(added, y_at)[...] = rng.integers(-999, 999, y_at.shape)
+    bias = rng.integers(-999, 999, shape.m).astype(np.float32)
+    y = convolve(weight, shape, x) + bias[:, None, None] + inside(added, y_at)
+    y = np.maximum(y, 0).astype(np.float32)
+    for _ in range(2):
+        quads, result = allocate_aligned(y_at.quads.size), allocate_aligned(y_at.size)
+        quads.view(np.uint32)[:] = fill_quad(NEXT)
+        finish = Finish(bias.ctypes.data, 1, added.ctypes.data)
+        leaving = Leaving(NEXT, floats)
+        results = Results(result.ctypes.data if floats else 0, y_at, quads.ctypes.data, leaving)
+        plan.run(source.ctypes.data, x_at, finish, results)
+        np.testing.assert_array_equal(result, lay_out(y if floats else 0 * y, y_at))
+        np.testing.assert_array_equal(channels_of(quads, y_at), channels_of(read_as_quads(y, y_at), y_at))
+
+
+def lay_out(images: np.ndarray, places) -> np.ndarray:
+    """Images in a frame of zeros."""
+    flat = allocate_aligned(places.size)
+    inside(flat, places)[...] = images
+    return flat
+
+
+def read_as_quads(images: np.ndarray, places) -> np.ndarray:
+    """The quads of images in a frame, as the next layer reads them."""
+    steps = np.clip(np.rint(images / NEXT.scale + NEXT.zero), 0, 255).astype(np.uint32)
+    flat = allocate_aligned(places.quads.size)
+    flat.view(np.uint32)[:] = fill_quad(NEXT)
+    quads = inside(flat.view(np.uint32), places.quads)
+    quads[...] = 0
+    for channel in range(places.channels):
+        quads[:, channel // QUAD] |= steps[:, channel] << np.uint32(8 * (channel % QUAD))
+    return flat
+
+
+def channels_of(quads: np.ndarray, places) -> np.ndarray:
+    """The bytes of channels that there are, (elements, channels of a quad): others may hold anything."""
+    quads = quads.copy().view(np.uint8).reshape(-1, QUAD)
+    if beyond := -places.channels % QUAD:
+        last = inside(np.arange(len(quads), dtype=np.int32), places.quads)[:, -1].ravel()
+        quads[last, QUAD - beyond :] = 0
+    return quads
+
+
+def test_bytes_that_were_left_are_read_as_those_read_from_floats(rng: np.random.Generator) -> None:
+    shape = SHAPES["3x3"]
+    weight, x = draw_weight(rng, "block:4x4", shape, NEXT), 300 * draw_images(rng, shape)
+    plan = prepare_int8_conv2d(weight, shape, "nchw")
+    x_at, y_at = plan.x_places(1, 1), plan.y_places(1, 1)
+    bias, quads, found = np.zeros(shape.m, np.float32), read_as_quads(x, x_at), allocate_aligned(y_at.size)
+    plan.run_quads(quads.ctypes.data, x_at, Finish(bias.ctypes.data, 0), Results(found.ctypes.data, y_at))
+    np.testing.assert_array_equal(inside(found, y_at), run_framed(plan, x, (1, 1)))
+
+
+def test_rows_in_another_order_leave_no_bytes(rng: np.random.Generator) -> None:
+    shape = SHAPES["3x3"]
+    plan = prepare_int8_conv2d(draw_weight(rng, "shflbw:16x4", shape, READING), shape, "nchw")
+    assert not plan.can_leave(plan.x_places(1, 1), plan.y_places(1, 1))
 
 
 def test_images_need_one_range(rng: np.random.Generator) -> None:
