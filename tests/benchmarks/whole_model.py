@@ -39,7 +39,7 @@ from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
 from search.whole_model.overhead import FREE, build_dense_engines
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels import nn as sparse
-from sparse_kernels.cpu.layouts.padded_images import FramedImages
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, QuadImages
 from sparse_kernels.tensors.torch_tiles import TokenTiles
 
 PRUNED = "pruned"
@@ -58,9 +58,11 @@ def just_written(x: Any) -> Any:
     """A copy of a layer's input: in a model it comes from the caches, as what was before has just written it."""
     if isinstance(x, TokenTiles):
         return TokenTiles(x.values.clone(), x.lead)
-    if isinstance(x, FramedImages):
-        copied = FramedImages(x.places)
+    if isinstance(x, FramedImages | QuadImages):
+        copied = FramedImages(x.places) if isinstance(x, FramedImages) else QuadImages(x.places, x.input_range)
         copied.array[:] = x.array
+        if isinstance(x, FramedImages) and x.in_quads is not None:
+            copied.in_quads = just_written(x.in_quads)
         return copied
     return x.clone()
 
