@@ -103,7 +103,12 @@ def _leave_bytes(value: fx.Node, modules: dict[str, nn.Module]) -> None:
 def _reads_bytes(reader: fx.Node, value: fx.Node, modules: dict[str, nn.Module]) -> InputRange | None:
     """Return the range in which a node reads a value as bytes; None if it reads floats."""
     layer = modules.get(str(reader.target)) if reader.op == "call_module" else None
-    if type(layer) is not SparseConv2d or reader.args != (value,) or reader.kwargs.get("added") is value:
+    if (
+        type(layer) is not SparseConv2d
+        or layer.backend != "numba"
+        or reader.args != (value,)
+        or reader.kwargs.get("added") is value
+    ):
         return None
     return layer.input_range
 

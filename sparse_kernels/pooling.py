@@ -30,7 +30,8 @@ def swap_poolings(traced: fx.GraphModule) -> None:
     touched = changed(traced, modules)
     for node in pools:
         conv = _find_conv(node, modules)
-        if conv not in dense and (window := _find_window(node, modules)) is not None:
+        free = conv in dense and only_user(conv) is not None  # it may give images in either order
+        if not free and (window := _find_window(node, modules)) is not None:
             _swap(traced, node, window)
             continue
         with traced.graph.inserting_before(node):
@@ -41,7 +42,7 @@ def swap_poolings(traced: fx.GraphModule) -> None:
                 result = traced.graph.call_method("contiguous", (node,))
             for user in others:
                 user.replace_input_with(node, result)
-        if conv in dense and only_user(conv) is not None:
+        if free:
             modules[str(conv.target)].to(memory_format=torch.channels_last)
 
 
@@ -81,12 +82,12 @@ def _find_window(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[tuple[in
     else:
         names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         given = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
-    if any(isinstance(value, fx.Node) for value in given.values()):
-        return None
     taps, padding, dilation = (
         _pair(given.get(name) or default) for name, default in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
     )
     stride = _pair(given.get("stride") or taps)
+    if not all(isinstance(side, int) for side in (*taps, *stride, *padding, *dilation)):
+        return None  # sizes that hang on the images
     plain = dilation == (1, 1) and not given.get("ceil_mode") and stride[1] <= 2 and taps[1] <= MOST_TAPS
     return (taps, stride, padding) if plain else None
 

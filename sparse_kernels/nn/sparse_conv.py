@@ -21,7 +21,7 @@ from sparse_kernels.nn.sparse_layer import (
     ACTIVATIONS,
     GPU_BACKENDS,
     INT8,
-    KEPT_PLANS,
+    UNROUNDED,
     ReadyPlan,
     SparseLayer,
     machine_of,
@@ -37,16 +37,17 @@ from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 _CPU = torch.device("cpu")
 
+KEPT_CALLS = 16
+"""Ways in which a layer was called over frames that it remembers."""
+
 
 class FrameCall(NamedTuple):
     """What a call over frames needs to know, worked out once.
 
-    plans: of the layer when this was worked out; it holds for those alone. ready: the plan. y_places: where the
-    result lies. adds: the plan adds what is added. finish: without the address of what is added. leaving: how bytes
-    are left, if they are.
+    ready: the plan. y_places: where the result lies. adds: the plan adds what is added. finish: without the address
+    of what is added. leaving: how bytes are left, if they are.
     """
 
-    plans: dict[object, ReadyPlan]
     ready: ReadyPlan
     y_places: ImagePlaces
     adds: bool
@@ -73,16 +74,13 @@ class SparseConv2d(SparseLayer):
         self.geometry = geometry
         # As torch's layer of this kind has them, because models compute lengths from them.
         self.kernel_size, self.stride, self.padding, self.dilation = (side[-self._axes :] for side in geometry)
-        self._frame_calls: dict[object, FrameCall] = {}
+        # Calls over frames, and the plans for which they hold: those of the layer, or none of the calls does.
+        self._frame_calls: tuple[object, dict[object, FrameCall]] = (None, {})
         self._enlist()
 
     def __getstate__(self) -> dict[str, Any]:
         # They hold plans.
-        return {**super().__getstate__(), "_frame_calls": {}}
-
-    def _forget_plan(self) -> None:
-        self._frame_calls = {}
-        super()._forget_plan()
+        return {**super().__getstate__(), "_frame_calls": (None, {})}
 
     @property
     def in_channels(self) -> int:
@@ -158,7 +156,7 @@ class SparseConv2d(SparseLayer):
         or instead: the scale and zero of their inputs, and whether floats are read as well. See `pad_propagation`,
         which asks for all that.
         """
-        if isinstance(x, FramedImages | QuadImages) and self.backend == "numba":
+        if isinstance(x, (FramedImages, QuadImages)) and self.backend == "numba":
             return self._over_frames(x, x.places, margin, added, then, leave)
         if is_proxy(x):
             given = {"margin": margin, "added": added, "then": then, "leave": leave}
@@ -222,15 +220,14 @@ class SparseConv2d(SparseLayer):
         self._follow_buffers()
         threads.set_thread_count(torch.get_num_threads())
         added_at = added.places if isinstance(added, FramedImages) else None
-        if self.unrounded or (added is not None and added_at is None):  # what is added to later is left as floats
+        if UNROUNDED.get() or (added is not None and added_at is None):  # what is added to later is left as floats
             leave = None
         key = x_places, margin, added_at, then, leave
-        known = self._frame_calls.get(key)
-        if known is None or known.plans is not self._plans:
+        plans, calls = self._frame_calls
+        known = calls.get(key) if plans is self._plans else None
+        if known is None:
             known = self._prepare_frame_call(x_places, margin, added_at, then, leave)
-            self._frame_calls[key] = known
-            for oldest in list(self._frame_calls)[:-KEPT_PLANS]:
-                self._frame_calls.pop(oldest, None)
+            self._keep_frame_call(key, known)
         plan, finish = known.ready.plan, known.finish
         if self._latest is not known.ready:
             self._latest = known.ready
@@ -270,7 +267,16 @@ class SparseConv2d(SparseLayer):
         if leave is not None and (adds or added_at is None) and ready.plan.can_leave(x_places, y_places):
             scale, zero, floats = leave
             leaving = Leaving(InputRange(scale, zero), floats)
-        return FrameCall(self._plans, ready, y_places, adds, finish, leaving)
+        return FrameCall(ready, y_places, adds, finish, leaving)
+
+    def _keep_frame_call(self, key: object, call: FrameCall) -> None:
+        """Keep a call for the next time, as long as the layer has its plan."""
+        plans = self._plans
+        if not any(ready is call.ready for ready in plans.values()):
+            return  # another thread has changed the layer meanwhile
+        calls = self._frame_calls[1] if self._frame_calls[0] is plans else {}
+        calls = dict([*list(calls.items())[1 - KEPT_CALLS :], (key, call)])
+        self._frame_calls = plans, calls
 
     def _find_quads(self, x: Tensor | FramedImages | QuadImages) -> QuadImages | None:
         """Return the bytes of x as this layer reads them, if they were left."""

@@ -8,6 +8,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
@@ -42,6 +43,9 @@ INT8 = "int8"
 ONE_WEIGHT = "a sparse layer has one packed weight: call the models of an ensemble one after the other"
 
 FORMATS = {kind.__name__: kind for kind in get_args(Packed)}
+
+UNROUNDED = ContextVar("UNROUNDED", default=False)
+"""Whether a layer is `in_float32` here. Meanwhile all leave floats, which any layer can read."""
 
 LAYERS = WeakTensorKeyDictionary()
 """The first array of each layer's packed weight -> a weak reference to the layer: operators take tensors only."""
@@ -128,9 +132,6 @@ class SparseLayer(nn.Module):
 
     kinds: ClassVar[dict[str, type[SparseLayer]]] = {}
     """The layer classes by name."""
-
-    unrounded: ClassVar[int] = 0
-    """How many layers are `in_float32` now. Meanwhile all leave floats, which any layer can read."""
 
     bias: Tensor | None
     scales: Tensor | None
@@ -371,11 +372,11 @@ class SparseLayer(nn.Module):
         """Within it nothing is rounded that was not before, and no layer leaves bytes for this one."""
         precision, self.precision = self.precision, "float32"
         self._forget_plan()
-        SparseLayer.unrounded += 1
+        before = UNROUNDED.set(True)
         try:
             yield
         finally:
-            SparseLayer.unrounded -= 1
+            UNROUNDED.reset(before)
             self.precision = precision
             self._forget_plan()
 

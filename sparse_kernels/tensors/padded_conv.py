@@ -67,14 +67,14 @@ def max_pool(
 
     A window's row has a stride of 1 or 2.
     """
-    window = PoolWindow(taps, stride, padding)
-    if isinstance(x, Tensor):
-        h, w = window.count(*x.shape[-2:])
-        if not framable(x) or min(h, w) < 1:
-            return F.max_pool2d(x, taps, stride, padding)
-        x = x.resolve_neg().contiguous()
-    places = ImagePlaces(*x.shape) if isinstance(x, Tensor) else x.places
-    result = ImagePlaces(places.batch, places.channels, *window.count(places.h, places.w), margin)
+    if isinstance(x, Tensor) and not framable(x):
+        return F.max_pool2d(x, taps, stride, padding)
+    window, places = PoolWindow(taps, stride, padding), ImagePlaces(*x.shape) if isinstance(x, Tensor) else x.places
+    h, w = window.count(places.h, places.w)
+    if min(h, w) < 1 or any(2 * pad > size for pad, size in zip(padding, taps, strict=True)):
+        return F.max_pool2d(unframe(x), taps, stride, padding)  # which refuses that
+    x = x.resolve_neg().contiguous() if isinstance(x, Tensor) else x
+    result = ImagePlaces(places.batch, places.channels, h, w, margin)
     y = torch.empty(result.shape, dtype=torch.float32, device="cpu") if margin is None else FramedImages(result)
     threads.set_thread_count(torch.get_num_threads())
     source, to = (address_of(each) if isinstance(each, Tensor) else each.address for each in (x, y))

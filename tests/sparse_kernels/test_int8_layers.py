@@ -1,7 +1,9 @@
 """Torch layers in eight bits, and models converted to them."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from torch import nn
 
 from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces, QuadImages
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
 from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
 from sparse_kernels.nn import SparseConv2d, SparseLinear
+from sparse_kernels.nn.sparse_layer import KEPT_PLANS
 from sparse_kernels.prunable_layers import weight_matrix
 
 
@@ -206,3 +210,37 @@ def test_readers_of_another_range_read_floats(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="was given bytes"):
         converted(x)
     assert y.isfinite().all()
+
+
+def test_layers_of_the_reference_are_left_no_bytes(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    model = Residual().eval()
+    x = torch.from_numpy(rng.standard_normal((3, 4, 8, 8)).astype(np.float32))
+    reading = InputRange.covering(-3.0, 3.0)
+    model = convert(model, {"inner": choose(model.inner, "block:4x4", reading)}, (x,), backend="reference")
+    names = [name for name in ("first", "down", "outer", "last") if isinstance(model.get_submodule(name), nn.Conv2d)]
+    choices = {name: choose(model.get_submodule(name), "block:4x4", reading) for name in names}
+    converted = convert(model, choices, (x,))
+    assert "down" not in find_leaving(converted)
+    assert converted(x).isfinite().all()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda images: pickle.loads(pickle.dumps(images))])
+def test_copies_of_bytes_have_memory_of_their_own(again: Any) -> None:
+    quads = QuadImages(ImagePlaces(1, 6, 3, 4, 1), InputRange(0.5, 9))
+    quads.array.view(np.uint32)[20:30] = np.arange(10)
+    copied = again(quads)
+    np.testing.assert_array_equal(copied.array, quads.array)
+    assert (copied.places, copied.input_range) == (quads.places, quads.input_range)
+    assert copied.address == copied.array.ctypes.data != quads.address
+
+
+def test_a_layer_keeps_no_plans_that_it_has_dropped(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    sparse = to_sparse(nn.Conv2d(4, 8, 3, padding=1), choose(nn.Conv2d(4, 8, 3), "block:4x4", InputRange(0.1)))
+    plans = []
+    for size in range(5, 13):
+        sparse(torch.zeros(1, 4, size, 6), margin=1)
+        plans.append(weakref.ref(sparse._latest.plan))
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) == KEPT_PLANS

@@ -116,3 +116,35 @@ def test_pooling_between_convolutions_stays_in_frames() -> None:
     assert not [node for node in converted.graph.nodes if node.target is unframe]
     torch.testing.assert_close(pickle.loads(pickle.dumps(converted))(x), model(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(converted(x[:, :, :, :5]), model(x[:, :, :, :5]), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", [2, 5])
+def test_images_smaller_than_a_window_are_refused_as_torch_does(side: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(8, 2), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2)
+    ).eval()
+    converted = convert(
+        model, {name: LayerPattern(Unstructured()) for name in ("0", "2")}, (torch.randn(1, 3, 12, 12),)
+    )
+    for x in (torch.randn(1, 3, 12, side), torch.randn(1, 3, side, 12)):
+        with pytest.raises(RuntimeError, match="too small"):
+            model(x)
+        with pytest.raises(RuntimeError, match="too small"):
+            converted(x)
+
+
+@torch.no_grad()
+def test_windows_that_hang_on_the_images_stay_torchs() -> None:
+    class Gate(Pooled):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.sparse(self.dense(x))
+            whole = F.max_pool2d(y, (y.size(2), y.size(3)), stride=(y.size(2), y.size(3)))
+            return whole * F.max_pool2d(y, (1, y.size(3)))
+
+    torch.manual_seed(0)
+    model, x = Gate(False).eval(), torch.randn(2, 3, 12, 13)
+    converted = convert(model, {"sparse": LayerPattern(Unstructured())}, (x,))
+    for images in (x, torch.randn(1, 3, 7, 9)):
+        torch.testing.assert_close(converted(images), model(images), rtol=1e-4, atol=1e-5)

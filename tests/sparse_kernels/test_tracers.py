@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "images in frames": (
         lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)), (2, 4, 9, 7),
     ),
+    "pooled images": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, padding=1)),
+        (2, 4, 9, 7),
+    ),
     "sequences": (
         lambda: nn.Sequential(
             nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 8, 5, stride=2)

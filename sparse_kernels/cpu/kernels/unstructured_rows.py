@@ -43,6 +43,7 @@ from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_para
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
+from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 from sparse_kernels.formats.int8 import QUAD
@@ -205,9 +206,9 @@ def bind_product(
     (`vector_grid.build_tiled_grid`).
     """
     gathers, framed, threads = offsets is not None, grid.keep is not None, settings.threads
-    kernel = build_kernel(
-        rows.stride // grid.lanes, grid.lanes, settings.fused, gathers, framed, settings.numbers, settings.leaves
-    )
+    vectors = rows.stride // grid.lanes
+    form = RowForm(vectors, grid.lanes, settings.fused, gathers, framed, settings.numbers, settings.leaves)
+    kernel = build_kernel(form)
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     elements = elements if gathers else 0
@@ -233,29 +234,50 @@ def _bundles_at_a_time(stride: int) -> int:
     return max(1, CACHED // (BUNDLE * stride))
 
 
+@inline
+def locate_output(call: ScratchProductCall, layer: StreamLayer, v: int, row: int) -> FramedOutput:
+    """Return where the vectors of positions from `v` on of the rows from `row` on are written, in frames."""
+    below, left = row * layer.y_stride * 4, layer.left
+    quads_at = call.quads_at + row // QUAD * layer.y_stride * 4
+    quads = QuadOutput(quads_at, left.starts.ctypes.data + v * 8, left.reading.ctypes.data, left.padding)
+    added_at = call.added_at + below if call.added_at else 0
+    starts_at, keep_at = layer.y_starts.ctypes.data + v * 8, layer.keep.ctypes.data + v * 8
+    return FramedOutput(call.y_at + below, layer.y_stride, starts_at, keep_at, added_at, quads)
+
+
+class RowForm(NamedTuple):
+    """A kernel of single rows.
+
+    vectors: the most of a tile. lanes: of a vector. fused: multiply-adds are fused. gathers: x and y are packed in
+    scratch memory. framed: y lies in frames, or something is added to it. numbers: what is multiplied. leaves: what
+    is left, as `RowTileForm` says.
+    """
+
+    vectors: int
+    lanes: int
+    fused: bool
+    gathers: bool
+    framed: bool
+    numbers: int
+    leaves: int
+
+
 @cache
-def build_kernel(
-    vectors: int,
-    lanes: int,
-    fused: bool,
-    gathers: bool,
-    framed: bool,
-    numbers: int = FLOATS,
-    leaves: int = LEAVES_SUMS,
-) -> ParallelKernel:
+def build_kernel(form: RowForm) -> ParallelKernel:
     """Return the loop over tiles of up to `vectors` vectors (`vector_grid.split_tiles`), runs of bundles, and stages.
 
     It is called with `ScratchProductCall` and `StreamLayer`. A kernel that gathers finds column c of a vector of x at
     its start plus offsets[c], and packs x and y in scratch memory. One that does not gather takes them packed, and
     reads neither offsets nor scratch memory. One that gathers looks at `keep` and `added_at` if `framed`.
     """
+    vectors, lanes, fused, gathers, framed, numbers, leaves = form
     stream_form, copy_form = (vectors, lanes, int(fused), 0, numbers), (vectors, lanes, int(fused), leaves)
     stride, most = vectors * lanes, _bundles_at_a_time(vectors * lanes)
 
     @build_parallel_kernel
     def multiply(part: int, call: ScratchProductCall, layer: StreamLayer) -> None:
         stream, table, work, bounds = layer.weights
-        x_starts, y_starts, offsets, keep = layer.x_starts, layer.y_starts, layer.offsets, layer.keep
+        x_starts, y_starts, offsets = layer.x_starts, layer.y_starts, layer.offsets
         stages, bundles = table.shape
         total = x_starts.size
         worth = locate_worth(layer.quads, 0, 0)
@@ -289,18 +311,13 @@ def build_kernel(
                 finish = StreamEpilogue(min(stage, 1), call.bias_at, PARTIAL if stage < stages - 1 else last, worth)
                 rows = WeightStream(stream.ctypes.data + table[stage, first] * 4, end_row - row)
                 multiply_stream(stream_form, end_v - v, rows, x_at + column * stride * 4, y_at, finish)
-            packed_at, starts_at = y_at + row * stride * 4, y_starts.ctypes.data + v * 8
-            below = row * layer.y_stride * 4
+            packed_at = y_at + row * stride * 4
             if framed:
-                added_at = call.added_at + below if call.added_at else 0
-                left = layer.left
-                quads_at = call.quads_at + row // QUAD * layer.y_stride * 4
-                quads = QuadOutput(quads_at, left.starts.ctypes.data + v * 8, left.reading.ctypes.data, left.padding)
-                keep_at = keep.ctypes.data + v * 8
-                y = FramedOutput(call.y_at + below, layer.y_stride, starts_at, keep_at, added_at, quads)
+                y = locate_output(call, layer, v, row)
                 finish_rows(copy_form, end_v - v, packed_at, end_row - row, y, call.activation)
             elif gathers:
-                target = PackedOutput(call.y_at + below, layer.y_stride, starts_at)
+                target_at = call.y_at + row * layer.y_stride * 4
+                target = PackedOutput(target_at, layer.y_stride, y_starts.ctypes.data + v * 8)
                 copy_rows(copy_form, end_v - v, packed_at, end_row - row, target)
 
     return multiply

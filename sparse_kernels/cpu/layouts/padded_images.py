@@ -45,7 +45,8 @@ class ImagePlaces:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.batch, self.channels, self.h, self.w, self.margin))
+        # None has another hash in every process, and this one may be pickled.
+        return hash((self.batch, self.channels, self.h, self.w, -1 if self.margin is None else self.margin))
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
@@ -171,6 +172,14 @@ class QuadImages:
         self._padding = fill_quad(input_range)
         self.array = _spare.take(self.quad_places, self._padding)
         self.address = find_address(self.array)
+
+    def __getstate__(self) -> tuple[ImagePlaces, InputRange, Array]:
+        return self.places, self.input_range, self.array
+
+    def __setstate__(self, state: tuple[ImagePlaces, InputRange, Array]) -> None:
+        places, input_range, array = state
+        self.__init__(places, input_range)  # type: ignore[misc]  # memory of its own, at an address of its own
+        self.array[:] = array
 
     def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
         if hasattr(self, "address"):

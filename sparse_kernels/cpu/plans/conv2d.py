@@ -138,9 +138,8 @@ class CpuConv2dPlan:
 
     def room_bytes(self, batch: int) -> int:
         """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
-        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count_threads()
-        some = min(self._count_images_at_a_time(x_at, y_at, threads), batch)
-        placement = self._find_placement(x_at.of_batch(some), y_at.of_batch(some))
+        placement = self._find_first_placement(self.x_places(batch), self.y_places(batch))
+        threads = count_threads()
         return (
             0
             if placement.phase_layout is None
@@ -179,7 +178,7 @@ class CpuConv2dPlan:
 
         So must the plan that computes y again where sums are not finite, whose vectors are shorter.
         """
-        if y.margin is None or self._find_placement(x, y).grid.flat is not None:
+        if y.margin is None or self._find_first_placement(x, y).grid.flat is not None:
             return False
         if not isinstance(self.panels, MatrixPanels):
             return True
@@ -191,7 +190,9 @@ class CpuConv2dPlan:
         together.
         """
         panels = self.panels
-        if isinstance(panels, MatrixPanels) or y.margin is None or self._find_placement(x, y).grid.flat is not None:
+        if isinstance(panels, MatrixPanels) or y.margin is None:
+            return False
+        if self._find_first_placement(x, y).grid.flat is not None:
             return False
         return isinstance(panels, SingleRows) or panels.has_quads
 
@@ -357,6 +358,11 @@ class CpuConv2dPlan:
     def _wide(self) -> CpuTarget:
         """The target with vectors as long as those of positions."""
         return widen(self.target) if isinstance(self.panels, MatrixPanels) else self.target
+
+    def _find_first_placement(self, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
+        """Return the placement of the images that are computed together first."""
+        some = min(self._count_images_at_a_time(x, y, count_threads()), x.batch)
+        return self._find_placement(x.of_batch(some), y.of_batch(some))
 
     def _find_placement(self, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         key = x.batch, x.margin, y.margin

@@ -11,9 +11,10 @@ from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_PAIRS
 from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
-from sparse_kernels.cpu.plans import int8_conv2d
+from sparse_kernels.cpu.plans import conv2d, int8_conv2d
 from sparse_kernels.cpu.plans.int8_conv2d import QuadConv2dPlan, prepare_int8_conv2d
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
+from sparse_kernels.formats import pack, unpack
 from sparse_kernels.formats.int8 import (
     QUAD,
     InputRange,
@@ -24,6 +25,7 @@ from sparse_kernels.formats.int8 import (
     unpack_int8,
 )
 from sparse_kernels.int8.int8_oracle import check_int8_conv2d
+from sparse_kernels.patterns import Dense
 
 READING = InputRange(0.25, 77)
 SHAPES = {
@@ -138,20 +140,27 @@ KEEPING = {
     "1x1": SHAPES["1x1"],
     "dilated": SHAPES["dilated"],
     "7 channels": replace(SHAPES["3x3"], batch=3, c_out=7, h=9, w=5),
+    "wide": replace(SHAPES["3x3"], h=4, w=37),  # vectors of a row, of which the last one overlaps
+    "strided": replace(SHAPES["3x3"], batch=2, h=31, w=66, stride=(2, 2)),
 }
 
 
 @pytest.mark.parametrize("floats", [True, False])
 @pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.parametrize("spec", ["block:4x4", "block:1x4", "dense"])
+@pytest.mark.parametrize("spec", ["block:4x4", "block:1x4", "dense", "float32"])
 def test_results_are_left_as_the_bytes_that_the_next_layer_would_read(
-    rng: np.random.Generator, spec: str, name: str, floats: bool
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, spec: str, name: str, floats: bool
 ) -> None:
+    monkeypatch.setattr(conv2d, "IMAGES_CACHED", 1)  # images that are laid out come in several steps
     shape = KEEPING[name]
-    if parse(spec).refuses(shape):
+    if spec != "float32" and parse(spec).refuses(shape):
         pytest.skip("the pattern has no place in this layer")
-    weight, x = draw_weight(rng, spec, shape, READING), draw_images(rng, shape)
-    plan = prepare_int8_conv2d(weight, shape, "nchw")
+    weight, x = draw_weight(rng, spec.replace("float32", "dense"), shape, READING), draw_images(rng, shape)
+    if spec == "float32":  # whole numbers small enough that float32 is exact
+        weight = replace(weight, packed=pack(np.rint(unpack(weight.packed) / 64), None, Dense()))
+        plan = conv2d.build_vector_plan(pack(unpack_int8(weight), None, Dense()), shape, "nchw")
+    else:
+        plan = prepare_int8_conv2d(weight, shape, "nchw")
     margin = max(shape.padding) + 1
     x_at, y_at = plan.x_places(shape.batch, margin), plan.y_places(shape.batch, margin)
     assert plan.can_leave(x_at, y_at)
@@ -200,14 +209,15 @@ def channels_of(quads: np.ndarray, places) -> np.ndarray:
     return quads
 
 
-def test_bytes_that_were_left_are_read_as_those_read_from_floats(rng: np.random.Generator) -> None:
-    shape = SHAPES["3x3"]
+@pytest.mark.parametrize("name", ["3x3", "strided", "few channels", "dilated"])
+def test_bytes_that_were_left_are_read_as_those_read_from_floats(rng: np.random.Generator, name: str) -> None:
+    shape = SHAPES[name]
     weight, x = draw_weight(rng, "block:4x4", shape, NEXT), 300 * draw_images(rng, shape)
     plan = prepare_int8_conv2d(weight, shape, "nchw")
-    x_at, y_at = plan.x_places(1, 1), plan.y_places(1, 1)
+    x_at, y_at = plan.x_places(shape.batch, 2), plan.y_places(shape.batch, 2)
     bias, quads, found = np.zeros(shape.m, np.float32), read_as_quads(x, x_at), allocate_aligned(y_at.size)
     plan.run_quads(quads.ctypes.data, x_at, Finish(bias.ctypes.data, 0), Results(found.ctypes.data, y_at))
-    np.testing.assert_array_equal(inside(found, y_at), run_framed(plan, x, (1, 1)))
+    np.testing.assert_array_equal(inside(found, y_at), run_framed(plan, x, (2, 2)))
 
 
 def test_rows_in_another_order_leave_no_bytes(rng: np.random.Generator) -> None:
