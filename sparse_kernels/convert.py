@@ -40,7 +40,6 @@ from sparse_kernels.fx_graphs import (
     wrap,
 )
 from sparse_kernels.nn.attention_operator import attention
-from sparse_kernels.nn.fast_norm import swap_norms
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
 from sparse_kernels.nn.sparse_linear import SparseLinear
@@ -595,7 +594,6 @@ def _swap(
             traced.graph.erase_node(node)
     if choices and backend == "numba":
         _swap_attention(traced)
-        swap_norms(traced)
         _keep_tiles(traced)
         keep_frames(traced)
         swap_poolings(traced)

@@ -20,9 +20,6 @@ _ELEMENT_WISE_FUNCTIONS = (
     F.sigmoid, F.softplus, F.tanh, torch.relu, torch.sigmoid, torch.tanh,
 )  # fmt: skip
 
-ADDITIONS = (operator.add, torch.add, "add")
-"""Targets of nodes that add two tensors, or a number to one."""
-
 
 def element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether a node is an element-wise function of its first argument, and takes no other tensor."""

@@ -17,6 +17,7 @@ where anything else reads those, and in their place where nothing does.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ import torch
 from torch import fx, nn
 
 from sparse_kernels.formats.int8 import InputRange
-from sparse_kernels.fx_graphs import ADDITIONS, activation, call, changed, element_wise, erase, only_user, wrap
+from sparse_kernels.fx_graphs import activation, call, changed, element_wise, erase, only_user, wrap
 from sparse_kernels.nn import SparseConv2d
 from sparse_kernels.tensors.padded_conv import OnFrames, frame, unframe
+
+_ADD = (operator.add, torch.add, "add")
 
 MOST_MARGIN = 4  # a convolution that pads more would make the frames of all others as wide
 
@@ -145,7 +148,7 @@ def _sums(
     """
     sums: list[_Sum] = []
     for node in traced.graph.nodes:
-        if node.op == "call_module" or node.target not in ADDITIONS or node.kwargs or len(node.args) != 2:
+        if node.op == "call_module" or node.target not in _ADD or node.kwargs or len(node.args) != 2:
             continue
         for conv, added in (node.args, node.args[::-1]):
             alone = conv in convs and only_user(conv) is node and _layer(conv, modules).activation is None

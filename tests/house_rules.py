@@ -288,8 +288,8 @@ hold what users call and what torch names (`matmul`, `attention`).
 
 OTHER_VERBS = frozenset({
     "advance", "allocate", "attach", "attend", "borrow", "cache", "call", "configure", "cut", "describe", "emit",
-    "fetch", "fill", "fingerprint", "freeze", "give", "inline", "locate", "normalize", "order", "plan", "pool",
-    "quantize", "restore", "round", "serialize", "set", "start", "swizzle", "take", "view", "walk", "widen",
+    "fetch", "fill", "fingerprint", "freeze", "give", "inline", "locate", "order", "plan", "pool", "quantize",
+    "restore", "round", "serialize", "set", "start", "swizzle", "take", "view", "walk", "widen",
 })  # fmt: skip
 """Verbs of one function or two, which mean what they mean everywhere. The table in CONTRIBUTING.md has the others."""
 
