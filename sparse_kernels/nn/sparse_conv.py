@@ -260,7 +260,7 @@ class SparseConv2d(SparseLayer):
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
             ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
-        y_places = ready.y_places(x_places, margin)
+        y_places = ready.plan.y_places(x_places.batch, margin)
         adds = added_at == y_places and self.activation is None and ready.plan.can_add(x_places, y_places)
         finish = Finish(ready.bias_address, ACTIVATIONS.index(then) if adds else self._code)
         leaving = None

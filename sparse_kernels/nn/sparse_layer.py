@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.formats.int8 import InputRange, Int8Weight, Quantization, quantize_packed
@@ -35,7 +34,6 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
 
 KEPT_PLANS = 4  # plans that a layer on a CPU keeps; the oldest go first
-KEPT_PLACES = 16  # places of results that a plan keeps
 
 INT8 = "int8"
 """The precision of layers that read weights and inputs as bytes."""
@@ -105,16 +103,6 @@ class ReadyPlan:
     plan: Any
     bias: Tensor | None
     rows: int  # of the weight
-    _y_places: dict[tuple[ImagePlaces, int | None], ImagePlaces] = field(default_factory=dict)
-
-    def y_places(self, x: ImagePlaces, margin: int | None) -> ImagePlaces:
-        """Return where a convolution's result lies: one object for all calls, as it remembers what it works out."""
-        known = self._y_places.get((x, margin))
-        if known is None:
-            if len(self._y_places) >= KEPT_PLACES:
-                self._y_places.clear()
-            known = self._y_places[x, margin] = self.plan.y_places(x.batch, margin)
-        return known
 
     @functools.cached_property
     def bias_array(self) -> np.ndarray:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.fx_graphs import drop_identities
 from sparse_kernels.nn import SparseConv2d, SparseLinear
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import set_weight_matrix, survey_layers, weight_matrix
@@ -712,3 +713,41 @@ def test_a_part_that_treats_its_layers_as_no_layers_is_noticed() -> None:
 
     with pytest.raises(ValueError, match="gives another result on the example inputs"):
         convert(Looks(nn.Linear(8, 8)), {"layers.0": LayerPattern(Dense())}, (torch.randn(5, 8),))
+
+
+class Dropping(nn.Module):
+    """What gives its input as it is stands between a layer and the activation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.drop, self.same = nn.Dropout(0.5), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.same(self.drop(self.first(x))), 0.3, training=self.training)
+        return self.second(torch.relu(x))
+
+
+@torch.no_grad()
+def test_what_gives_its_input_as_it_is_hinders_no_folding():
+    torch.manual_seed(0)
+    model, x = Dropping().eval(), torch.randn(5, 32)
+    converted = convert(model, {"first": LayerPattern(Unstructured())}, (x,))
+    assert converted.get_submodule("first").activation == "relu"
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_drops_or_is_watched_stays():
+    torch.manual_seed(0)
+    x, seen = torch.randn(5, 32), []
+    model = Dropping().eval()
+    model.same.register_forward_hook(lambda *_: seen.append(True))
+    converted = convert(model, {"first": LayerPattern(Unstructured())}, (x,))
+    seen.clear()
+    converted(x)
+    assert seen == [True]
+    graph = fx.symbolic_trace(Dropping().train())
+    before = len(graph.graph.nodes)
+    drop_identities(graph)
+    assert before - len(graph.graph.nodes) == 1  # the identity alone

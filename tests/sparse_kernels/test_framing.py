@@ -229,7 +229,7 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[frames._Spare]:
     """Frames of this test alone."""
     mine = frames._Spare()
     monkeypatch.setattr(frames, "_spare", mine)
-    monkeypatch.setattr(frames.FramedImages.__del__, "__defaults__", (mine.give_back,))
+    monkeypatch.setattr(frames.Frame.__del__, "__defaults__", (mine.give_back,))
     yield mine
 
 

@@ -76,15 +76,16 @@ class PoolLayer(NamedTuple):
 def pool_images(window: PoolWindow, x: int, x_at: ImagePlaces, y: int, y_at: ImagePlaces) -> None:
     """Pool images from one address to another, each lying as its places say; frames of y stay as they are."""
     threads = count_threads()
-    pool, needed, key = _bind_pooling(window, x_at, y_at, threads)
+    pool, needed = _bind_pooling(window, x_at, y_at, threads)
+    key = x_at.w, window.padding[1]  # where a line's minus infinity lies
     lines = _lines.take(needed, key)
     pool(x + 4 * x_at.first, y + 4 * y_at.first, lines.address)
     _lines.give_back(lines, key)
 
 
 @lru_cache(maxsize=64)
-def _bind_pooling(window: PoolWindow, x: ImagePlaces, y: ImagePlaces, threads: int) -> tuple[BoundKernel, int, int]:
-    """Return the kernel, how many elements its lines have, and the key of lines whose padding lies as it wants it."""
+def _bind_pooling(window: PoolWindow, x: ImagePlaces, y: ImagePlaces, threads: int) -> tuple[BoundKernel, int]:
+    """Return the kernel, and how many elements the lines of all its parts have."""
     target = find_cpu_target()
     elements = -(-(x.w + 2 * window.padding[1] + 2 * target.lanes) // LINE) * LINE + LINE
     layer = PoolLayer(
@@ -93,7 +94,7 @@ def _bind_pooling(window: PoolWindow, x: ImagePlaces, y: ImagePlaces, threads: i
         planes=x.batch * x.channels, elements=elements, parts=threads,
     )  # fmt: skip
     kernel = build_kernel(target.lanes, window.taps[1], window.stride[1])
-    return kernel.bind(PoolCall, layer), threads * elements, hash((x.w, window.padding[1], elements))
+    return kernel.bind(PoolCall, layer), threads * elements
 
 
 @cache

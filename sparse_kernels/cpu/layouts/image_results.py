@@ -41,7 +41,7 @@ class Results(NamedTuple):
     """Where results are left.
 
     address: of images at these places; not written where `leaving` wants no floats. quads: address of the same images
-    as quads (`ImagePlaces.quads`), written as `leaving` says; None leaves none.
+    as quads (`ImagePlaces.quads`). leaving: how those are left; None leaves none.
     """
 
     address: int

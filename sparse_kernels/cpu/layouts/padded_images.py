@@ -135,52 +135,62 @@ class _Spare:
 _spare = _Spare()
 
 
-class FramedImages:
-    """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it.
+class Frame:
+    """Memory of images in a frame. It is another's as soon as this object is gone: keep no view of it.
 
-    in_quads: the same images as convolutions in eight bits read them, if they were left so, too.
+    array, address: of the memory.
+    """
+
+    def __init__(self, held: ImagePlaces, padding: int) -> None:
+        self._held, self._padding = held, padding
+        self.array = _spare.take(held, padding)
+        self.address = find_address(self.array)
+
+    def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
+        # A copy has memory of its own, at an address of its own.
+        return _copy_frame, (type(self), self._arguments, self.array)
+
+    @property
+    def _arguments(self) -> tuple[object, ...]:
+        """What the object was made with."""
+        raise NotImplementedError
+
+    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
+        # Bound above: when Python exits, the names of the module may be gone before this object is.
+        if hasattr(self, "array"):
+            give_back(self._held, self._padding, self.array)
+
+
+def _copy_frame(kind: Callable[..., Frame], arguments: tuple[object, ...], array: Array) -> Frame:
+    copied = kind(*arguments)
+    copied.array[:] = array
+    return copied
+
+
+class FramedImages(Frame):
+    """Images in a frame of zeros, float32.
+
+    places: of the images. in_quads: the same images as convolutions in eight bits read them, if they were left so.
     """
 
     in_quads: QuadImages | None = None
 
     def __init__(self, places: ImagePlaces) -> None:
-        self.array, self.places = _spare.take(places, 0), places
-        self.address = find_address(self.array)
+        super().__init__(places, 0)
+        self.places = places
 
-    def __getstate__(self) -> tuple[ImagePlaces, Array]:
-        return self.places, self.array
-
-    def __setstate__(self, state: tuple[ImagePlaces, Array]) -> None:
-        places, array = state
-        self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
-        self.array[:] = array
-
-    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
-        # Bound above: when Python exits, the names of the module may be gone before this object is.
-        if hasattr(self, "places"):
-            give_back(self.places, 0, self.array)
+    @property
+    def _arguments(self) -> tuple[object, ...]:
+        return (self.places,)
 
 
-class QuadImages:
-    """Images in a frame as quads, read in a range. Keep no view of their memory, as of `FramedImages`.
-
-    places: of the images. quad_places: of their quads, at `address`.
-    """
+class QuadImages(Frame):
+    """Images in a frame as quads, read in a range. places: of the images, not of the quads."""
 
     def __init__(self, places: ImagePlaces, input_range: InputRange) -> None:
-        self.places, self.quad_places, self.input_range = places, places.quads, input_range
-        self._padding = fill_quad(input_range)
-        self.array = _spare.take(self.quad_places, self._padding)
-        self.address = find_address(self.array)
+        super().__init__(places.quads, fill_quad(input_range))
+        self.places, self.input_range = places, input_range
 
-    def __getstate__(self) -> tuple[ImagePlaces, InputRange, Array]:
-        return self.places, self.input_range, self.array
-
-    def __setstate__(self, state: tuple[ImagePlaces, InputRange, Array]) -> None:
-        places, input_range, array = state
-        self.__init__(places, input_range)  # type: ignore[misc]  # memory of its own, at an address of its own
-        self.array[:] = array
-
-    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
-        if hasattr(self, "address"):
-            give_back(self.quad_places, self._padding, self.array)
+    @property
+    def _arguments(self) -> tuple[object, ...]:
+        return self.places, self.input_range

@@ -96,7 +96,7 @@ class QuadConv2dPlan:
             target = self.quads.target
             read = quad_images.bind_kernel(x_at, places, reading, target.lanes, target.fused, threads)
             self._readers[x_at, threads] = read
-        key = hash((x_at.batch, x_at.margin))
+        key = x_at.batch, x_at.margin
         room = self._pool.take(places.size + QUAD * self.quads.target.lanes, key)
         read(x + 4 * x_at.first, room.address + 4 * places.first)
         self.run_quads(room.address, x_at, finish, y)

@@ -58,9 +58,9 @@ class Pool:
 
     def __init__(self, fill: int = 0) -> None:
         self._fill = fill
-        self._free: deque[tuple[int, ScratchBuffer]] = deque(maxlen=KEPT)
+        self._free: deque[tuple[object, ScratchBuffer]] = deque(maxlen=KEPT)
 
-    def take(self, size: int, key: int = 0) -> ScratchBuffer:
+    def take(self, size: int, key: object = 0) -> ScratchBuffer:
         """Return memory for `size` elements, aligned: what was given back with this key and size, else a new one."""
         for _ in range(KEPT):
             try:
@@ -75,7 +75,7 @@ class Pool:
             new.view(np.uint32)[:] = self._fill
         return ScratchBuffer(new)
 
-    def give_back(self, buffer: ScratchBuffer, key: int = 0) -> None:
+    def give_back(self, buffer: ScratchBuffer, key: object = 0) -> None:
         """Let a later call have it."""
         self._free.append((key, buffer))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -33,8 +34,9 @@ def run_beside(wanted: bool) -> Iterator[None]:
 
 
 def disturb(share: float, on: float, off: float) -> None:
-    """Compute and sleep in turns, without end."""
-    while True:
+    """Compute and sleep in turns, until whoever started this has ended."""
+    parent = os.getppid()
+    while os.getppid() == parent:
         spell = time.monotonic() + on
         while time.monotonic() < spell:
             busy = time.monotonic() + share * PERIOD_SECONDS
