@@ -34,11 +34,12 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     VectorInput,
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
+from sparse_kernels.cpu.kernels.product_settings import ProductSettings
 from sparse_kernels.cpu.launch.kernel_calls import ProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PanelArrays, Panels
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
+from sparse_kernels.cpu.layouts.quads import QuadArrays, QuadLayout
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
 from sparse_kernels.cpu.runtime.work_split import find_part_begin
 
@@ -133,35 +134,31 @@ class ProductLayer(NamedTuple):
     parts: int
 
 
-class ProductSettings(NamedTuple):
-    """How panels are multiplied.
+class PanelReading(NamedTuple):
+    """How panels read x.
 
-    vectors: of the largest tile. fused: multiply-adds are fused. columns: vectors of x that one vector of positions
-    may read. threads: that share the work. part_stride: where each thread has blocks of its own and an x of its own,
-    elements from one x to the next. numbers: what tiles multiply, weights and x. quads: what sums of quads are worth.
-    left: how quads are left. leaves: what is left, as `RowTileForm` says.
+    vectors: of the largest tile. columns: vectors of x that one vector of positions may read. part_stride: where each
+    thread has blocks of its own and an x of its own, elements from one x to the next.
     """
 
     vectors: int
-    fused: bool
     columns: int
-    threads: int
     part_stride: int = 0
-    numbers: int = FLOATS
-    quads: QuadArrays = FLOATS_ONLY
-    left: QuadLayout = LEAVES_NONE
-    leaves: int = LEAVES_SUMS
 
 
 def bind_product(
-    panels: Panels, grid: VectorGrid, settings: ProductSettings, find_prefetched: Callable[[], NDArray[np.int64]]
+    panels: Panels,
+    grid: VectorGrid,
+    reading: PanelReading,
+    settings: ProductSettings,
+    find_prefetched: Callable[[], NDArray[np.int64]],
 ) -> Product:
     """Return the product at these vectors of positions.
 
     find_prefetched: called only if x is large. It returns int64: how far behind each vector of positions the vectors
     of x lie that no vector before has read.
     """
-    vectors, columns, threads, total = settings.vectors, settings.columns, settings.threads, grid.x_starts.size
+    vectors, columns, threads, total = reading.vectors, reading.columns, settings.threads, grid.x_starts.size
     own = gives_own_blocks(panels, vectors, total, columns, threads)
     kernel = build_kernel(
         panels.width, vectors, grid.lanes, settings.fused, grid.keep is not None, settings.numbers, settings.leaves
@@ -171,7 +168,7 @@ def bind_product(
         weights=panels.arrays, x_stride=grid.x_stride, x_starts=grid.x_starts, y_stride=grid.y_stride,
         y_starts=grid.y_starts, keep=grid.y_starts if grid.keep is None else grid.keep,
         blocks=count_blocks(total, vectors, CACHED // (columns * grid.lanes), threads, own),
-        prefetched=find_prefetched() if large else NOTHING, part_stride=settings.part_stride,
+        prefetched=find_prefetched() if large else NOTHING, part_stride=reading.part_stride,
         quads=settings.quads, left=settings.left, parts=threads,
     )  # fmt: skip
     return kernel.bind(ProductCall, layer)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.quantize import locate_worth
-from sparse_kernels.cpu.codegen.register_tiles import LEAVES_SUMS, copy_columns, copy_rows, finish_rows
+from sparse_kernels.cpu.codegen.register_tiles import copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     PackedOutput,
@@ -35,13 +35,14 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     VectorSources,
     WeightStream,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, IDENTITY, PARTIAL
+from sparse_kernels.cpu.codegen.vector_emitter import IDENTITY, PARTIAL
 from sparse_kernels.cpu.codegen.weight_stream import FOUR, FOUR_WORDS, multiply_stream
+from sparse_kernels.cpu.kernels.product_settings import ProductSettings
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
+from sparse_kernels.cpu.layouts.quads import QuadArrays, QuadLayout
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_into_one_piece, give_back
@@ -182,23 +183,8 @@ class StreamLayer(NamedTuple):
     parts: int
 
 
-class RowSettings(NamedTuple):
-    """How single rows are multiplied.
-
-    fused: multiply-adds are fused. threads: that share the work. numbers: what is multiplied, weights and x. quads:
-    what sums of quads are worth. left: how quads are left. leaves: what is left, as `RowTileForm` says.
-    """
-
-    fused: bool
-    threads: int
-    numbers: int = FLOATS
-    quads: QuadArrays = FLOATS_ONLY
-    left: QuadLayout = LEAVES_NONE
-    leaves: int = LEAVES_SUMS
-
-
 def bind_product(
-    rows: SingleRows, grid: VectorGrid, offsets: NDArray[np.int32] | None, settings: RowSettings
+    rows: SingleRows, grid: VectorGrid, offsets: NDArray[np.int32] | None, settings: ProductSettings
 ) -> Product:
     """Return the product at these vectors of positions.
 

@@ -29,18 +29,19 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
-from sparse_kernels.cpu.codegen.register_tiles import LEAVES_BOTH, LEAVES_QUADS, LEAVES_SUMS
+from sparse_kernels.cpu.codegen.register_tiles import LEAVES_BOTH, LEAVES_QUADS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
-from sparse_kernels.cpu.kernels.row_panels import ProductSettings
-from sparse_kernels.cpu.kernels.unstructured_rows import RowSettings, SingleRows, build_single_rows
+from sparse_kernels.cpu.kernels.product_settings import ProductSettings
+from sparse_kernels.cpu.kernels.row_panels import PanelReading
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
 from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
-from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout, build_reading
+from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays, QuadLayout, build_reading
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
@@ -68,9 +69,6 @@ SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 /
 # touch little more of a copy than they need where a channel is larger than a page. Larger copies are laid out once
 # for all threads.
 MOST_COPIED = 2**26
-
-# How products leave their results where nothing is left as quads.
-NOTHING_LEFT = (LEAVES_NONE, LEAVES_SUMS)
 
 # Number of batch sizes whose placement a plan remembers.
 REMEMBERED = 8
@@ -267,9 +265,12 @@ class CpuConv2dPlan:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""
         placement = self._find_placement(x_at, y_at)
         phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
-        left = NOTHING_LEFT if leaving is None else _lay_out_quads(leaving, grid, y_at)
+        settings = ProductSettings(self.target.fused, threads, self.numbers, self.quads)
+        if leaving is not None:
+            left, leaves = _lay_out_quads(leaving, grid, y_at)
+            settings = settings._replace(left=left, leaves=leaves)
         if phase_layout is None and grid.flat is None:
-            return self._bind_multiply(placement, x_at.size, threads, left)
+            return self._bind_multiply(placement, x_at.size, settings)
         # Where threads have positions of their own, each lays out the rows that it reads, and those around them.
         begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
         copies = self._count_copies(placement, threads)
@@ -280,7 +281,7 @@ class CpuConv2dPlan:
             )
         apart = 0 if phase_layout is None or copies == 1 else phase_layout.size
         size = x_at.size if phase_layout is None else phase_layout.size
-        product = self._bind_multiply(placement, size, threads, left, apart)
+        product = self._bind_multiply(placement, size, settings, apart)
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
         if phase_layout is not None:
             laid_out = ImageCopyLayer(
@@ -330,19 +331,16 @@ class CpuConv2dPlan:
         return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads) else 1
 
     def _bind_multiply(
-        self, placement: BatchPlacement, x_size: int, threads: int, left: tuple[QuadLayout, int], apart: int = 0
+        self, placement: BatchPlacement, x_size: int, settings: ProductSettings, apart: int = 0
     ) -> Product:
-        weights, grid, fused = placement.weights, placement.grid, self.target.fused
+        weights, grid = placement.weights, placement.grid
         if isinstance(weights, SingleRows):
-            row_settings = RowSettings(fused, threads, self.numbers, self.quads, *left)
-            return unstructured_rows.bind_product(weights, grid, placement.offsets, row_settings)
+            return unstructured_rows.bind_product(weights, grid, placement.offsets, settings)
         if isinstance(weights, MatrixPanels):
             assert placement.blocks is not None
-            return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, threads, self.emulated)
-        settings = ProductSettings(
-            self.tile[1], fused, placement.columns, threads, apart, self.numbers, self.quads, *left
-        )
-        return row_panels.bind_product(weights, grid, settings, lambda: placement.prefetched)
+            return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, settings.threads, self.emulated)
+        reading = PanelReading(self.tile[1], placement.columns, apart)
+        return row_panels.bind_product(weights, grid, reading, settings, lambda: placement.prefetched)
 
     @property
     def _pairs(self) -> bool:

@@ -39,11 +39,12 @@ from sparse_kernels.cpu.kernels import (
     unstructured_rows,
 )
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPlan
-from sparse_kernels.cpu.kernels.row_panels import ProductSettings
+from sparse_kernels.cpu.kernels.product_settings import ProductSettings
+from sparse_kernels.cpu.kernels.row_panels import PanelReading
 from sparse_kernels.cpu.kernels.token_blocks import BlockSettings
 from sparse_kernels.cpu.kernels.token_major import TokenMajorForm, TokenMajorLayer
 from sparse_kernels.cpu.kernels.transpose_tiles import TileLayer, TransposeCall
-from sparse_kernels.cpu.kernels.unstructured_rows import RowSettings, SingleRows, build_single_rows
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import Call, CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, build_groups, build_panels, count_group_rows
@@ -237,13 +238,13 @@ class RowPlan(CpuLinearPlan):
 
     def _multiply_grid(self, grid: VectorGrid, threads: int, offsets: NDArray[np.int32] | None = None) -> Call:
         """Return the product of laid out x, or of x as it lies, whose columns have these offsets."""
-        fused = self.target.fused
+        settings = ProductSettings(self.target.fused, threads)
         if isinstance(self.panels, SingleRows):
-            product = unstructured_rows.bind_product(self.panels, grid, offsets, RowSettings(fused, threads))
+            product = unstructured_rows.bind_product(self.panels, grid, offsets, settings)
         else:
             used = partial(self.panels.used, grid.x_stride)
-            settings = ProductSettings(self.tile[1], fused, self.shape[1], threads)
-            product = row_panels.bind_product(self.panels, grid, settings, used)
+            reading = PanelReading(self.tile[1], self.shape[1])
+            product = row_panels.bind_product(self.panels, grid, reading, settings, used)
         return lambda x, y, bias, activation: product(x, y, bias, activation, 0, 0)
 
 
