@@ -243,7 +243,9 @@ def check_task_file(reference: str) -> None:
     """Raise UsageError if the reference names a file that does not exist."""
     source = reference.partition(":")[0]
     if source.endswith(".py") and not Path(source).is_file():
-        raise UsageError(f"there is no task file {Path(source).resolve()}")
+        raise UsageError(
+            f"there is no task file {Path(source).resolve()}: `latbench new {source}` writes one to start from"
+        )
 
 
 def list_interface_faults(implementation: Any) -> dict[str, str]:

@@ -56,7 +56,9 @@ def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
         shown.add_row("measured", f"{gain} faster, {format_seconds(verdict.measured_seconds)}")
         if (over := verdict.over_int8) is not None:
             scored = f", {overview.format_score(verdict.score_int8, name)}" if verdict.score_int8 is not None else ""
-            shown.add_row("dense in int8", f"{format_seconds(over[0])}{scored}: {format_ratio(over[1])} its speed")
+            shown.add_row("dense in int8", f"{format_seconds(over[0])}{scored}; {verdict.beside_int8}")
+            if verdict.int8_advice:
+                shown.add_row("", verdict.int8_advice)
         shown.add_row("promise", f"[{OUTCOME_COLOURS[verdict.outcome]}]{verdict.outcome}[/]")
     shown.add_row("report", escape(path))
     return shown

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.base.engine_registry import DENSE_INT8, FLOAT32, MODEL_ENGINES
+from latbench.base.engine_registry import DENSE_INT8, FLOAT32, INT8, MODEL_ENGINES
+from latbench.base.number_format import format_ratio
 from search.problem.layers import Interval
 
 VERSION = 3
@@ -151,6 +152,20 @@ class SpeedupVerdict:
         if (columns := self.engines.get(DENSE_INT8)) is None:
             return None
         return columns["value"], self.measured_speedup / columns["speedup"]
+
+    @property
+    def beside_int8(self) -> str:
+        """Words to follow the time of the dense model in eight bits; empty if that was not timed."""
+        over = self.over_int8
+        return "" if over is None else f"the pruned model is {format_ratio(over[1])} as fast"
+
+    @property
+    def int8_advice(self) -> str:
+        """What to do if the dense model in eight bits is faster than a pruned one without; empty if it is not."""
+        over = self.over_int8
+        if over is None or over[1] >= 1 or self.precision == INT8:
+            return ""
+        return "`--precision int8` lets the search use eight bits, too"
 
     @property
     def advice(self) -> str:

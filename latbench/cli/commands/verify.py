@@ -89,9 +89,9 @@ def _print_verdict(verdict: SpeedupVerdict, followed: Profile, last_line: str) -
     if (over := verdict.over_int8) is not None:
         scored = "" if verdict.score_int8 is None else f", {verdict.score_name} {verdict.score_int8:.4f}"
         notes.append(
-            f"the dense model in int8 on OpenVINO takes {format_seconds(over[0])}{scored}: the pruned model has "
-            f"{format_ratio(over[1])} its speed"
+            f"the dense model in int8 on OpenVINO takes {format_seconds(over[0])}{scored}; {verdict.beside_int8}"
         )
+        notes += [verdict.int8_advice] if verdict.int8_advice else []
     if followed.weights:
         notes.append(followed.weights.sentence())
     console.print(

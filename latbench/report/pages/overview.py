@@ -202,7 +202,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     ]
     if (over := verdict.over_int8) is not None:
         scored = "" if verdict.score_int8 is None else f"; {format_score(verdict.score_int8, name)}"
-        beside = f"the dense model on OpenVINO{scored}; the pruned one has {format_ratio(over[1])} its speed"
+        beside = f"the dense model on OpenVINO{scored}; {verdict.beside_int8}"
         tiles.append(FigureTile("Dense in int8", format_seconds(over[0]), beside))
     if profile and profile.ceiling and profile.ceiling < MOST_CEILING:
         tiles.append(FigureTile("Ceiling", format_ratio(profile.ceiling), "if every searched layer took no time"))

@@ -161,6 +161,12 @@ def test_what_plain_int8_would_give_is_told_and_is_not_the_rival(little: Task) -
     verdict = replace(build_verdict(little, profile(), "numba", timed, (0.9, 0.8), "hash"), score_int8=0.89)
     assert (verdict.dense_engine, verdict.measured_speedup, verdict.outcome) == ("torch", 3.0, KEPT)
     assert verdict.over_int8 == (1.5, pytest.approx(0.75))
+    assert verdict.beside_int8 == "the pruned model is 0.750× as fast"
+    assert "--precision int8" in verdict.int8_advice
+    assert not replace(verdict, precision="int8").int8_advice  # it has them already
+    timed_slower = Timings({**timed.blocks, "openvino-int8": steady(9.0)}, {})
+    slow = build_verdict(little, profile(), "numba", timed_slower, (0.9, 0.8), "hash")
+    assert (slow.beside_int8, slow.int8_advice) == ("the pruned model is 4.50× as fast", "")
     assert "int8" not in verdict.sentence()
     session = build_session(timed, profile().options, ["torch", "openvino"])
     assert set(session.timings.blocks) == {"torch", *session.profiles}  # a search in float32 does not see it
