@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from latbench.base.engine_registry import TORCH
 from latbench.errors import PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from search.artifacts.profile import LayerChoice, Profile
@@ -46,16 +45,13 @@ from search.progress import Progress
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
+from search.whole_model.dense_rivals import find_fastest, find_known_seconds, find_slower_engines
 from search.whole_model.end_to_end import EngineBuilder, IsEnough, ModelTimer, RoundSchedule, lock_cpu
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from search.whole_model.timings import Timings
 
 MAX_VERIFIED = 2
 """Profiles of verifications, the last ones, that are timed beside what a search finds."""
-
-MAX_SLOWDOWN = 1.1
-"""A dense engine this many times slower than the fastest is left out while profiles are compared."""
-
 
 ROUND_SCHEDULE = RoundSchedule(first=1)
 """A profile far from the target is told after one build. One near it needs all builds."""
@@ -161,7 +157,7 @@ class _RoundTimer:
             timer,
         )
         self._layers, self._verified, self._progress = setup.problem.layers, verified, progress
-        self._known = {engine: seconds.value for engine, seconds in setup.whole.dense.items()}
+        self._probes = setup.probes
         self._history, self._digest = SearchHistory(inputs, request), digest
         self._earlier = self._history.read_rounds(digest)
         self.sessions: list[Session] = []
@@ -179,8 +175,9 @@ class _RoundTimer:
                 measured = self._pool([Session(profiles, timings)], list(profiles)[-1])
                 return is_verdict_clear(measured.speedup, self._promise.target)
 
+            before = [session.timings for session in (self._probes, *self._verified, *self.sessions)]
             timings = time_profiles(
-                self._inputs, self._deployment, profiles, self._timer, is_clear, known=self._known,
+                self._inputs, self._deployment, profiles, self._timer, is_clear, before=before,
                 progress=self._progress,
             )  # fmt: skip
             self.sessions.append(Session(profiles, timings))
@@ -256,20 +253,18 @@ def time_profiles(
     timer: ModelTimer,
     is_clear: IsEnough,
     *,
-    known: Mapping[str, float],
+    before: Sequence[Timings],
     progress: Progress,
 ) -> Timings:
     """Time the model with these options of the database against the dense engines, as `verify` does.
 
-    Dense engines that are `known` (seconds) to be much slower than the fastest are left out. The timing ends after
-    the first build for which `is_clear` returns True.
+    Dense engines that are certainly slower than the fastest, by the sessions `before`, are left out. The timing ends
+    after the first build for which `is_clear` returns True.
     """
-    task, fastest = inputs.task, min(known, key=known.__getitem__, default=TORCH)
-    engines = {
-        name: engine
-        for name, engine in overhead.build_dense_engines(task, deployment).items()
-        if name not in known or known[name] <= MAX_SLOWDOWN * known[fastest]
-    }
+    task, known = inputs.task, find_known_seconds(before)
+    engines = overhead.build_dense_engines(task, deployment)
+    for slower in find_slower_engines(before):
+        engines.pop(slower, None)
     arguments = (
         task.reference, deployment.threads, deployment.backend, str(inputs.database.resolve()), inputs.model_hash
     )  # fmt: skip
@@ -277,7 +272,7 @@ def time_profiles(
         function = "search.whole_model.model_engines:build_database_pruned"
         engines[name] = EngineBuilder("pruned", function, (*arguments, options))
     with lock_cpu(progress):
-        required = [fastest, *profiles]
+        required = [find_fastest(before), *profiles]
         return timer.time(
             engines, required=required, schedule=ROUND_SCHEDULE, known=known, is_enough=is_clear, progress=progress
         )

@@ -145,9 +145,10 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
     profiles = {"pruned": CHOICES}
 
-    def time(known: dict[str, float]) -> Timings:
+    def time(seconds: dict[str, float]) -> Timings:
+        before = [Timings({name: [[value]] * 5 for name, value in seconds.items()}, {})]
         return search_job.time_profiles(
-            inputs, Deployment(2, backend), profiles, ModelTimer(2), lambda _: True, known=known,
+            inputs, Deployment(2, backend), profiles, ModelTimer(2), lambda _: True, before=before,
             progress=lambda *_: None,
         )  # fmt: skip
 
