@@ -593,7 +593,7 @@ def _swap(
         if not node.users:
             traced.graph.erase_node(node)
     if choices and backend == "numba":
-        _swap_attention(traced)
+        _swap_attention(traced, modules | swapped)
         _keep_tiles(traced)
         keep_frames(traced)
         swap_poolings(traced)
@@ -607,16 +607,29 @@ def _reads_fact(node: fx.Node) -> bool:
     return name in ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
 
 
-def _swap_attention(traced: fx.GraphModule) -> None:
-    """Let `attention` do what torch's function does, where it is called with q, k, v and at most a scale."""
+def _swap_attention(traced: fx.GraphModule, modules: Mapping[str, nn.Module]) -> None:
+    """Let `attention` do what torch's function does, where it is called with q, k, v and at most a scale.
+
+    It may round to eight bits where all three come from layers that do.
+    """
     for node in traced.graph.nodes:
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention or len(node.args) != 3:
             continue
         settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False, **node.kwargs}
         scale = settings.pop("scale", None)
         if list(settings.values()) == [None, 0.0, False, False] and (scale is None or isinstance(scale, float)):
-            node.target, node.kwargs = attention, {"scale": scale}
+            in_bytes = all(_comes_from_int8(each, modules) for each in node.args)
+            node.target, node.kwargs = attention, {"scale": scale, "may_round": in_bytes}
             node.meta["is_wrapped"] = True  # a pickled model is traced anew
+
+
+def _comes_from_int8(value: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a value is the result of a layer in eight bits, or a view or part of one."""
+    while isinstance(value, fx.Node) and value.op in ("call_method", "call_function"):
+        sources = value.all_input_nodes
+        value = sources[0] if len(sources) == 1 else None
+    layer = modules.get(str(value.target)) if isinstance(value, fx.Node) and value.op == "call_module" else None
+    return isinstance(layer, SparseLinear) and layer.precision == INT8
 
 
 def _keep_tiles(traced: fx.GraphModule) -> None:

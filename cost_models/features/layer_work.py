@@ -16,7 +16,7 @@ SIZES = ("m", "k", "n")
 
 _ELEMENT_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int8_wo": 1, "fp8": 1, "fp8_static": 1,
-    "fp8_block": 1, "int4_wo": 0.5, "nvfp4": 0.5,
+    "fp8_block": 1, "int4": 0.5, "int4_wo": 0.5, "nvfp4": 0.5,
 }  # fmt: skip
 
 

@@ -14,6 +14,9 @@ FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 PRECISIONS = FLOAT32, BFLOAT16, INT8
 """Types in which a layer's weights and inputs are multiplied, from the most precise."""
 
+INT4 = "int4"
+"""Weights of four bits, two in a byte, as other libraries' dense layers have them for few tokens."""
+
 TORCH, NUMBA, DEEPSPARSE = "torch", "numba", "deepsparse"
 DENSE_INT8 = "openvino-int8"
 """The dense engine that a verification times in any case, to say what plain eight bits would give."""
@@ -100,13 +103,28 @@ class CpuLayerEngine(LayerEngine):
         return self.rounded_kernels.get(precision, {}).get(op, ())
 
 
+FEW_TOKENS = 64
+"""With more tokens than this, a layer multiplies longer than it reads weights: smaller weights gain nothing."""
+
+
 @dataclass(frozen=True)
 class RoundedKernel:
-    """What a kernel rounds its weights to and, unless this is empty, its activations; and the formats it is for."""
+    """What a kernel rounds its weights to and, unless this is empty, its activations; and what it is for.
+
+    Attributes
+    ----------
+    weights, activations : str
+        Their types in the product; empty for float32.
+    formats : tuple of str
+        The weight formats.
+    most_tokens : int
+        Tokens of a linear layer, at most, with which a sweep times it.
+    """
 
     weights: str
     activations: str
     formats: tuple[str, ...]
+    most_tokens: int = 2**31
 
 
 ROUNDED_KERNELS = {
@@ -114,13 +132,23 @@ ROUNDED_KERNELS = {
     "bf16": RoundedKernel(BFLOAT16, BFLOAT16, ("dense", "block", "vector", "shflbw")),
     "int8": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
     "int8-dynamic": RoundedKernel(INT8, INT8, ("dense", "block", "vector", "shflbw", "nm", "unstructured")),
-    "int8-weights": RoundedKernel(INT8, "", ("dense", "block", "vector", "shflbw")),
+    "int8-weights": RoundedKernel(INT8, "", ("dense", "block", "vector", "shflbw"), FEW_TOKENS),
+    "int8-blocks": RoundedKernel(INT8, INT8, ("dense",), FEW_TOKENS),
+    "int4-weights": RoundedKernel(INT4, "", ("dense",), FEW_TOKENS),
+    "int4-blocks": RoundedKernel(INT4, INT8, ("dense",), FEW_TOKENS),
 }
 """Kernels that read fewer bytes a weight, and kernels that round both operands.
 
 `int8` reads activations in one range for all tokens, found beforehand, `int8-dynamic` each token by its own. With
-`int8-weights` only weights are bytes, which pays for few tokens.
+`int8-weights` only weights are bytes, with `int4-weights` half bytes, which pays for few tokens. The kernels with
+`blocks` have a step for each BLOCK columns of a row, and read as many activations by their own largest value.
 """
+
+NOT_IN_MODELS = ("bf16-weights", "int8-dynamic", "int8-weights", "int8-blocks", "int4-weights", "int4-blocks")
+"""Kernels that a searched model does not run: it rounds inputs too, in ranges that were found before."""
+
+BLOCK = 128
+"""Columns of a weight in four bits that share a step."""
 
 
 def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts: Any) -> CpuLayerEngine:
@@ -131,8 +159,8 @@ def _cpu(name: str, packages: tuple[str, ...], *, standard: bool = True, **facts
 _AUTO = {"linear": ("auto",), "conv2d": ("auto",)}
 _LINEAR = {"linear": ("auto",), "conv2d": ()}
 _BF16 = {"linear": ("bf16",), "conv2d": ("bf16",)}
-_INT8 = {"linear": ("int8", "int8-weights"), "conv2d": ("int8",)}
-_INT8_OR_DYNAMIC = {"linear": ("int8", "int8-dynamic"), "conv2d": ("int8",)}
+_INT8 = {"linear": ("int8", "int8-weights", "int4-weights"), "conv2d": ("int8",)}
+_INT8_OR_DYNAMIC = {"linear": ("int8", "int8-dynamic", "int8-blocks", "int4-blocks"), "conv2d": ("int8",)}
 _COMPRESSED = ("unstructured", "nm", "block")
 
 CPU_ENGINES = {

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.base.engine_registry import CPU_ENGINES, INT8, ROUNDED_KERNELS, CpuLayerEngine, list_standard
+from latbench.base.engine_registry import (
+    CPU_ENGINES,
+    INT8,
+    ROUNDED_KERNELS,
+    CpuLayerEngine,
+    RoundedKernel,
+    list_standard,
+)
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
 from latbench.workloads.workload import Workload, list_workloads, read_workload
@@ -196,8 +203,12 @@ def _list_kernels(engine: CpuLayerEngine, shape: Shape, pattern: Pattern, setup:
         return []
     tuned = engine.tuned_kernels.get(shape.op, ()) if setup.tune else ()
     narrow = [kernel for precision in setup.rounded for kernel in engine.list_rounded(shape.op, precision)]
-    rounded = [kernel for kernel in narrow if pattern.format in ROUNDED_KERNELS[kernel].formats]
+    rounded = [kernel for kernel in narrow if _is_for(ROUNDED_KERNELS[kernel], shape, pattern)]
     return [*engine.timed_kernels[shape.op], *tuned, *rounded]
+
+
+def _is_for(kernel: RoundedKernel, shape: Shape, pattern: Pattern) -> bool:
+    return pattern.format in kernel.formats and (isinstance(shape, Conv2dShape) or shape.n <= kernel.most_tokens)
 
 
 def _find_layout(engine: CpuLayerEngine, shape: Shape, kernel: str) -> str:

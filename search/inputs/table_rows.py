@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from latbench.base.engine_registry import DEEPSPARSE, FLOAT32, NUMBA, PRECISIONS
+from latbench.base.engine_registry import DEEPSPARSE, FLOAT32, NOT_IN_MODELS, NUMBA, PRECISIONS
 from latbench.errors import UsageError
 from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
@@ -112,11 +112,11 @@ def read_network_rows(table: str | Place, *, threads: int) -> pd.DataFrame:
 def select_precisions(rows: pd.DataFrame, precisions: Sequence[str]) -> pd.DataFrame:
     """Return the rows whose weights and activations have one type; of our own CPU kernels in these types.
 
-    Rows of kernels that find a token's range when it is there are not among them: a model reads its inputs in ranges
-    that were found before.
+    Rows of kernels that a searched model does not run are not among them.
     """
     wanted = (rows["backend"] != NUMBA) | rows["dtype_a"].isin(precisions)
-    return rows[(rows["dtype_w"] == rows["dtype_a"]) & wanted & (rows["kernel_requested"] != "int8-dynamic")]
+    alike = rows["dtype_w"] == rows["dtype_a"]
+    return rows[alike & wanted & ~rows["kernel_requested"].isin(NOT_IN_MODELS)]
 
 
 def list_precisions_of_rows(rows: pd.DataFrame) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from latbench.base.engine_registry import NOT_IN_MODELS
 from latbench.tables.table import select_timed
 from latbench.workloads.points import Point
 from search.problem.layers import is_at_least_as_free
@@ -21,9 +22,6 @@ FIRST_SPARSITY = 0.75
 
 SPARSITIES = (0.5, FIRST_SPARSITY, 0.9, 0.95)
 """Sparsities of a pattern that is measured further; a cost model interpolates between them."""
-
-UNUSED = ("bf16-weights", "int8-dynamic", "int8-weights")
-"""Kernels that a searched model does not run: it rounds inputs too, in ranges that were found before."""
 
 AS_FAST = 1.1
 """A pattern up to this many times as slow as another counts as equally fast."""
@@ -42,7 +40,7 @@ class PromisingPoints:
     """
 
     def __init__(self, points: Iterable[Point]) -> None:
-        self._points = [point for point in points if point.kernel not in UNUSED]
+        self._points = [point for point in points if point.kernel not in NOT_IN_MODELS]
         self._calls = 0
 
     def __call__(self, table: pd.DataFrame | None) -> list[Point]:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
+from latbench.backends.cpu.block_steps import BlockSteps
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies, find_block_bits
 from latbench.backends.installed_engines import Unsupported
-from latbench.base.engine_registry import INT8
+from latbench.base.engine_registry import INT4, INT8
 from latbench.workloads.points import Point
 from sparse_kernels.formats import unpack
 from sparse_kernels.formats.int8 import STEPS
@@ -31,7 +32,7 @@ sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 import openvino  # noqa: E402
 from openvino import opset13 as operators  # noqa: E402
 
-PRECISIONS = {"float32": ("f32",), "bfloat16": ("bf16",), "int8": ("u8", "i8")}
+PRECISIONS = {"float32": ("f32",), "bfloat16": ("bf16",), "int8": ("u8", "i8"), "int4": ("i4", "u4")}
 """What OpenVINO says that it computes in, by the type of a point's activations."""
 
 HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
@@ -51,11 +52,11 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
             f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
             "numbers, it has a sparse format for int8 alone"
         )
-    weight_bytes = layer.weight.nbytes // {"bfloat16": 2, INT8: 4}.get(point.dtype_w, 1)
+    weight_bytes = layer.weight.nbytes // {"bfloat16": 2, INT8: 4, INT4: 8}.get(point.dtype_w, 1)
     copies = [compile_layer(point, layer) for _ in range(count_copies(weight_bytes, MOST_SESSIONS))]
     kernel, precision = find_executed(copies[0])
-    weights_alone = (point.dtype_w, point.dtype_a) == (INT8, "float32")  # whose type OpenVINO names then
-    if precision not in PRECISIONS[INT8 if weights_alone else point.dtype_a]:
+    narrow = point.dtype_a == "float32" and point.dtype_w in (INT4, INT8)  # OpenVINO names the weight's type then
+    if precision not in PRECISIONS[point.dtype_w if narrow else point.dtype_a]:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
     x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
@@ -71,7 +72,11 @@ def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> o
         x, y = _convolution(shape, layer, last=point.layout == "nhwc", in_bytes=in_bytes)
     else:
         x = operators.parameter(layer.x.shape, np.float32)
-        read, weight = _read_in_steps(x, layer) if rounds_x else x, _build_weight(layer, None, in_bytes)
+        bits = find_block_bits(point)
+        weight = (
+            _build_weight(layer, None, in_bytes) if bits is None else _build_in_blocks(layer.round_in_blocks(bits))
+        )
+        read = _read_in_steps(x, layer) if rounds_x else x
         y = operators.add(operators.matmul(read, weight, False, True), layer.bias)
     return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or HINTS[point.dtype_a])
 
@@ -92,6 +97,15 @@ def _build_weight(layer: SyntheticLayer, filters: tuple[int, ...] | None, in_byt
         return operators.constant(weight)
     scales = layer.quantize(False).scales.reshape(-1, *[1] * (weight.ndim - 1))
     return operators.multiply(operators.convert(operators.constant(weight), np.float32), scales)
+
+
+def _build_in_blocks(weight: BlockSteps) -> openvino.Node:
+    """Build the weight (m, k) from whole numbers of four bits and the steps of their blocks, as NNCF does."""
+    m, blocks, size = weight.whole.shape
+    packed = weight.pack()  # has to live until it is copied, which a constant does not do by default
+    stored = openvino.op.Constant(openvino.Tensor(packed, [m, blocks, size], openvino.Type.i4), shared_memory=False)
+    values = operators.multiply(operators.convert(stored, np.float32), weight.steps[..., None])
+    return operators.reshape(values, np.array([m, blocks * size]), False)
 
 
 def read_model(path: Path) -> openvino.Model:

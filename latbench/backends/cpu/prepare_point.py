@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from latbench.backends.cpu.block_steps import BlockSteps, check_in_blocks, round_in_blocks
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.cgroups import read_available_bytes
-from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, INT8
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, INT4, INT8
 from latbench.machines.devices import read_memory_bytes
 from latbench.workloads.minimum_work import count_inputs_read
 from latbench.workloads.points import Point
@@ -43,6 +44,9 @@ _CHECKED_IMAGES = 2
 
 OWN_STEPS = "int8-dynamic"
 """The kernel that reads each token by its own largest value."""
+
+BLOCK_STEPS = "int8-blocks"
+"""The kernel in eight bits whose weights have a step for each block of columns."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,10 @@ class SyntheticLayer:
         """Return the weight in eight bits; own_steps: each token is read by its own largest value."""
         reading = None if own_steps else self.input_range
         return pack_int8(self.weight, self.mask, self.packed.pattern, find_scales(self.weight), reading)
+
+    def round_in_blocks(self, bits: int) -> BlockSteps:
+        """Return the weight of a linear layer with a step for each block of columns."""
+        return round_in_blocks(self.weight, bits)
 
 
 @dataclass(frozen=True)
@@ -203,12 +211,22 @@ def build_synthetic_mask(
     return mask
 
 
+def find_block_bits(point: Point) -> int | None:
+    """Return the bits of a weight whose blocks of columns have steps of their own; None for any other weight."""
+    if point.dtype_w == INT4:
+        return 4
+    return 8 if point.kernel == BLOCK_STEPS else None
+
+
 def _build_check(point: Point, layer: SyntheticLayer) -> Callable[[np.ndarray], float]:
     """Return the function that finds the largest relative error of a result, or raises WrongResult.
 
     A large batch is checked by its first and last image.
     """
     shape, bias = point.shape, layer.bias
+    if (bits := find_block_bits(point)) is not None:
+        blocks = layer.round_in_blocks(bits)
+        return lambda y: check_in_blocks(y, blocks, layer.x, bias, rounds_inputs=point.dtype_a == INT8)
     if (point.dtype_w, point.dtype_a) == (INT8, "float32"):
         rounded = pack(unpack_int8(layer.quantize(False)), layer.mask, layer.packed.pattern)
         # The rounded weight in float32, and its scale behind the sum, are each one rounding off.

@@ -10,7 +10,6 @@ from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.tile_operands import QuadWorth, Word
 from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE
 
 BYTE = ir.IntType(8)
@@ -71,16 +70,12 @@ def _find_own_step(emit: Emitter, at: ir.Value, count: ir.Value, step: ir.Value)
     builder = emit.builder
     whole = builder.and_(count, emit.integer(-emit.lanes))
 
-    def absolute(x: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(emit.vector, [emit.vector])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fabs.v{emit.lanes}f32"), [x])
-
     def vector(first: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
-        return [emit.larger(found[0], absolute(emit.load(builder.gep(at, [first]), 0)))]
+        return [emit.larger(found[0], emit.absolute(emit.load(builder.gep(at, [first]), 0)))]
 
     (most,) = emit.loop(whole, emit.zeros(1), vector, stride=emit.lanes)
     rest = emit.load_masked(builder.gep(at, [whole]), 0, emit.mask(builder.sub(count, whole)))
-    most = emit.over_lanes(emit.larger(most, absolute(rest)), emit.larger)
+    most = emit.over_lanes(emit.larger(most, emit.absolute(rest)), emit.larger)
     found = builder.fmul(most, emit.constant(1 / LARGEST))
     least = emit.constant(LEAST_STEP)
     found = builder.select(builder.fcmp_ordered("<", found, least), least, found)

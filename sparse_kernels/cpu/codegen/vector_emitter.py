@@ -512,10 +512,7 @@ class Emitter:
     def _gelu(self, x: ir.Value) -> ir.Value:
         """max(x, 0) - a*Q(a), a = |x| and Q the upper tail of the normal distribution; the limits at infinity."""
         builder = self.builder
-        absolute = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(self.vector, [self.vector]), f"llvm.fabs.v{self.lanes}f32"
-        )
-        a = builder.call(absolute, [x])
+        a = self.absolute(x)
         flat = self.constant(GELU_FLAT)
         a = builder.select(builder.fcmp_ordered(">", a, flat), flat, a)
         p = self.constant(GELU_POLYNOMIAL[-1])
@@ -525,6 +522,12 @@ class Emitter:
             p = builder.fmul(p, p)
         tail = builder.fdiv(builder.fmul(a, self.constant(0.5)), p)
         return builder.fsub(self.relu(x), tail)
+
+    def absolute(self, x: ir.Value) -> ir.Value:
+        """Return |x|, lane by lane."""
+        kind = ir.FunctionType(self.vector, [self.vector])
+        name = f"llvm.fabs.v{self.lanes}f32"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [x])
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the larger of a and b, lane by lane; NaN where one is."""

@@ -34,7 +34,9 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     TokenSums,
     WeightFetch,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, Emitter
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, QUADS_BY_UNIT, Emitter
+from sparse_kernels.cpu.kernels import int8_attention
+from sparse_kernels.cpu.kernels.int8_attention import MOST_KEYS, VECTORS, ByteRoom, plan_room
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back
@@ -44,15 +46,17 @@ from sparse_kernels.plan_protocol import Array
 # Where an array lies: the address of its first element, and how many elements a batch, a head and a token are apart.
 Place = tuple[int, int, int, int]
 
-VECTORS = 2  # of a register tile
 
-
-def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = None) -> Array:
+def attention(
+    q: Array, k: Array, v: Array, out: Array, scale: float | None = None, *, may_round: bool = False
+) -> Array:
     """softmax(q @ k.T * scale) @ v, float32: q (batch, heads, n, d), k (batch, heads, keys, d), v (..., keys, e).
 
     Written to out (batch, heads, n, e), which is returned. scale: 1 / sqrt(d) by default. Any strides that are
-    multiples of 4 bytes, with the last dimension contiguous. NaN and infinity spread as in dense code. ValueError for
-    shapes or strides that do not fit, and for an `out` that is read-only or shares memory with the others.
+    multiples of 4 bytes, with the last dimension contiguous. NaN and infinity spread as in dense code. may_round: to
+    eight bits, where that is faster (`int8_attention`); then a result may be NaN where dense code gives infinity.
+    ValueError for shapes or strides that do not fit, and for an `out` that is read-only or shares memory with the
+    others.
     """
     if any(array.ndim != 4 for array in (q, k, v, out)):
         raise ValueError(f"attention takes arrays of 4 dimensions, not {[array.ndim for array in (q, k, v, out)]}")
@@ -74,7 +78,7 @@ def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = No
         return out
     if not keys:
         raise ValueError("attention needs at least one key")
-    run(_place(q), _place(k), _place(v), _place(out), (batch, heads, n, d, keys, e), scale)
+    run(_place(q), _place(k), _place(v), _place(out), (batch, heads, n, d, keys, e), scale, may_round)
     return out
 
 
@@ -83,11 +87,13 @@ def _place(array: Array) -> Place:
     return array.ctypes.data, batch, head, token
 
 
-def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None) -> None:
+def run(
+    q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None, may_round: bool
+) -> None:
     """Do the same for arrays at these places; nothing is checked. sizes: those of `AttentionSizes`."""
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
     steps = Steps(*q[1:]), Steps(*k[1:]), Steps(*v[1:]), Steps(*out[1:])
-    attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count_threads())
+    attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count_threads(), may_round)
     scratch = borrow(needed)
     attend(q[0], k[0], v[0], out[0], scratch.address)
     give_back(scratch)
@@ -126,7 +132,8 @@ class AttentionLayer(NamedTuple):
     """What attention knows before it is called.
 
     q, k, v, out: steps of the arrays. sizes: of the arrays. scale: of the scores. columns: int32, 0 1 2 ... up to the
-    larger of d and keys. elements: of scratch memory for each part. splits: shares of a head. parts: threads.
+    larger of d and keys. elements: of scratch memory for each part. splits: shares of a head. parts: threads. room:
+    where parts of scratch memory begin; only attention in eight bits looks at it.
     """
 
     q: Steps
@@ -139,11 +146,12 @@ class AttentionLayer(NamedTuple):
     elements: int
     splits: int
     parts: int
+    room: ByteRoom
 
 
 @lru_cache(maxsize=256)
 def bind_attention(
-    steps: tuple[Steps, Steps, Steps, Steps], sizes: AttentionSizes, scale: float, threads: int
+    steps: tuple[Steps, Steps, Steps, Steps], sizes: AttentionSizes, scale: float, threads: int, may_round: bool
 ) -> tuple[BoundKernel, int]:
     """Return attention of these sizes as a function of `AttentionCall`, and the elements of scratch that it needs.
 
@@ -155,10 +163,17 @@ def bind_attention(
     key_panels, value_panels = -(-keys // width), -(-e // width)
     elements = key_panels * d * width + value_panels * keys * width + tokens * key_panels * width
     elements = -(-elements // LINE) * LINE
+    room = plan_room(sizes, tokens, target.lanes)
+    in_bytes = may_round and keys <= MOST_KEYS and target.quads == QUADS_BY_UNIT
+    if in_bytes:
+        elements = room.size
     splits = min(-(-threads // (batch * heads)), -(-n // tokens))
     columns = np.arange(max(keys, d), dtype=np.int32)
-    layer = AttentionLayer(*steps, sizes, scale, columns, elements, splits, threads)
-    kernel = build_kernel(tokens, target.lanes, target.fused)
+    layer = AttentionLayer(*steps, sizes, scale, columns, elements, splits, threads, room)
+    if in_bytes:
+        kernel = int8_attention.build_kernel(tokens, target.lanes, target.fused, target.quads)
+    else:
+        kernel = build_kernel(tokens, target.lanes, target.fused)
     return kernel.bind(AttentionCall, layer), elements * threads
 
 
