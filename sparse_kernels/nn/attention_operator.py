@@ -29,7 +29,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, may_r
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in all_three)
     if not ours or needs_grad or not _fit(q.shape, k.shape, v.shape):
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    may_round = may_round and not UNROUNDED.get()
     return (_attend if all(map(is_plain, all_three)) else attend)(q, k, v, scale, may_round)
 
 
@@ -43,7 +42,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, may_round: boo
     y = q.new_empty(batch, n, heads, e)
     threads.set_thread_count(torch.get_num_threads())
     out = address_of(y), n * heads * e, e, heads * e
-    run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale, may_round)
+    run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale, may_round and not UNROUNDED.get())
     return y.transpose(1, 2)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.cpu.kernels import attention as kernel
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces, QuadImages
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
 from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
@@ -151,6 +153,50 @@ def test_a_model_in_eight_bits_is_refused_on_a_gpu_backend() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="is for backend numba, not cupy"):
         convert(model, {"0": choose(model[0], "dense", None)}, (torch.zeros(2, 8),), backend="cupy")
+
+
+class Heads(nn.Module):
+    """Attention of 4 heads; queries come from a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.others = nn.Linear(64, 64), nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, (k, v) = self.queries(x).unflatten(-1, (4, 16)), self.others(x).unflatten(-1, (2, 4, 16)).unbind(2)
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return attended.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"], ids=["all in bytes", "queries in floats"])
+def test_attention_multiplies_bytes_where_all_that_it_reads_comes_from_such_layers(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Heads(), torch.from_numpy(rng.standard_normal((2, 33, 64)).astype(np.float32))
+    choices = {name: choose(layer, "dense", None) for name, layer in model.named_children()}
+    if precision == "float32":
+        choices["queries"] = LayerPattern(parse("dense"), None)
+    rounds: list[bool] = []
+    known = kernel.run
+
+    def run(*given: Any) -> None:
+        rounds.append(given[-1])
+        known(*given)
+
+    monkeypatch.setattr(kernel, "run", run)
+    fast = convert(model, choices, (x,))
+    assert rounds == [False]  # the proof compares the conversion, not what rounding does
+    y = fast(x)
+    assert rounds == [False, precision == "int8"]
+    with torch.no_grad():
+        expected = model(x)
+    assert 1e-4 < (y - expected).norm() / expected.norm() < 0.05
+    again = pickle.loads(pickle.dumps(fast))
+    torch.testing.assert_close(again(x), y, rtol=0, atol=0)
+    assert rounds[-1] is (precision == "int8")
+    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
 
 
 class Residual(nn.Module):

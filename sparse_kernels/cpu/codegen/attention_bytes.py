@@ -1,4 +1,4 @@
-"""Keys, values and probabilities of attention as bytes: what stands around the products of quads.
+"""Keys and values of attention as bytes: what stands around the products of quads.
 
 Keys are read less their mean, which changes no probability: all scores of a query move alike. Values are read less
 their mean, which is added to the result: probabilities sum to 1. Both are then whole numbers of a smaller step
@@ -7,18 +7,14 @@ their mean, which is added to the result: probabilities sum to 1. Both are then 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
-from sparse_kernels.cpu.codegen.tile_operands import Matrix, Word
+from sparse_kernels.cpu.codegen.tile_operands import Matrix, TokenRows, Word
 from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
-from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE, QUAD, STEPS
-
-ROUNDING = 1.5 * 2.0**23
-"""Added to a float from 0 to 255, this leaves the nearest whole number in its lowest byte."""
+from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE, QUAD
 
 
 class RowForm(NamedTuple):
@@ -54,21 +50,71 @@ def average_rows(
     emit.in_tiles(count, tile)
 
 
-@vector_code(RowForm)
-def subtract_row(
-    builder: ir.IRBuilder, form: RowForm, source: ir.Value, taken: ir.Value, target: ir.Value, count: ir.Value
-) -> None:
-    """target[c] = source[c] - taken[c] for c < count; zeros follow up to the next whole vector."""
-    emit = Emitter(builder, form.lanes, bool(form.fused))
-    source_at, taken_at, target_at = (emit.pointer(each) for each in (source, taken, target))
+class ReadForm(NamedTuple):
+    """Rows of float32 that are read as bytes, several at once. lanes: of a vector. fused: multiply-adds are fused."""
 
-    def tile(first: ir.Value, rest: ir.Value | None) -> None:
-        places = [builder.gep(at, [first]) for at in (source_at, taken_at)]
-        if rest is None:
-            a, b = (emit.load(at, 0) for at in places)
-        else:
-            a, b = (emit.load_masked(at, 0, emit.mask(rest)) for at in places)
-        emit.store(builder.fsub(a, b), builder.gep(target_at, [first]), 0)
+    rows: int
+    lanes: int
+    fused: int
+
+
+class ByteRows(NamedTuple):
+    """Where rows are left as bytes.
+
+    address: of the first row. stride: bytes from one row to the next. steps: address of float32, what a step of each
+    row is worth. means: address of what is taken from each row before; 0 takes nothing.
+    """
+
+    address: Word
+    stride: Word
+    steps: Word
+    means: Word
+
+
+@vector_code(ReadForm)
+def read_rows(builder: ir.IRBuilder, form: ReadForm, source: TokenRows, target: ByteRows, count: ir.Value) -> None:
+    """target[r, c] = round(source[r, c] / steps[r]) + 128 for c < count; 128 follows up to the next whole vector.
+
+    steps[r] is the largest absolute value of the row over 127. The last row of the source is read again for those
+    beyond it. A row that holds NaN or infinity gets that as its step.
+    """
+    emit = Emitter(builder, form.lanes, bool(form.fused))
+    rows = [emit.row(source.address, r, source.left, source.stride) for r in range(form.rows)]
+    bytes_at = emit.pointer(target.address, kind=ir.IntType(8))
+    targets = [builder.gep(bytes_at, [builder.mul(target.stride, emit.integer(r))]) for r in range(form.rows)]
+    whole = builder.and_(count, emit.integer(-form.lanes))
+    rest = builder.sub(count, whole)
+
+    def load(first: ir.Value, mask: ir.Value | None) -> list[ir.Value]:
+        def read(at: ir.Value) -> ir.Value:
+            return emit.load(at, 0) if mask is None else emit.load_masked(at, 0, mask)
+
+        values = [read(builder.gep(row, [first])) for row in rows]
+
+        def centred() -> list[ir.Value]:
+            mean = read(builder.gep(emit.pointer(target.means), [first]))
+            return [builder.fsub(value, mean) for value in values]
+
+        return emit.either(target.means, centred, lambda: values)
+
+    def larger(first: ir.Value, most: list[ir.Value], mask: ir.Value | None = None) -> list[ir.Value]:
+        return [emit.larger(a, emit.absolute(b)) for a, b in zip(most, load(first, mask), strict=True)]
+
+    most = emit.loop(whole, emit.zeros(form.rows), larger, stride=form.lanes)
+    most = emit.either(rest, lambda: larger(whole, most, emit.mask(rest)), lambda: most)
+    inverses = []
+    for r, each in enumerate(most):
+        step = _find_step(emit, emit.over_lanes(each, emit.larger))
+        at = builder.gep(emit.pointer(target.steps), [emit.integer(r)])
+        builder.store(builder.extract_element(step, ir.Constant(I32, 0)), at)
+        inverses.append(builder.fdiv(emit.constant(1.0), step))
+
+    def tile(first: ir.Value, left: ir.Value | None) -> None:
+        values = load(first, None if left is None else emit.mask(left))
+        for at, value, inverse in zip(targets, values, inverses, strict=True):
+            narrow = emit.to_bytes(emit.multiply_add(value, inverse, emit.constant(float(MIDDLE))))
+            place = builder.bitcast(builder.gep(at, [first]), narrow.type.as_pointer())
+            builder.store(narrow, place, align=1)
 
     emit.in_tiles(count, tile)
 
@@ -147,8 +193,7 @@ def lay_out_value_panel(
 
     inverses = []
     for v, most in enumerate(emit.loop(keys, emit.zeros(form.vectors), larger)):
-        step, least = builder.fmul(most, emit.constant(1 / LARGEST)), emit.constant(LEAST_STEP)
-        step = builder.select(builder.fcmp_ordered("<", step, least), least, step)
+        step = _find_step(emit, most)
         emit.store(step, emit.pointer(reading.steps), v)
         inverses.append(builder.fdiv(emit.constant(1.0), step))
     last = builder.sub(keys, emit.integer(1))
@@ -167,43 +212,10 @@ def lay_out_value_panel(
     emit.loop(keys, [], quad, stride=QUAD)
 
 
-@vector_code(RowForm)
-def softmax_to_bytes(
-    builder: ir.IRBuilder, form: RowForm, row: ir.Value, count: ir.Value, scale: ir.Value, worth: ir.Value
-) -> None:
-    """bytes[i] = round(255 * exp(scale * row[i] - most)) for i < count, in place; 0 up to the next whole vector.
-
-    most: the largest scaled value. worth: address of what a step is worth, 1 / the sum of these bytes, so that
-    probabilities sum to 1; NaN where a value is.
-    """
-    n_lanes = form.lanes
-    emit = Emitter(builder, n_lanes, bool(form.fused))
-    pointer, factor = emit.pointer(row), emit.splat(scale)
-    bytes_at = emit.pointer(row, kind=ir.IntType(8))
-    minus_infinity, rounding = emit.constant(-math.inf), emit.constant(ROUNDING)
-
-    def scaled(first: ir.Value) -> ir.Value:
-        value = builder.fmul(emit.load(builder.gep(pointer, [first]), 0), factor)
-        return builder.select(emit.mask(builder.sub(count, first)), value, minus_infinity)
-
-    def larger(first: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
-        return [emit.maximum(most[0], scaled(first))]
-
-    def round_up(first: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
-        raised = emit.exp(builder.fsub(scaled(first), most))
-        shifted = emit.multiply_add(raised, emit.constant(float(STEPS)), rounding)
-        narrow = builder.trunc(
-            builder.bitcast(shifted, ir.VectorType(I32, n_lanes)), ir.VectorType(ir.IntType(8), n_lanes)
-        )
-        # These bytes lie where floats were that have been read.
-        place = builder.bitcast(builder.gep(bytes_at, [first]), narrow.type.as_pointer())
-        builder.store(narrow, place, align=1)
-        return [builder.fadd(total[0], builder.fsub(shifted, rounding))]
-
-    most = emit.over_lanes(emit.loop(count, [minus_infinity], larger, stride=n_lanes)[0], emit.maximum)
-    total = emit.over_lanes(emit.loop(count, emit.zeros(1), round_up, stride=n_lanes)[0], builder.fadd)
-    one = builder.extract_element(builder.fdiv(emit.constant(1.0), total), ir.Constant(I32, 0))
-    builder.store(one, emit.pointer(worth))
+def _find_step(emit: Emitter, most: ir.Value) -> ir.Value:
+    """Return the step of which the largest absolute value is 127; NaN or infinity for such a value."""
+    step, least = emit.builder.fmul(most, emit.constant(1 / LARGEST)), emit.constant(LEAST_STEP)
+    return emit.builder.select(emit.builder.fcmp_ordered("<", step, least), least, step)
 
 
 def _flip(emit: Emitter, quads: ir.Value) -> ir.Value:

@@ -12,11 +12,9 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
-from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.register_tiles import (
     AHEAD,
     ROWS,
@@ -25,6 +23,7 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     token_tile,
     tokens_to_lanes,
 )
+from sparse_kernels.cpu.codegen.softmax import softmax
 from sparse_kernels.cpu.codegen.tile_operands import (
     WORTH_OF_FLOATS,
     Epilogue,
@@ -34,9 +33,9 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     TokenSums,
     WeightFetch,
 )
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, QUADS_BY_UNIT, Emitter
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, QUADS_BY_UNIT
 from sparse_kernels.cpu.kernels import int8_attention
-from sparse_kernels.cpu.kernels.int8_attention import MOST_KEYS, VECTORS, ByteRoom, plan_room
+from sparse_kernels.cpu.kernels.int8_attention import MOST_KEYS, SOFTMAX_ROWS, VECTORS, ByteRoom, plan_room
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back
@@ -177,44 +176,6 @@ def bind_attention(
     return kernel.bind(AttentionCall, layer), elements * threads
 
 
-class SoftmaxForm(NamedTuple):
-    """Vectors of softmax. lanes: of a vector. fused: multiply-adds are fused."""
-
-    lanes: int
-    fused: int
-
-
-@vector_code(SoftmaxForm)
-def softmax(builder: ir.IRBuilder, form: SoftmaxForm, row: ir.Value, count: ir.Value, scale: ir.Value) -> None:
-    """row[i] = exp(scale * row[i]) over their sum, for i < count, in place; 0 up to the next whole vector."""
-    n_lanes = form.lanes
-    emit = Emitter(builder, n_lanes, bool(form.fused))
-    pointer, factor = emit.pointer(row), emit.splat(scale)
-    minus_infinity = emit.constant(-math.inf)
-
-    def scaled(first: ir.Value) -> ir.Value:
-        value = builder.fmul(emit.load(builder.gep(pointer, [first]), 0), factor)
-        return builder.select(emit.mask(builder.sub(count, first)), value, minus_infinity)
-
-    def larger(first: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
-        return [emit.maximum(most[0], scaled(first))]
-
-    def raised(first: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
-        value = emit.exp(builder.fsub(scaled(first), most))
-        emit.store(value, builder.gep(pointer, [first]), 0)
-        return [builder.fadd(total[0], value)]
-
-    def divided(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        at = builder.gep(pointer, [first])
-        emit.store(builder.fmul(emit.load(at, 0), inverse), at, 0)
-        return []
-
-    most = emit.over_lanes(emit.loop(count, [minus_infinity], larger, stride=n_lanes)[0], emit.maximum)
-    total = emit.over_lanes(emit.loop(count, emit.zeros(1), raised, stride=n_lanes)[0], builder.fadd)
-    inverse = builder.fdiv(emit.constant(1.0), total)
-    emit.loop(count, [], divided, stride=n_lanes)
-
-
 @inline
 def lay_out_keys(lanes: int, width: int, source_at: int, step: int, sizes: AttentionSizes, target_at: int) -> None:
     """Lay the keys of a head out in panels of `width`; step: elements from one key to the next."""
@@ -267,8 +228,9 @@ def attend_tile(
         weights = TileWeights(head.keys_at + panel * sizes.d * width * 4, head.columns_at, sizes.d)
         scores = TokenSums(scores_at + panel * width * 4, row, width, 0)
         token_tile(form, weights, queries, scores, nothing, unfetched)
-    for t in range(min(tokens, left)):
-        softmax((lanes, fused), scores_at + t * row * 4, sizes.keys, scale)
+    for t in range(0, min(tokens, left), SOFTMAX_ROWS):
+        rows = TokenRows(scores_at + t * row * 4, row, left - t)
+        softmax((SOFTMAX_ROWS, lanes, fused, 0), rows, sizes.keys, scale, 0)
     for panel in range((sizes.e + width - 1) // width):
         weights = TileWeights(head.values_at + panel * sizes.keys * width * 4, head.columns_at, sizes.keys)
         y = TokenSums(results.address + panel * width * 4, results.stride, sizes.e - panel * width, 0)

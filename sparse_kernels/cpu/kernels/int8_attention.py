@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparse_kernels.cpu.codegen.attention_bytes import (
+    ByteRows,
     ValueSteps,
     average_rows,
     lay_out_value_panel,
+    read_rows,
     sign_key_panel,
-    softmax_to_bytes,
-    subtract_row,
 )
-from sparse_kernels.cpu.codegen.quantize import quantize_row
 from sparse_kernels.cpu.codegen.register_tiles import (
     AHEAD,
     FINISHED,
@@ -29,6 +28,7 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     token_tile,
     tokens_to_lanes,
 )
+from sparse_kernels.cpu.codegen.softmax import softmax
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     Matrix,
@@ -48,6 +48,7 @@ MOST_KEYS = 512
 """Keys, at most."""
 
 VECTORS = 2  # of a register tile
+SOFTMAX_ROWS = ROWS_READ = 4  # at once
 
 
 class ByteTileForm(NamedTuple):
@@ -66,7 +67,7 @@ class ByteRoom(NamedTuple):
     """Where the parts of scratch memory begin, in elements of 32 bits, and the size of all.
 
     keys, values: panels of quads. key_offsets, value_offsets, key_steps, value_steps: what their sums are worth.
-    key_means, value_means: what is taken from them. row: a key less its mean. block: rows of bytes. query_steps,
+    key_means, value_means: what is taken from them. block: rows of bytes. query_steps,
     probability_steps: of the queries of a tile. scores: of these with all keys.
     """
 
@@ -78,7 +79,6 @@ class ByteRoom(NamedTuple):
     value_offsets: int
     value_steps: int
     value_means: int
-    row: int
     block: int
     query_steps: int
     probability_steps: int
@@ -94,7 +94,7 @@ def plan_room(sizes: Any, tokens: int, lanes: int) -> ByteRoom:
     needed = [
         key_width * -(-sizes.d // QUAD), key_width, key_width, whole_row,
         value_width * -(-sizes.keys // QUAD), width, value_width, value_width,
-        whole_row, max(tokens, lanes) * whole_row // QUAD, tokens, tokens, tokens * key_width,
+        max(tokens, lanes) * whole_row // QUAD, tokens, tokens, tokens * key_width,
     ]  # fmt: skip
     begins = np.cumsum([0, *(-(-size // LINE) * LINE for size in needed)])
     return ByteRoom(*begins.tolist())
@@ -106,15 +106,16 @@ def lay_out_byte_keys(form: Any, source: Matrix, sizes: Any, room: ByteRoom, scr
     _, lanes, fused, numbers = form
     width, keys, d = VECTORS * lanes, sizes.keys, sizes.d
     quads, stride = (d + QUAD - 1) // QUAD, (d + lanes - 1) // lanes * lanes // QUAD
-    means_at, row_at = scratch_at + room.key_means * 4, scratch_at + room.row * 4
+    means_at = scratch_at + room.key_means * 4
     block_at, steps_at = scratch_at + room.block * 4, scratch_at + room.key_steps * 4
     average_rows((lanes, fused), source, keys, d, means_at)
     # All of the panels is written: what an earlier call left there may be anything.
     for key in range(0, (keys + width - 1) // width * width, lanes):
-        for i in range(lanes):
-            key_at = source.address + min(key + i, keys - 1) * source.stride * 4
-            subtract_row((lanes, fused), key_at, means_at, row_at, d)
-            quantize_row((lanes, fused, 1), row_at, block_at + i * stride * 4, d, 0, steps_at + (key + i) * 4)
+        for i in range(0, lanes, ROWS_READ):
+            first = min(key + i, keys - 1)
+            rows = TokenRows(source.address + first * source.stride * 4, source.stride, keys - first)
+            target = ByteRows(block_at + i * stride * 4, stride * 4, steps_at + (key + i) * 4, means_at)
+            read_rows((ROWS_READ, lanes, fused), rows, target, d)
         panel_at = scratch_at + (room.keys + key // width * quads * width + key % width) * 4
         tokens_to_lanes((lanes, FLOATS), Matrix(block_at, stride), Matrix(panel_at, width), lanes, quads)
     for panel in range((keys + width - 1) // width):
@@ -157,9 +158,10 @@ def attend_byte_tile(
     row, left, unfetched = key_panels * width, queries.left, WeightFetch(0, 0)
     block_at, query_steps_at = scratch_at + room.block * 4, scratch_at + room.query_steps * 4
     scores_at, shares_at = scratch_at + room.scores * 4, scratch_at + room.probability_steps * 4
-    for t in range(min(tokens, left)):
-        query_at = queries.address + t * queries.stride * 4
-        quantize_row((lanes, fused, 1), query_at, block_at + t * stride * 4, d, 0, query_steps_at + t * 4)
+    for t in range(0, min(tokens, left), ROWS_READ):
+        rows = TokenRows(queries.address + t * queries.stride * 4, queries.stride, left - t)
+        target = ByteRows(block_at + t * stride * 4, stride * 4, query_steps_at + t * 4, 0)
+        read_rows((ROWS_READ, lanes, fused), rows, target, d)
     x = TokenRows(block_at, stride, left)
     for panel in range(key_panels):
         behind = panel * width * 4
@@ -169,8 +171,9 @@ def attend_byte_tile(
         )
         scores = TokenSums(scores_at + behind, row, width, 0)
         token_tile(scores_form, weights, x, scores, Epilogue(0, 0, worth), unfetched)
-    for t in range(min(tokens, left)):
-        softmax_to_bytes((lanes, fused), scores_at + t * row * 4, keys, scale, shares_at + t * 4)
+    for t in range(0, min(tokens, left), SOFTMAX_ROWS):
+        rows = TokenRows(scores_at + t * row * 4, row, left - t)
+        softmax((SOFTMAX_ROWS, lanes, fused, 1), rows, keys, scale, shares_at + t * 4)
     for panel in range((e + width - 1) // width):
         behind = panel * width * 4
         weights = TileWeights(scratch_at + room.values * 4 + behind * key_quads, columns_at, key_quads)

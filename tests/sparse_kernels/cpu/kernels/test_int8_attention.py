@@ -62,8 +62,8 @@ def compute_exactly(q, k, v, scale):
     """The result and, for each query, how far a byte that lies between two whole numbers may move it."""
     scores = np.einsum("bhnd,bhkd->bhnk", q, k) * (GRID * GRID * scale)
     exact = 255 * np.exp(scores - scores.max(axis=-1, keepdims=True))
-    # A score of s is known to 2**-22 * |s|, and exp to 2e-7 of it.
-    doubt = exact * (np.abs(scores).max(axis=-1, keepdims=True) * 2.0**-21 + 4e-7) + 2.0**-14
+    # A score of s is known to 2**-21 * |s|, and exp to 1.2e-4 of it.
+    doubt = exact * (np.abs(scores).max(axis=-1, keepdims=True) * 2.0**-20 + 1.2e-4) + 2.0**-14
     shares = np.rint(exact)
     near = (np.abs(exact - np.floor(exact) - 0.5) <= doubt).sum(axis=-1)
     total = shares.sum(axis=-1)
