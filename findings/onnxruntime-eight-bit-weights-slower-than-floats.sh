@@ -5,18 +5,18 @@
 # bits, whose blocks have steps of their own. Its attribute accuracy_level says how products may be computed; by
 # default (0) in float32. One row of inputs times a weight of 768 x 3072, two threads, medians of calls:
 #
-#     MatMul, float32                              about 0.2 ms
-#     MatMulNBits, 4 bits, accuracy_level 0        about 0.3 ms
-#     MatMulNBits, 8 bits, accuracy_level 0        about 12 ms
-#     MatMulNBits, 8 bits, accuracy_level 4        about 0.1 ms
+#     MatMul, float32                              0.8 ms
+#     MatMulNBits, 4 bits, accuracy_level 0        0.3 ms
+#     MatMulNBits, 8 bits, accuracy_level 0        4.3 ms
+#     MatMulNBits, 8 bits, accuracy_level 4        0.2 ms
 #
 # One would expect that 8 bits, which are simpler to unpack than 4, cost about as much as these, and that a quarter of
 # the bytes is never much slower than floats. But only 4 bits have a kernel that multiplies in float32. Weights of 8
 # bits become floats anew in every call. The results are right in all cases: within 1e-6 of the product with the
 # unpacked weight, and within 1e-3 at level 4. So a model whose weights were compressed to 8 bits, with the default
-# level, gets slower by an order of magnitude and says nothing.
+# level, gets several times slower and says nothing.
 #
-# Exits 0 where 8 bits take more than 10 times as long at level 0 as float32, and less at level 4; 1 otherwise.
+# Exit code 1: 8 bits at level 0 take less than twice as long as float32 now, or 8 times as long as at level 4.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -87,5 +87,5 @@ for bits, level in ((4, 0), (4, 4), (8, 0), (8, 4)):
     print(f"{bits} bits, accuracy_level {level}: {seconds * 1e3:.2f} ms, {seconds / base:.1f} of it, error {error:.0e}")
     if error > 2e-2:
         sys.exit("a result is wrong")
-sys.exit(0 if ratio[8, 0] > 10 and ratio[8, 4] < 3 and ratio[4, 0] < 5 else 1)
+sys.exit(0 if ratio[8, 0] > max(2, 8 * ratio[8, 4]) and ratio[4, 0] < ratio[8, 0] / 4 else 1)
 END

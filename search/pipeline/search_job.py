@@ -45,7 +45,7 @@ from search.progress import Progress
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
-from search.whole_model.dense_rivals import find_fastest, find_known_seconds, find_slower_engines
+from search.whole_model.dense_rivals import find_fastest_dense, find_known_seconds, find_slower_engines
 from search.whole_model.end_to_end import EngineBuilder, IsEnough, ModelTimer, RoundSchedule, lock_cpu
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from search.whole_model.timings import Timings
@@ -272,7 +272,7 @@ def time_profiles(
         function = "search.whole_model.model_engines:build_database_pruned"
         engines[name] = EngineBuilder("pruned", function, (*arguments, options))
     with lock_cpu(progress):
-        required = [find_fastest(before), *profiles]
+        required = [find_fastest_dense(before), *profiles]
         return timer.time(
             engines, required=required, schedule=ROUND_SCHEDULE, known=known, is_enough=is_clear, progress=progress
         )

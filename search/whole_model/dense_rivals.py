@@ -20,7 +20,7 @@ COVERAGE = 0.95
 
 
 def find_known_seconds(sessions: Sequence[Timings]) -> dict[str, float]:
-    """Return dense engine -> its median seconds in the session that timed it in the most rounds, the last of these."""
+    """Return dense engine -> its median seconds in the session with the most rounds of it, the last of such."""
     known: dict[str, float] = {}
     rounds: dict[str, int] = {}
     for timings in sessions:
@@ -34,11 +34,11 @@ def find_known_seconds(sessions: Sequence[Timings]) -> dict[str, float]:
 def find_slower_engines(sessions: Sequence[Timings]) -> set[str]:
     """Return the dense engines that are certainly more than MAX_SLOWDOWN times slower than the fastest one known."""
     known = find_known_seconds(sessions)
-    fastest = find_fastest(sessions)
+    fastest = find_fastest_dense(sessions)
     return {name for name in known if name != fastest and _is_certainly_slower(name, fastest, sessions)}
 
 
-def find_fastest(sessions: Sequence[Timings]) -> str:
+def find_fastest_dense(sessions: Sequence[Timings]) -> str:
     """Return the fastest dense engine by `find_known_seconds`; torch, which runs every model, if none was timed."""
     known = find_known_seconds(sessions)
     return min(known, key=known.__getitem__, default=TORCH)
@@ -50,7 +50,9 @@ def _is_certainly_slower(name: str, fastest: str, sessions: Sequence[Timings]) -
     if not both:
         return False
     blocks = {engine: [block for timings in both for block in timings.blocks[engine]] for engine in (name, fastest)}
-    builds = [(i, build) for i, timings in enumerate(both) for build in timings.builds or [0] * len(timings.blocks[name])]
+    builds: list[tuple[int, int]] = []
+    for i, timings in enumerate(both):
+        builds += [(i, build) for build in timings.builds or [0] * len(timings.blocks[name])]
     numbers = {build: number for number, build in enumerate(dict.fromkeys(builds))}
     pooled = Timings(blocks, {}, [numbers[build] for build in builds])
     return pooled.speedup(name, fastest, COVERAGE).high < 1 / MAX_SLOWDOWN

@@ -45,11 +45,11 @@ class BlockSteps:
 
         In four bits, two are in a byte, the first one in its lower half.
         """
-        stored = (self.whole.astype(np.int16) + zero).astype(np.uint8)
-        if self.bits == 8:
-            return stored
-        stored = stored & 15
-        return stored[..., 0::2] | (stored[..., 1::2] << 4)
+        stored: NDArray[np.uint8] = (self.whole.astype(np.int16) + zero).astype(np.uint8)
+        if self.bits == 4:
+            low, high = stored[..., 0::2] & np.uint8(15), stored[..., 1::2] << np.uint8(4)
+            stored = low | high
+        return stored
 
 
 def round_in_blocks(weight: NDArray[np.float32], bits: int) -> BlockSteps:

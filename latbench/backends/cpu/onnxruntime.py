@@ -156,7 +156,7 @@ def _build_block_model(shape: Shape, weight: BlockSteps, layer: SyntheticLayer) 
     """Return a linear layer whose weights have a step for each block, as a serialised ONNX model.
 
     The level lets ONNX Runtime round each block of inputs to eight bits. Without it, weights of eight bits become
-    floats anew in each call, which takes a hundred times as long (1.31).
+    floats anew in each call, which takes twenty times as long (1.31).
     """
     node = helper.make_node(
         "MatMulNBits", ["x", "weight", "steps"], ["sums"], domain="com.microsoft", K=shape.k, N=shape.m,

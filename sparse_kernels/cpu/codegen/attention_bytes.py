@@ -17,16 +17,16 @@ from sparse_kernels.cpu.codegen.vector_emitter import I32, Emitter
 from sparse_kernels.formats.int8 import LARGEST, LEAST_STEP, MIDDLE, QUAD
 
 
-class RowForm(NamedTuple):
+class AverageForm(NamedTuple):
     """Rows of float32. lanes: of a vector. fused: multiply-adds are fused."""
 
     lanes: int
     fused: int
 
 
-@vector_code(RowForm)
+@vector_code(AverageForm)
 def average_rows(
-    builder: ir.IRBuilder, form: RowForm, source: Matrix, rows: ir.Value, count: ir.Value, target: ir.Value
+    builder: ir.IRBuilder, form: AverageForm, source: Matrix, rows: ir.Value, count: ir.Value, target: ir.Value
 ) -> None:
     """target[c] = the mean of source[r, c] over `rows` (>= 1) rows, for c < count."""
     emit = Emitter(builder, form.lanes, bool(form.fused))

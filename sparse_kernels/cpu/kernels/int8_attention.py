@@ -143,13 +143,20 @@ def lay_out_byte_values(form: Any, source: Matrix, sizes: Any, room: ByteRoom, s
         copy_vector(lanes, FLOATS, zeros_at, zeros_at, 0)
 
 
+class HeadBytes(NamedTuple):
+    """Keys and values of a head, as bytes. room: where their parts lie. scratch_at: where it begins. columns_at:
+    address of 0 1 2 ..."""
+
+    room: Any
+    scratch_at: int
+    columns_at: int
+
+
 @inline
-def attend_byte_tile(
-    form: Any, columns_at: int, queries: TokenRows, results: Matrix, sizes: Any, scale: Any, room: ByteRoom,
-    scratch_at: int,
-) -> None:  # fmt: skip
+def attend_byte_tile(form: Any, head: HeadBytes, queries: TokenRows, results: Matrix, sizes: Any, scale: Any) -> None:
     """Attend to a tile of queries: their bytes, scores, softmax and results."""
     tokens, lanes, fused, numbers = form
+    room, scratch_at, columns_at = head.room, head.scratch_at, head.columns_at
     scores_form = (tokens, VECTORS, lanes, fused, 4, AHEAD, 0, ROWS, 0, 0, 0, numbers)  # of `TokenTileForm`
     results_form = (tokens, VECTORS, lanes, fused, 4, AHEAD, 0, FINISHED, 0, 0, 0, numbers)
     width, d, keys, e = VECTORS * lanes, sizes.d, sizes.keys, sizes.e
@@ -198,6 +205,7 @@ def build_kernel(tokens: int, lanes: int, fused: bool, numbers: int) -> Parallel
         splits, heads, n, room = layer.splits, sizes.heads, sizes.n, layer.room
         tiles, items = (n + tokens - 1) // tokens, sizes.batch * heads * splits
         scratch_at, columns_at = call.scratch_at + part * layer.elements * 4, layer.columns.ctypes.data
+        head = HeadBytes(room, scratch_at, columns_at)
         for item in range(items * part // layer.parts, items * (part + 1) // layer.parts):
             b, h, share = item // splits // heads, item // splits % heads, item % splits
             keys = Matrix(call.k_at + (b * k.batch + h * k.head) * 4, k.token)
@@ -209,6 +217,6 @@ def build_kernel(tokens: int, lanes: int, fused: bool, numbers: int) -> Parallel
                 queries_at = call.q_at + (b * q.batch + h * q.head + token * q.token) * 4
                 results_at = call.out_at + (b * out.batch + h * out.head + token * out.token) * 4
                 queries, results = TokenRows(queries_at, q.token, n - token), Matrix(results_at, out.token)
-                attend_byte_tile(form, columns_at, queries, results, sizes, scale, room, scratch_at)
+                attend_byte_tile(form, head, queries, results, sizes, scale)
 
     return attend

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from search.whole_model.dense_rivals import find_fastest, find_known_seconds, find_slower_engines
+from search.whole_model.dense_rivals import find_fastest_dense, find_known_seconds, find_slower_engines
 from search.whole_model.timings import Timings
 
 
@@ -15,7 +15,7 @@ def draw(seconds: dict[str, float], scatter: float, rounds: int, builds: int = 1
 def test_an_engine_is_left_out_if_it_is_certainly_slower() -> None:
     quiet = draw({"torch": 1.0, "openvino": 1.2, "onnxruntime": 1.05}, 0.01, rounds=5)
     assert find_slower_engines([quiet]) == {"openvino"}
-    assert find_fastest([quiet]) == "torch"
+    assert find_fastest_dense([quiet]) == "torch"
 
 
 def test_a_noisy_session_leaves_no_near_engine_out() -> None:
@@ -29,7 +29,7 @@ def test_a_noisy_session_leaves_no_near_engine_out() -> None:
         },
         {},
     )
-    assert find_fastest([noisy]) == "torch"
+    assert find_fastest_dense([noisy]) == "torch"
     assert find_slower_engines([noisy]) == {"torch-mkldnn"}
 
 
@@ -37,7 +37,7 @@ def test_later_rounds_take_an_earlier_judgement_back() -> None:
     probes = draw({"torch": 1.0, "openvino": 1.2}, 0.01, rounds=5)
     verified = draw({"torch": 1.2, "openvino": 1.0}, 0.05, rounds=18, builds=3, seed=1)
     assert find_slower_engines([probes]) == {"openvino"}
-    assert find_fastest([probes, verified]) == "openvino"
+    assert find_fastest_dense([probes, verified]) == "openvino"
     assert "openvino" not in find_slower_engines([probes, verified])
 
 
@@ -46,5 +46,5 @@ def test_an_engine_that_was_never_timed_is_not_judged() -> None:
     other = draw({"openvino": 2.0}, 0.01, rounds=5)  # in a session without torch: no pairs
     assert find_slower_engines([first, other]) == set()
     assert find_slower_engines([]) == set()
-    assert find_fastest([]) == "torch"
+    assert find_fastest_dense([]) == "torch"
     assert "pruned" not in find_known_seconds([draw({"torch": 1.0, "pruned": 0.5}, 0.01, rounds=5)])

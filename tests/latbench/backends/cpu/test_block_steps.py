@@ -1,4 +1,4 @@
-"""Dense layers whose weights have a step for each block: other libraries run what the numbers say, and are checked."""
+"""Dense layers whose weights have a step for each block: other libraries run what the numbers say, or are caught."""
 
 from dataclasses import replace
 
@@ -55,7 +55,8 @@ def test_wrong_products_are_caught(rng: np.random.Generator, bits: int, rounds_i
     swapped = blocks.whole.reshape(24, 2, 64, 2)[..., ::-1].reshape(24, 2, 128)  # halves of a byte
     for wrong in (replace(blocks, whole=swapped), replace(blocks, steps=blocks.steps[:, ::-1].copy())):
         with pytest.raises(WrongResult):
-            block_steps.check_in_blocks((x @ wrong.values.T + bias).astype(np.float32), blocks, x, bias, rounds_inputs)
+            y = (x @ wrong.values.T + bias).astype(np.float32)
+            block_steps.check_in_blocks(y, blocks, x, bias, rounds_inputs)
     with pytest.raises(WrongResult):  # the zero of whole numbers is one too low
         block_steps.check_in_blocks(
             right + x.reshape(3, 2, 128).sum(axis=2) @ blocks.steps.T, blocks, x, bias, rounds_inputs
