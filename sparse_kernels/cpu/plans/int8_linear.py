@@ -60,7 +60,7 @@ class QuadTokenPlan(QuadPlan):
         assert isinstance(panels, Panels)
         k, permuted = -(-features // QUAD), not panels.in_order
         step = size if n > 2 else 2
-        own = token_major.gives_own_chunks(n, threads, permuted, target)
+        own = token_major.gives_own_chunks(n, threads, permuted, target, self.numbers)
         chunk, block = token_major.choose_chunks(step, k, n, panels, threads, own, permuted)
         whole_chunks = permuted and -(-n // chunk) % threads == 0
         form = TokenMajorForm(
