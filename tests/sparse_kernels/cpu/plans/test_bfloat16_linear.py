@@ -208,6 +208,9 @@ def test_a_dense_layer_of_one_row_has_no_pairs_and_is_no_error(rng: np.random.Ge
     oracle.check(plan(x).T, round_packed(packed), x.T)
 
 
+@pytest.mark.skipif(
+    not cpu_target.find_cpu_target().pairs, reason="this processor does not multiply pairs of bfloat16"
+)
 def test_a_torch_layer_has_a_plan_for_few_tokens_and_one_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     target = replace(cpu_target.find_cpu_target(), matrix=False, pairs=True)
     monkeypatch.setattr(linear, "find_cpu_target", lambda: target)
