@@ -124,12 +124,13 @@ def _quantize_once(
 
 def _quantize_for_openvino(exported: Path, path: Path, calls: Sequence[tuple[Tensor, ...]]) -> None:
     """Quantise an ONNX file by NNCF. Attention is quantised as NNCF does it for transformers."""
-    from latbench.backends.cpu.openvino import read_model, save_model
+    from latbench.backends.cpu.openvino import read_model, save_model, select_for_masks
 
     logging.getLogger("nncf").setLevel(logging.ERROR)
     import nncf
 
     model = read_model(exported)
+    select_for_masks(model)
     attends = any(operation.get_type_name() == "Softmax" for operation in model.get_ops())
     data = nncf.Dataset(calls, convert_to_arrays)
     quantized = nncf.quantize(

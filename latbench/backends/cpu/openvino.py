@@ -113,6 +113,21 @@ def read_model(path: Path) -> openvino.Model:
     return openvino.Core().read_model(path)
 
 
+def select_for_masks(model: openvino.Model) -> None:
+    """Let numbers that are made of booleans be chosen instead of converted, in place; they are the same numbers.
+
+    A mask such as (1 - present) * -1e9 is converted, subtracted from and multiplied, like weights in eight bits. In a
+    model with layers in eight bits, OpenVINO (2026.4) takes it for such, and divides scores by its -1e9: they vanish.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Convert" or node.input_value(0).get_element_type() != openvino.Type.boolean:
+            continue
+        kind = node.output(0).get_element_type().to_dtype()
+        chosen = operators.select(node.input_value(0), *(operators.constant(kind.type(each)) for each in (1, 0)))
+        node.output(0).replace(chosen.output(0))
+    model.validate_nodes_and_infer_types()
+
+
 def save_model(model: openvino.Model, path: Path) -> None:
     """Write a model to a file .xml and, beside it, its weights to a file .bin."""
     openvino.save_model(model, path, compress_to_fp16=False)

@@ -14,6 +14,7 @@ from search.whole_model.int8_engines import (
     build_dense_onnxruntime_int8,
     build_dense_openvino_int8,
     list_calibration_calls,
+    score_dense_int8,
 )
 
 TASK = Path(__file__).parents[1] / "pruning_task.py"
@@ -56,3 +57,60 @@ def test_calls_of_other_shapes_are_left_out_and_the_example_is_there_in_any_case
     assert [call[0].tolist() for call in cut(example, [odd])] == [example[0].tolist()]
     ones = [torch.ones(2, 3), torch.tensor(1.0)]
     assert [call[0].tolist() for call in cut(example, [odd, ones])] == [ones[0].tolist()]
+
+
+MASKED = '''
+import torch
+from torch import nn
+
+name, score_name = "masked", "nearness to the dense result"
+
+
+class Encoder(nn.Module):
+    """Attention over tokens, of which 0 is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.queries, self.values = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        x, bias = self.words(tokens), (1 - (tokens != 0).float())[:, None, :] * -1e9
+        return (self.queries(x) @ x.transpose(1, 2) + bias).softmax(-1) @ self.values(x)
+
+
+def model():
+    torch.manual_seed(0)
+    encoder = Encoder()
+    encoder.words.weight.data *= 2
+    return encoder.eval()
+
+
+def draw(seed):
+    tokens = torch.randint(1, 50, (8, 12), generator=torch.Generator().manual_seed(seed))
+    return tokens * (torch.arange(12) < 9)
+
+
+def example():
+    return (draw(0),)
+
+
+def calibration():
+    return [draw(seed) for seed in range(1, 9)]
+
+
+def loss(network, tokens):
+    return network(tokens).square().mean()
+
+
+def score(network):
+    expected = model()(draw(9))
+    return 1 - float((network(draw(9)) - expected).norm() / expected.norm())
+'''
+
+
+@pytest.mark.slow
+def test_a_mask_of_booleans_hides_no_scores_from_a_model_in_eight_bits(tmp_path: Path) -> None:
+    path = tmp_path / "masked.py"
+    path.write_text(MASKED)
+    # Attention that gives all tokens the same weight would be off by about as much as the result is large.
+    assert 0.9 < score_dense_int8(str(path), 1) < 1
