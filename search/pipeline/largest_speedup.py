@@ -39,6 +39,9 @@ from search.whole_model.end_to_end import ModelTimer
 STEPS = 6
 """Targets of the bisection: the last ones differ by a few per cent."""
 
+ROUGH_EVALUATIONS = 60
+"""Profiles that are tried at each of these targets, at most: the search proper tries more at the last one."""
+
 LEAST_TARGET = 1.05
 
 BACKOFF = 0.95
@@ -109,7 +112,8 @@ def search_fastest(
     problem = ignore_intervals(setup.problem)
 
     def is_good(target: float) -> bool:
-        settings = StrategySettings("staged", request.plan.evaluations, request.plan.seed, request.plan.batches)
+        plan = request.plan
+        settings = StrategySettings("staged", min(plan.evaluations, ROUGH_EVALUATIONS), plan.seed, plan.batches)
         found = run_strategy(settings, problem, target, setup.evaluator, progress=progress)
         progress(f"scoring a profile of {target:.2f}x", None, None)
         return math.isfinite(found.loss) and scorer.score(problem, found.choice) >= least
