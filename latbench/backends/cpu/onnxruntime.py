@@ -43,8 +43,10 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     if str(point.pattern) != "dense":
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
     bits, in_bytes = find_block_bits(point), point.dtype_w == INT8
+    weight_bytes = layer.weight.nbytes // (4 if in_bytes else 1)
     if bits is not None:
-        model = _build_block_model(point.shape, layer.round_in_blocks(bits), layer)
+        blocks = layer.round_in_blocks(bits)
+        model, weight_bytes = _build_block_model(point.shape, blocks, layer), blocks.nbytes
     elif in_bytes:
         model = build_int8_model(point.shape, layer, dynamic=point.kernel == OWN_STEPS)
     else:
@@ -56,7 +58,6 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     calls = [_call(_session(model, point.threads, shared), layer.x) for _ in range(copies)]
     name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm" if bits is None else "MatMulNBits"
     kernel = f"onnxruntime.{name}{'.' + point.kernel if point.kernel != 'auto' else ''}"
-    weight_bytes = layer.weight.nbytes // (4 if in_bytes else 1) if bits is None else layer.weight.nbytes * bits // 32
     return Engine(kernel, weight_bytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
 
 

@@ -26,6 +26,9 @@ It is below 1.2e-4, which is 3% of one step of 255."""
 LEAST_POWER = -20.0
 """2**LEAST_POWER is far below half a step of 255."""
 
+SOFTMAX_ROWS = 4
+"""Rows at once: as many as keep a vector unit busy, and fit 16 registers."""
+
 BYTE = ir.IntType(8)
 
 

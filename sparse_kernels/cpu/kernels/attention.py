@@ -23,7 +23,7 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     token_tile,
     tokens_to_lanes,
 )
-from sparse_kernels.cpu.codegen.softmax import softmax
+from sparse_kernels.cpu.codegen.softmax import SOFTMAX_ROWS, softmax
 from sparse_kernels.cpu.codegen.tile_operands import (
     WORTH_OF_FLOATS,
     Epilogue,
@@ -35,7 +35,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, QUADS_BY_UNIT
 from sparse_kernels.cpu.kernels import int8_attention
-from sparse_kernels.cpu.kernels.int8_attention import MOST_KEYS, SOFTMAX_ROWS, VECTORS, ByteRoom, plan_room
+from sparse_kernels.cpu.kernels.int8_attention import MOST_KEYS, VECTORS, ByteRoom, plan_room
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back

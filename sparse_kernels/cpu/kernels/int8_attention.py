@@ -28,7 +28,7 @@ from sparse_kernels.cpu.codegen.register_tiles import (
     token_tile,
     tokens_to_lanes,
 )
-from sparse_kernels.cpu.codegen.softmax import softmax
+from sparse_kernels.cpu.codegen.softmax import SOFTMAX_ROWS, softmax
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     Matrix,
@@ -48,7 +48,7 @@ MOST_KEYS = 512
 """Keys, at most."""
 
 VECTORS = 2  # of a register tile
-SOFTMAX_ROWS = ROWS_READ = 4  # at once
+ROWS_READ = 4  # at once
 
 
 class ByteTileForm(NamedTuple):
