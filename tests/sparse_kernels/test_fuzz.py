@@ -3,12 +3,8 @@
 import copy
 import dataclasses
 import functools
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -18,6 +14,7 @@ from fuzzing import Conv2d, Linear, check, convolutions, linears, run
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from pytest_again import run_pytest
 from torch import nn
 
 from sparse_kernels import oracle, pack, parse, unpack
@@ -389,13 +386,4 @@ def test_no_index_is_out_of_bounds(tmp_path):
     """The quick tests of this file again, by kernels that check every index."""
     switches = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
     tests = ["test_linear_layers", "test_convolutions", "test_bounds_are_checked_where_asked_for"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *(f"{__file__}::{test}" for test in tests)],
-        env={**os.environ, **switches},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert "3 passed" in result.stdout
+    assert "3 passed" in run_pytest(switches, *(f"{__file__}::{test}" for test in tests))
