@@ -133,7 +133,7 @@ class ImageCopyLayer(NamedTuple):
 @inline
 def copy_strided(form: Any, stride: int, source_at: int, target_at: int, count: int) -> None:
     """Copy every `stride`-th of the elements at an address, `count` of them, one behind the other."""
-    lanes, numbers = form
+    lanes, numbers, _, _ = form
     if stride == 1:
         copy_run(lanes, numbers, source_at, target_at, count)
     elif stride == 2:
@@ -145,9 +145,12 @@ def copy_strided(form: Any, stride: int, source_at: int, target_at: int, count: 
 
 @inline
 def copy_channel(form: Any, source_at: int, target_at: int, layer: ImageCopyLayer, rows: tuple[int, int]) -> None:
-    """Copy rows of one channel of an image, from one to before another, to the phases that hold them."""
+    """Copy rows of one channel of an image, from one to before another, to the phases that hold them.
+
+    The strides are literals: to divide by what is not takes longer than to copy a short row.
+    """
     phases, x_row, y_row = layer.phases, layer.x_steps.row, layer.y_steps.row
-    stride_h, stride_w = phases.shape
+    _, _, stride_h, stride_w = form
     down, right = layer.padding
     for phase_w in range(stride_w):
         first = (phase_w - right) % stride_w
@@ -164,14 +167,14 @@ def copy_channel(form: Any, source_at: int, target_at: int, layer: ImageCopyLaye
 
 
 @cache
-def build_kernel(lanes: int, numbers: int) -> ParallelKernel:
+def build_kernel(lanes: int, numbers: int, strides: tuple[int, int]) -> ParallelKernel:
     """Return the copy of images from one layout to another, vectors of `lanes` at a time.
 
-    numbers: what tiles multiply that read the copy; pairs need strides of 1 and 2. It is called with `ImageCopyCall`
-    and `ImageCopyLayer`. Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of
-    y is touched.
+    numbers: what tiles multiply that read the copy; pairs need strides of 1 and 2. strides: of the phases of y. It is
+    called with `ImageCopyCall` and `ImageCopyLayer`. Position (i, j) of x goes where (i + padding[0], j + padding[1])
+    lies in y. Nothing else of y is touched.
     """
-    form = (lanes, numbers)
+    form = (lanes, numbers, *strides)
 
     @build_parallel_kernel
     def copy(part: int, call: ImageCopyCall, layer: ImageCopyLayer) -> None:
@@ -199,7 +202,7 @@ def _bind_copy(lanes: int, x_places: ImagePlaces, y_places: ImagePlaces, parts: 
     begins, ends = split_rows(x_places.batch * x_places.h, parts)
     x_steps, y_steps = build_image_steps(x_places), build_image_steps(y_places)
     layer = ImageCopyLayer(x_steps, y_steps, ONE_PHASE, (0, 0), x_places.shape, begins, ends, 0, parts)
-    return build_kernel(lanes, FLOATS).bind(ImageCopyCall, layer)
+    return build_kernel(lanes, FLOATS, (1, 1)).bind(ImageCopyCall, layer)
 
 
 @lru_cache(maxsize=64)

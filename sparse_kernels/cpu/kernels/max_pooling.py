@@ -109,14 +109,20 @@ def build_kernel(lanes: int, taps: int, stride: int) -> ParallelKernel:
         begin_at = call.lines_at + part * layer.elements * 4
         line = PoolLine(begin_at + along * 4, begin_at)
         items = layer.planes * out_h
-        for item in range(items * part // layer.parts, items * (part + 1) // layer.parts):
-            plane, row = item // out_h, item % out_h
-            b, channel = plane // layer.channels, plane % layer.channels
+        begin, end_item = items * part // layer.parts, items * (part + 1) // layer.parts
+        # Counted on from the first: to divide for each row takes longer than to pool a short one.
+        b, channel, row = begin // out_h // layer.channels, begin // out_h % layer.channels, begin % out_h
+        for _ in range(begin, end_item):
             above = row * layer.stride - down
             first, end = max(above, 0), min(above + layer.rows, h)
             behind = b * x_steps.image + channel * x_steps.channel + first * x_steps.row
             source = PooledRows(call.x_at + behind * 4, x_steps.row, end - first, w)
             to = b * y_steps.image + channel * y_steps.channel + row * y_steps.row
             pool_rows(form, source, line, call.y_at + to * 4, out_w)
+            row += 1
+            if row == out_h:
+                row, channel = 0, channel + 1
+                if channel == layer.channels:
+                    channel, b = 0, b + 1
 
     return pool

@@ -56,11 +56,18 @@ def build_kernel(lanes: int, fused: bool) -> ParallelKernel:
         x_steps, y_steps, rows = layer.x_steps, layer.y_steps, layer.rows
         quads = (layer.channels + QUAD - 1) // QUAD
         items, reading_at = layer.batch * quads * rows, layer.reading.ctypes.data
-        for item in range(items * part // layer.parts, items * (part + 1) // layer.parts):
-            b, quad, row = item // rows // quads, item // rows % quads, item % rows
+        begin, end = items * part // layer.parts, items * (part + 1) // layer.parts
+        # Counted on from the first: to divide for each row takes longer than to read a short one.
+        b, quad, row = begin // rows // quads, begin // rows % quads, begin % rows
+        for _ in range(begin, end):
             behind = b * x_steps.image + quad * QUAD * x_steps.channel + row * x_steps.row
             source = ChannelRun(call.x_at + behind * 4, x_steps.channel, layer.channels - quad * QUAD)
             target_at = call.y_at + (b * y_steps.image + quad * y_steps.channel + row * y_steps.row) * 4
             quantize_channels(form, source, target_at, layer.length, reading_at)
+            row += 1
+            if row == rows:
+                row, quad = 0, quad + 1
+                if quad == quads:
+                    quad, b = 0, b + 1
 
     return read

@@ -291,7 +291,8 @@ class CpuConv2dPlan:
                 padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
                 parts=threads,
             )  # fmt: skip
-            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers if self._pairs else FLOATS).bind(
+            numbers = self.numbers if self._pairs else FLOATS
+            lay_out = image_layout.build_kernel(self.target.lanes, numbers, self.shape.stride).bind(
                 ImageCopyCall, laid_out
             )
         if grid.flat is not None:
@@ -301,7 +302,7 @@ class CpuConv2dPlan:
                 y_steps=image_layout.build_image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
                 shape=y_at.shape, begins=begins, ends=ends, part_stride=0, parts=threads,
             )  # fmt: skip
-            collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
+            collect = image_layout.build_kernel(self.target.lanes, FLOATS, (1, 1)).bind(ImageCopyCall, collected)
 
         def call(x: int, y: int, bias: int, activation: int, added: int, quads: int) -> bool:
             source, result = x, y
