@@ -292,9 +292,8 @@ class CpuConv2dPlan:
                 parts=threads,
             )  # fmt: skip
             numbers = self.numbers if self._pairs else FLOATS
-            lay_out = image_layout.build_kernel(self.target.lanes, numbers, self.shape.stride).bind(
-                ImageCopyCall, laid_out
-            )
+            copy = image_layout.build_kernel(self.target.lanes, numbers, self.shape.stride)
+            lay_out = copy.bind(ImageCopyCall, laid_out)
         if grid.flat is not None:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(

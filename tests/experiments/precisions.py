@@ -1,6 +1,6 @@
 """Accuracy at the same measured time: profiles in float32 beside profiles that mix float32 and eight bits.
 
-    python tests/benchmarks/precisions.py tests/tasks/resnet20.py -o FOLDER [--float32 1.2,1.5,2]
+    python tests/experiments/precisions.py tests/tasks/resnet20.py -o FOLDER [--float32 1.2,1.5,2]
         [--mixed 1.1,1.4,1.8] [--seeds 3] [--evaluations 200]
 
 Layers are timed as `latbench run --precision int8` times them. Then profiles are searched in float32 alone, for
