@@ -18,7 +18,8 @@ limits: dict[str, list[list[str]]] = {}  # or {"tied": [["3", "6"]]}, for layers
 
 WEIGHTS = Path(__file__).with_suffix(".pt")  # REPLACE: the file with your trained weights
 data = load_digits()  # REPLACE: your data. Several processes import this file, so read it quickly
-images, labels = torch.tensor(data.images / 16, dtype=torch.float32)[:, None], torch.tensor(data.target)
+pixels = np.kron(data.images, np.ones((2, 2))) / 16  # each pixel four times: images of 16 x 16
+images, labels = torch.tensor(pixels, dtype=torch.float32)[:, None], torch.tensor(data.target)
 
 
 def model() -> nn.Module:
@@ -36,7 +37,7 @@ def model() -> nn.Module:
 
 def example() -> tuple[Tensor]:
     """Return the arguments of the call that is timed. The first dimension is the batch."""
-    return (images[-64:],)  # REPLACE: inputs of the size that you deploy with
+    return (images[-16:],)  # REPLACE: inputs of the size that you deploy with
 
 
 def calibration() -> list[tuple[Tensor, Tensor]]:

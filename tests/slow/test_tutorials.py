@@ -22,7 +22,9 @@ NOT_RUN = {"cost_models_notebook": 0, "first_job": 1, "gpu": 3, "your_cnn": 0, "
 """Blocks that no test runs, by tutorial."""
 
 MISSED = 1
-"""The exit code of a job whose promise was missed, as may happen on a busy machine. The job is there all the same."""
+"""The exit code of a job that reached less than its target, as may happen on a busy machine."""
+
+ADVICE = re.compile(r"`(latbench run [^`]+)` takes the best profile found")
 
 
 class Block(NamedTuple):
@@ -64,6 +66,13 @@ def mark_jobs(page: Path) -> Any:
     return pytest.param(page, id=page.stem, marks=marks)
 
 
+def run_block(
+    language: str, code: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-euo", "pipefail", "-c", code] if language == "sh" else [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", [mark_jobs(page) for page in TUTORIALS])
@@ -79,8 +88,9 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
     for _, language, code in (block for block in find_blocks(page.read_text()) if not block.reason):
         if language == "python":
             code = session = session + code
-        command = ["bash", "-euo", "pipefail", "-c", code] if language == "sh" else [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        done = run_block(language, code, tmp_path, environment)
+        if done.returncode == MISSED and (advice := ADVICE.search(done.stderr)):
+            done = run_block("sh", advice[1], tmp_path, environment)  # as the page says: ask for less
         allowed = {0, MISSED} if "latbench run" in code else {0}
         assert done.returncode in allowed, f"{code}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, done.stderr
