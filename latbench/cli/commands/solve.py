@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from latbench.cli.options.common_options import LimitsFile
-from latbench.cli.options.option_texts import parse_second_settings
+from latbench.cli.options.option_texts import parse_precisions, parse_second_settings
 from latbench.cli.options.solve_options import (
     DenseSeconds,
     DeviceName,
@@ -24,6 +24,7 @@ from latbench.cli.options.solve_options import (
     SolveModel,
     SolveOutput,
     SolvePatterns,
+    SolvePrecisions,
     SolveSparsities,
     SolveTarget,
     SolveThreads,
@@ -55,6 +56,7 @@ def solve(
     model: SolveModel = None,
     patterns: SolvePatterns = None,
     sparsities: SolveSparsities = None,
+    precisions: SolvePrecisions = None,
     network: NetworkName = None,
     device: DeviceName = None,
     backend: SolveBackend = None,
@@ -77,6 +79,7 @@ def solve(
         "pattern": pattern, "workload": workload,
         "patterns": [str(one) for one in parse_patterns(patterns)] if patterns else None,
         "sparsities": parse_wanted_sparsities(sparsities),
+        "precisions": parse_precisions(precisions) if precisions else None,
     }  # fmt: skip
     stated = read_limits(limits) if limits is not None else Limits()
     problem = _read_problem(
@@ -127,12 +130,25 @@ def _read_problem(source: str, *, workload: str | None, model: Path | None = Non
 
 
 def _with_errors(problem: Problem, errors: Path | None) -> Problem:
-    """Return the problem with the errors of a file; without both file and own errors, with those of SPDY's prior."""
+    """Return the problem with the errors of a file; without both file and own errors, with those of SPDY's prior.
+
+    Raises UsageError where that prior would take rounding for free.
+    """
+    from latbench.base.engine_registry import FLOAT32
+    from latbench.errors import UsageError
     from search.inputs.layer_errors import read_errors
 
     if errors is not None:
         return problem.with_errors(read_errors(errors))
-    return problem if problem.errors_known else problem.with_prior()
+    if problem.errors_known:
+        return problem
+    rounded = {it.precision for layer in problem.layers for it in layer.options} - {FLOAT32}
+    if rounded:
+        raise UsageError(
+            f"without --errors a layer's error is guessed from its sparsity, and {min(rounded)} would count as free: "
+            "give --errors a file with the columns layer, pattern, sparsity, precision and error"
+        )
+    return problem.with_prior()
 
 
 class _SecondTable(NamedTuple):
@@ -150,7 +166,7 @@ def _read_second(source: str, shared: dict[str, Any], differences: dict[str, Any
 
     target = differences.pop("target")
     if not is_table(source):  # such a file holds all options it has
-        shared = {**shared, "patterns": None, "sparsities": None}
+        shared = {**shared, "patterns": None, "sparsities": None, "precisions": None}
     try:
         problem = _read_problem(source, **{**shared, **differences}).limited(limits)
     except UsageError as error:
@@ -178,10 +194,13 @@ def _print_selection(found: Selection, others: str) -> None:
 
     from latbench.base.number_format import format_seconds
 
-    table = _table("layer", "pattern", "sparsity", "time", "error")
-    for row in found.to_frame().to_dict("records"):
+    frame = found.to_frame()
+    one = frame["precision"].nunique() == 1
+    table = _table("layer", "pattern", "sparsity", *([] if one else ["type"]), "time", "error")
+    for row in frame.to_dict("records"):
         share, error = f"{row['sparsity']:.2%}", f"{row['error']:.3g}"
-        table.add_row(row["layer"], row["pattern"], share, format_seconds(row["seconds"]), error)
+        kind = [] if one else [row["precision"]]
+        table.add_row(row["layer"], row["pattern"], share, *kind, format_seconds(row["seconds"]), error)
     console = Console()
     console.print(table)
     proof = f"no profile {others} has less" + ("" if found.bound == found.error else f" than {found.bound:.6g}")

@@ -69,6 +69,16 @@ SolvePatterns = Annotated[
         "vector:32,nm:2:4. Default: all.",
     ),
 ]
+SolvePrecisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        metavar="TYPE,...",
+        callback=split_list,
+        help="Types of the table in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, "
+        "int8. float32 is always among them. Needs --errors where it is not all. Default: float32.",
+    ),
+]
 SolveSparsities = Annotated[
     list[str] | None,
     typer.Option(

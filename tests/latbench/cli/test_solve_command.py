@@ -3,20 +3,40 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from latbench.cli import main
 from latbench.importers.text_formats import read_spdy_profile
+from latbench.tables.writer import write_part
+from latbench.workloads.points import Point
 from search.inputs import problem_from_spdy
 from search.problem.layers import Option
 from search.problem.packed_bytes import count_weight_bytes
+from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import LinearShape
 
 Run = Callable[..., tuple[int, str, str]]
 
 TIMINGS = "base\n1.0\nprunable\n0.8\nconv\n0.5 0.0\n0.3 0.5\n0.1 0.9\nfc\n0.3 0.0\n0.2 0.5\n0.05 0.9\n"
+
+
+def swept_rows() -> list[dict[str, Any]]:
+    """Rows of one layer: dense in float32 and int8, and vectors in both."""
+    shape, rows = LinearShape(m=64, k=64, n=8), []
+    for pattern, sparsity, kind, seconds in (
+        ("dense", 0.0, "float32", 4.0), ("dense", 0.0, "int8", 1.5),
+        ("vector:8", 0.75, "float32", 1.8), ("vector:8", 0.75, "int8", 1.0),
+    ):  # fmt: skip
+        types = {"dtype_w": kind, "dtype_a": kind}
+        point = Point("cpu", "numba", "auto", shape, parse(pattern), sparsity, threads=2, **types)
+        rows.append({
+            **point.key(), "status": "ok", "run_id": "r", "env_id": "e", "block": 0, "seq": len(rows),
+            "samples_seconds": [seconds] * 5, "burst_error": 0.0,
+        })  # fmt: skip
+    return rows
 
 
 @pytest.fixture
@@ -101,6 +121,24 @@ def test_a_frame_is_a_table_too(run: Run) -> None:
     assert pd.read_parquet("p.parquet")["pattern"].tolist() == ["vector:8", "dense"]
     assert run("f.csv", "--network", "net")[0] == 2
     assert run("none.txt")[0] == 5
+
+
+def test_the_precision_of_each_layer_is_chosen_by_errors_that_know_of_it(run: Run, tmp_path: Path) -> None:
+    write_part(tmp_path / "table", swept_rows())
+    Path("w.yaml").write_text("name: w\nsource: made up\nlayers:\n  - {name: fc, op: linear, m: 64, k: 64, n: 8}\n")
+    asked = "table", "--workload", "w.yaml", "--fixed-seconds", "0", "--target", "1"  # over dense layers of each type
+    assert run(*asked)[0] == 0
+    code, _, err = run(*asked, "--precision", "int8")
+    assert code == 2 and "int8 would count as free: give --errors a file with the columns layer, pattern" in err
+    options = ("vector:8", 0.75, "float32", 0.4), ("vector:8", 0.75, "int8", 0.5), ("dense", 0.0, "int8", 0.1)
+    errors = pd.DataFrame(options, columns=["pattern", "sparsity", "precision", "error"]).assign(layer="fc")
+    errors.to_csv("errors.csv", index=False)
+    code, out, err = run(*asked, "--precision", "int8", "--errors", "errors.csv", "-o", "p.csv")
+    assert (code, err) == (0, "") and "total error 0.1, and no profile as fast has less" in out
+    assert pd.read_csv("p.csv")[["pattern", "precision"]].to_numpy().tolist() == [["dense", "int8"]]
+    code, _, err = run(*asked, "--precision", "int4")
+    assert code == 2 and "unknown precision 'int4': known are float32, bfloat16, int8" in err
+    assert "does not take precisions" in run("t.txt", "--precision", "int8")[2]
 
 
 def test_the_weights_may_have_a_budget_too(run: Run) -> None:
