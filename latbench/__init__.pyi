@@ -16,6 +16,7 @@ from search.knapsack.one_budget import solve
 from search.knapsack.pareto import frontier
 from search.knapsack.two_budgets import solve_two
 from search.problem.problem import Problem
+from search.pruning.one_shot.quantize_model import quantize
 from search.pruning.storage.model_folder import load_pruned, save_pruned
 from search.whole_model.deployed_model import load_deployed as load
 from sparse_kernels import patterns
@@ -40,6 +41,7 @@ __all__ = [
     "problem_from_frame",
     "problem_from_spdy",
     "problem_from_table",
+    "quantize",
     "read_table",
     "read_training_rows",
     "rows",

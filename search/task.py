@@ -30,11 +30,11 @@ import logging
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from latbench.base.files import hash_file
 from latbench.base.own_packages import share_names
@@ -60,6 +60,20 @@ Result = TypeVar("Result")
 
 _END: Any = object()
 """Marks the end of the training batches."""
+
+
+class CalibratedCalls(Protocol):
+    """What the inputs of layers are measured by: batches, and a call of a model on each. A task is one."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for messages."""
+
+    def calibration(self) -> Sequence[Any]:
+        """Return the batches."""
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return a scalar, after calling the model on a batch."""
 
 
 @dataclass(frozen=True)

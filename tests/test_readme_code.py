@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from latbench.base.public_names import PUBLIC_NAMES
+
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
@@ -55,6 +57,12 @@ def missing_names(code: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_every_name_is_there(page: str) -> None:
     assert [name for block in PAGES[page] for name in missing_names(block)] == []
+
+
+def test_every_name_that_a_text_gives_is_public() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    given = {name for page in pages for name in re.findall(r"\blb\.(\w+)", page.read_text())}
+    assert len(given) > 15 and given <= set(PUBLIC_NAMES)
 
 
 def test_a_name_that_is_not_there_would_be_found() -> None:

@@ -15,6 +15,7 @@ PUBLIC_NAMES = {
     "save_pruned": "search.pruning.storage.model_folder:save_pruned",
     "convert": "sparse_kernels.convert:convert",
     "LayerPattern": "sparse_kernels.convert:LayerPattern",
+    "quantize": "search.pruning.one_shot.quantize_model:quantize",
     "patterns": "sparse_kernels.patterns",
     # which option each layer takes
     "Problem": "search.problem.problem:Problem",

@@ -17,7 +17,7 @@ from torch.nn.functional import unfold
 
 from latbench.errors import BadData
 from search.pruning.forward_hooks import register_forward_hooks
-from search.task import Task
+from search.task import CalibratedCalls
 from sparse_kernels.prunable_layers import find_geometry, weight_matrix
 
 MEMORY_BYTES = 2**29
@@ -25,13 +25,17 @@ MEMORY_BYTES = 2**29
 
 
 def compute_input_hessians(
-    task: Task, model: nn.Module, layers: Sequence[str], batches: Sequence[Any], memory_bytes: int = MEMORY_BYTES
+    task: CalibratedCalls,
+    model: nn.Module,
+    layers: Sequence[str],
+    batches: Sequence[Any],
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and H of each layer, in order.
 
     Parameters
     ----------
-    task : Task
+    task : CalibratedCalls
         The task, whose `loss` calls the model on a batch.
     model : Module
         The dense model.

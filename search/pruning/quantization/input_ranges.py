@@ -23,7 +23,7 @@ from torch import nn
 
 from latbench.errors import BadData, UsageError
 from search.pruning.forward_hooks import register_forward_hooks
-from search.task import Task
+from search.task import CalibratedCalls
 from sparse_kernels.formats.int8 import STEPS, InputRange
 from sparse_kernels.prunable_layers import find_geometry
 
@@ -123,13 +123,13 @@ class InputReading:
 
 
 def find_input_ranges(
-    task: Task, model: nn.Module, layers: Sequence[str], method: str = DEFAULT_RANGES
+    task: CalibratedCalls, model: nn.Module, layers: Sequence[str], method: str = DEFAULT_RANGES
 ) -> dict[str, InputReading]:
     """Find how each layer reads its inputs.
 
     Parameters
     ----------
-    task : Task
+    task : CalibratedCalls
         The task, whose calibration data passes through the model twice.
     model : Module
         The dense model.
@@ -159,7 +159,7 @@ def find_input_ranges(
     return readings
 
 
-def measure_inputs(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, InputStatistics]:
+def measure_inputs(task: CalibratedCalls, model: nn.Module, layers: Sequence[str]) -> dict[str, InputStatistics]:
     """Return the statistics of the inputs of each layer. Raises BadData as `find_input_ranges`."""
     ends: dict[str, tuple[float, float]] = {}
     rows = dict.fromkeys(layers, 0)
