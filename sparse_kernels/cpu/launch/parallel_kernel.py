@@ -28,7 +28,7 @@ from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I64
 from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, build_record, compile_runner
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
-from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, cgutils
+from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, WITHOUT_WRAPPER, cgutils
 
 
 class ParallelKernel:
@@ -136,7 +136,7 @@ def build_parallel_kernel(*stages: Callable[..., Any], makes_arrays: bool = Fals
     own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
     names: dict[str, Any] = {"__name__": __name__, "_laid": _laid, "_part": _part}
-    flags = FLAGS if makes_arrays else {**FLAGS, **WITHOUT_COUNTS}
+    flags = {**FLAGS, **WITHOUT_WRAPPER, **({} if makes_arrays else WITHOUT_COUNTS)}
     for number, stage in enumerate(stages):
         names[f"_stage_{number}"] = numba.njit(**flags)(_renamed(stage, f"{stage.__qualname__}_{own}"))
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))

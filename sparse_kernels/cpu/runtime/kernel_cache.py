@@ -40,8 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DIGEST = hashlib.sha256().digest_size
 
 
-# How all of our functions are compiled: without the interpreter's lock, and division by 0 as in NumPy.
-FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# How all of our functions are compiled: without the interpreter's lock, division by 0 as in NumPy, and nothing that lets
+# C call them.
+FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def inline(function: F) -> F:

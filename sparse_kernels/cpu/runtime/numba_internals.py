@@ -10,6 +10,7 @@ take a new Numba, run that test, then raise the upper bounds of `numba` and `llv
 - `build_cache_implementation`: the folder of these files (`numba.core.caching.UserProvidedCacheLocator`)
 - `serialize`: the content of these files (`numba.core.serialize.dumps`)
 - `WITHOUT_COUNTS`: kernels that do not count references to their arrays (the option `_nrt` of `numba.njit`)
+- `WITHOUT_WRAPPER`: functions that only compiled code calls (the option `no_cpython_wrapper`)
 - `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
 - `find_openmp_library`: the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
 - `start_queue`: the threads of Numba's queue in a forked process (`numba.np.ufunc.workqueue`)
@@ -38,6 +39,7 @@ from numba.core.serialize import dumps
 
 __all__ = [
     "WITHOUT_COUNTS",
+    "WITHOUT_WRAPPER",
     "CompileTarget",
     "FunctionCache",
     "attach_cache",
@@ -57,6 +59,9 @@ FunctionCache = caching.FunctionCache
 # For functions that make no arrays, and whose arrays live at least as long as the call. It saves two calls for each
 # array: 3% to 7% of the time of `plan.run` for one token.
 WITHOUT_COUNTS: dict[str, Any] = {"_nrt": False}
+
+# For functions that Python never calls: what lets it call them takes a tenth of the time that they take to compile.
+WITHOUT_WRAPPER: dict[str, Any] = {"no_cpython_wrapper": True}
 
 
 class CompileTarget(NamedTuple):

@@ -120,6 +120,21 @@ def test_a_function_without_counts_calls_no_counter_of_references() -> None:
     assert count_calls(**numba_internals.WITHOUT_COUNTS) == 0, "the option _nrt no longer leaves the counting out"
 
 
+def test_a_function_without_a_wrapper_is_called_by_compiled_code_alone() -> None:
+    def twice(x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    def defined(**options: object) -> str:
+        inner = njit(**options)(twice)
+        assert njit(lambda x: inner(x) + 1)(3) == 7
+        return "".join(line for line in inner.inspect_llvm(inner.signatures[0]).splitlines() if "define" in line)
+
+    assert "@_ZN7cpython" in defined(), "Numba's wrappers have other names: the comparison has lost its sense"
+    without = defined(**numba_internals.WITHOUT_WRAPPER)
+    assert "@_ZN7cpython" not in without, "the option no_cpython_wrapper no longer leaves the wrapper out"
+    assert "@cfunc" in without and "@cfunc" not in defined(no_cfunc_wrapper=True), "nor no_cfunc_wrapper"
+
+
 def test_the_quick_count_of_threads_is_the_slow_one() -> None:
     count = numba_internals.find_thread_counter()
     assert count is not numba.get_num_threads, "numba.np.ufunc.parallel has no _get_num_threads: calls take longer"
