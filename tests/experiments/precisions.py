@@ -27,6 +27,7 @@ from latbench.cli.job.job_steps import Job, JobSettings
 from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.deployment import Deployment
+from search.knapsack.arrays import Infeasible
 from search.loss.parallel import Workers
 from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
 from search.pipeline.search_history import SearchHistory
@@ -185,7 +186,10 @@ def main() -> None:
         pruned = {}
         for wanted in every:
             print(wanted.name, flush=True)
-            pruned[wanted] = prune(wanted, inputs, timer, given.evaluations, folder)
+            try:
+                pruned[wanted] = prune(wanted, inputs, timer, given.evaluations, folder)
+            except Infeasible as error:
+                print(f"  left out: {error}", flush=True)
         outcomes, dense, scores = measure(task, pruned, timer)
     print(f"\ndense scores: {json.dumps(scores)}")
     for name, seconds in sorted(dense.items(), key=lambda pair: pair[1]):
