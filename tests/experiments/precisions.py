@@ -100,7 +100,7 @@ def prune(wanted: Wanted, inputs: SearchInputs, timer: ModelTimer, evaluations: 
         as_predicted = problem.speedup(problem.predict(found.choice))
         measured = MeasuredSpeedup(as_predicted, problem.dense, problem.dense_engine)
         profile = build_profile(
-            inputs, request, PromisedProfile(problem, found, -np.inf, measured, wanted.target),
+            inputs, request, PromisedProfile(problem, found, 0.0, measured, wanted.target),
             digest=SearchHistory(inputs, request).digest(), additivity=(0.0, 0.0), ceiling=None,
         )  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
