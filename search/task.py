@@ -63,7 +63,7 @@ _END: Any = object()
 
 
 class CalibratedCalls(Protocol):
-    """What the inputs of layers are measured by: batches, and a call of a model on each. A task is one."""
+    """Batches, and a call of a model on each: enough to measure the inputs of its layers. A task has both."""
 
     @property
     def name(self) -> str:

@@ -99,7 +99,7 @@ def prune(wanted: Wanted, inputs: SearchInputs, timer: ModelTimer, evaluations: 
             found = run_strategy(settings, problem, wanted.target, evaluator)
         as_predicted = problem.speedup(problem.predict(found.choice))
         measured = MeasuredSpeedup(as_predicted, problem.dense, problem.dense_engine)
-        profile = build_profile(
+        profile = build_profile(  # no error is below 0
             inputs, request, PromisedProfile(problem, found, 0.0, measured, wanted.target),
             digest=SearchHistory(inputs, request).digest(), additivity=(0.0, 0.0), ceiling=None,
         )  # fmt: skip

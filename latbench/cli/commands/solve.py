@@ -132,7 +132,7 @@ def _read_problem(source: str, *, workload: str | None, model: Path | None = Non
 def _with_errors(problem: Problem, errors: Path | None) -> Problem:
     """Return the problem with the errors of a file; without both file and own errors, with those of SPDY's prior.
 
-    Raises UsageError where that prior would take rounding for free.
+    Raises UsageError for rounded layers that only the prior knows: it has no error of rounding.
     """
     from latbench.base.engine_registry import FLOAT32
     from latbench.errors import UsageError
@@ -145,8 +145,8 @@ def _with_errors(problem: Problem, errors: Path | None) -> Problem:
     rounded = {it.precision for layer in problem.layers for it in layer.options} - {FLOAT32}
     if rounded:
         raise UsageError(
-            f"without --errors a layer's error is guessed from its sparsity, and {min(rounded)} would count as free: "
-            "give --errors a file with the columns layer, pattern, sparsity, precision and error"
+            f"without --errors, errors are guessed from sparsities alone, so rounding to {min(rounded)} would cost "
+            "nothing: give --errors a file with the columns layer, pattern, sparsity, precision and error"
         )
     return problem.with_prior()
 
@@ -195,11 +195,11 @@ def _print_selection(found: Selection, others: str) -> None:
     from latbench.base.number_format import format_seconds
 
     frame = found.to_frame()
-    one = frame["precision"].nunique() == 1
-    table = _table("layer", "pattern", "sparsity", *([] if one else ["type"]), "time", "error")
+    same_type = frame["precision"].nunique() == 1
+    table = _table("layer", "pattern", "sparsity", *([] if same_type else ["type"]), "time", "error")
     for row in frame.to_dict("records"):
         share, error = f"{row['sparsity']:.2%}", f"{row['error']:.3g}"
-        kind = [] if one else [row["precision"]]
+        kind = [] if same_type else [row["precision"]]
         table.add_row(row["layer"], row["pattern"], share, *kind, format_seconds(row["seconds"]), error)
     console = Console()
     console.print(table)

@@ -76,7 +76,7 @@ SolvePrecisions = Annotated[
         metavar="TYPE,...",
         callback=split_list,
         help="Types of the table in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, "
-        "int8. float32 is always among them. Needs --errors where it is not all. Default: float32.",
+        "int8. float32 is always among them. The others need --errors. Default: float32.",
     ),
 ]
 SolveSparsities = Annotated[

@@ -28,7 +28,7 @@ from sparse_kernels.prunable_layers import refuse_layer, set_weight_matrix, weig
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of a model, in the form of a task: what is wanted is the inputs of its layers, not a loss."""
+    """Calls of a model without a loss: only the inputs of its layers are measured."""
 
     batches: Sequence[tuple[Any, ...]]
     name: str = "quantize"

@@ -131,6 +131,17 @@ class ImageCopyLayer(NamedTuple):
 
 
 @inline
+def find_next_row(image: int, channel: int, row: int, channels: int, rows: int) -> Any:
+    """Return the image, channel and row after these. To divide for each row takes longer than to read a short one."""
+    row += 1
+    if row == rows:
+        row, channel = 0, channel + 1
+        if channel == channels:
+            channel, image = 0, image + 1
+    return image, channel, row
+
+
+@inline
 def copy_strided(form: Any, stride: int, source_at: int, target_at: int, count: int) -> None:
     """Copy every `stride`-th of the elements at an address, `count` of them, one behind the other."""
     lanes, numbers, _, _ = form

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.pool_rows import PooledRows, PoolForm, PoolLine, pool_rows
-from sparse_kernels.cpu.kernels.image_layout import ImageSteps, build_image_steps
+from sparse_kernels.cpu.kernels.image_layout import ImageSteps, build_image_steps, find_next_row
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, Pool
@@ -110,7 +110,6 @@ def build_kernel(lanes: int, taps: int, stride: int) -> ParallelKernel:
         line = PoolLine(begin_at + along * 4, begin_at)
         items = layer.planes * out_h
         begin, end_item = items * part // layer.parts, items * (part + 1) // layer.parts
-        # Counted on from the first: to divide for each row takes longer than to pool a short one.
         b, channel, row = begin // out_h // layer.channels, begin // out_h % layer.channels, begin % out_h
         for _ in range(begin, end_item):
             above = row * layer.stride - down
@@ -119,10 +118,6 @@ def build_kernel(lanes: int, taps: int, stride: int) -> ParallelKernel:
             source = PooledRows(call.x_at + behind * 4, x_steps.row, end - first, w)
             to = b * y_steps.image + channel * y_steps.channel + row * y_steps.row
             pool_rows(form, source, line, call.y_at + to * 4, out_w)
-            row += 1
-            if row == out_h:
-                row, channel = 0, channel + 1
-                if channel == layer.channels:
-                    channel, b = 0, b + 1
+            b, channel, row = find_next_row(b, channel, row, layer.channels, out_h)
 
     return pool

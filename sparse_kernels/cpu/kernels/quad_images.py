@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.quantize import ChannelRun, QuantizeForm, quantize_channels
-from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageSteps, build_image_steps
+from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageSteps, build_image_steps, find_next_row
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.formats.int8 import QUAD
@@ -57,17 +57,12 @@ def build_kernel(lanes: int, fused: bool) -> ParallelKernel:
         quads = (layer.channels + QUAD - 1) // QUAD
         items, reading_at = layer.batch * quads * rows, layer.reading.ctypes.data
         begin, end = items * part // layer.parts, items * (part + 1) // layer.parts
-        # Counted on from the first: to divide for each row takes longer than to read a short one.
         b, quad, row = begin // rows // quads, begin // rows % quads, begin % rows
         for _ in range(begin, end):
             behind = b * x_steps.image + quad * QUAD * x_steps.channel + row * x_steps.row
             source = ChannelRun(call.x_at + behind * 4, x_steps.channel, layer.channels - quad * QUAD)
             target_at = call.y_at + (b * y_steps.image + quad * y_steps.channel + row * y_steps.row) * 4
             quantize_channels(form, source, target_at, layer.length, reading_at)
-            row += 1
-            if row == rows:
-                row, quad = 0, quad + 1
-                if quad == quads:
-                    quad, b = 0, b + 1
+            b, quad, row = find_next_row(b, quad, row, quads, rows)
 
     return read

@@ -40,8 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DIGEST = hashlib.sha256().digest_size
 
 
-# How all of our functions are compiled: without the interpreter's lock, division by 0 as in NumPy, and nothing that lets
-# C call them.
+# How all of our functions are compiled: without the interpreter's lock, with division by 0 as in NumPy, and without
+# what lets C call them.
 FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 

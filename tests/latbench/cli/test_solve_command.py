@@ -129,7 +129,7 @@ def test_the_precision_of_each_layer_is_chosen_by_errors_that_know_of_it(run: Ru
     asked = "table", "--workload", "w.yaml", "--fixed-seconds", "0", "--target", "1"  # over dense layers of each type
     assert run(*asked)[0] == 0
     code, _, err = run(*asked, "--precision", "int8")
-    assert code == 2 and "int8 would count as free: give --errors a file with the columns layer, pattern" in err
+    assert code == 2 and "rounding to int8 would cost nothing: give --errors a file with the columns layer" in err
     options = ("vector:8", 0.75, "float32", 0.4), ("vector:8", 0.75, "int8", 0.5), ("dense", 0.0, "int8", 0.1)
     errors = pd.DataFrame(options, columns=["pattern", "sparsity", "precision", "error"]).assign(layer="fc")
     errors.to_csv("errors.csv", index=False)
