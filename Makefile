@@ -90,6 +90,7 @@ check: $(CUDA_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/benchmarks tests/experiments
 	$(BIN)/lint-imports
 
 # The reference pages that come from the code. A page is replaced once it is whole.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -33,7 +34,7 @@ def cases(spec: str, size: int, n: int) -> dict[str, Callable[[], object]]:
     pattern, dense, x = parse(spec), nn.Linear(size, size), torch.randn(n, size)
     weight = dense.weight.detach().numpy()
     mask = pattern.mask(weight.astype(np.float64) ** 2, 0.9)
-    plan = prepare(pack(weight, mask, pattern), "numba", "token_major", n)
+    plan: Any = prepare(pack(weight, mask, pattern), "numba", "token_major", n)
     layer = SparseLinear.from_dense(dense, pattern, mask)
     read, bias, out = x.numpy(), np.zeros(size, np.float32), np.zeros((n, size), np.float32)
     x_at, y_at, bias_at = find_addresses(read, out, bias)

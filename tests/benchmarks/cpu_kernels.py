@@ -63,7 +63,7 @@ from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
 from sparse_kernels.formats import pack
 from sparse_kernels.formats.int8 import InputRange, find_scales, pack_int8
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
-from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS, Plan
+from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS, Array, Plan
 from sparse_kernels.planner import prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -110,6 +110,7 @@ def onnxruntime_layer(shape: Shape, threads: int) -> Callable[[], object]:
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(0)
+    weight: tuple[int, ...]
     if isinstance(shape, LinearShape):
         shapes, weight = ([shape.n, shape.k], [shape.n, shape.m]), (shape.k, shape.m)
         nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"])]
@@ -142,6 +143,7 @@ def torch_layer(shape: Shape, threads: int) -> Callable[[], object]:
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
+    layer: torch.nn.Module
     if isinstance(shape, LinearShape):
         layer, x = torch.nn.Linear(shape.k, shape.m), torch.randn(shape.n, shape.k)
     else:
@@ -256,9 +258,9 @@ def engines(threads: int, bf16: bool = False, int8: bool = False) -> Iterator[Pe
         deepsparse_environment.find_environment()
         workers |= {name: (deepsparse_worker, sparsity) for name, sparsity in DEEPSPARSE.items()}
     pipes = {}
-    for name, (worker, argument) in workers.items():
+    for name, (work, argument) in workers.items():
         pipes[name], far = context.Pipe()
-        context.Process(target=worker, args=(far, argument, threads), daemon=True).start()
+        context.Process(target=work, args=(far, argument, threads), daemon=True).start()
     try:
         with Worker(threads=threads, name="reference") as worker:
             yield Peers(pipes, CorePlacement(worker, threads))
@@ -297,6 +299,11 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     return lambda plan: plan.run(x.address, x.places, Finish(bias_at, relu), Results(y.address, y.places))
 
 
+def call_linear(plan: Plan, x: Array, bias: Array, y: Array) -> None:
+    """Call a plan of a linear layer, relu included; the result goes to `y`."""
+    plan(x, bias, "relu", y)
+
+
 def numba_cases(
     shape: Shape, specs: Sequence[str], how: argparse.Namespace
 ) -> dict[tuple[str, float], tuple[Plan, Calls, int]]:
@@ -305,7 +312,7 @@ def numba_cases(
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(np.sqrt(shape.k))
     bias = np.zeros(shape.m, np.float32)
-    cases = {}
+    cases: dict[tuple[str, float], tuple[Plan, Calls, int]] = {}
     for spec in specs:
         pattern = parse(spec)
         sparsities = (pattern.sparsity,) if isinstance(pattern, NM) else (0.0,) if spec == "dense" else SPARSITIES
@@ -343,7 +350,7 @@ def numba_cases(
                     x = pack_tiles(x)
                 x = copy_to_cache_line(x)
                 y = copy_to_cache_line(plans[spec](x))
-                run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))
+                run = dict.fromkeys(plans, partial(call_linear, x=x, bias=bias, y=y))
             for name, plan in plans.items():
                 turns = [plan, *(plan.copy() for _ in range((count_copies(plan.nbytes) if cold else 1) - 1))]
                 cases[name, sparsity] = (plan, [partial(run[name], each) for each in turns], packed.nnz)
@@ -467,9 +474,9 @@ def main() -> None:
         *(conv if arguments.only != "linear" else []),
     ]
     if arguments.workload:
-        found = dict.fromkeys(layer.shape for layer in read_workload(arguments.workload).layers)
+        known = dict.fromkeys(layer.shape for layer in read_workload(arguments.workload).layers)
         kinds = {"conv": Conv2dShape, "linear": LinearShape}
-        shapes = [shape for shape in found if arguments.only is None or isinstance(shape, kinds[arguments.only])]
+        shapes = [shape for shape in known if arguments.only is None or isinstance(shape, kinds[arguments.only])]
     if arguments.shape:
         shapes = [LinearShape(*(int(number) for number in text.split("x"))) for text in arguments.shape.split(",")]
     specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
@@ -482,8 +489,8 @@ def main() -> None:
         f"\nspeedup over the fastest dense engine, {arguments.threads} threads: median of {len(shapes)} (least-most)"
     )
     for key in dict.fromkeys(itertools.chain.from_iterable(one.ours for one in found)):
-        known = [one.speedup(key) for one in found if key in one.ours]
-        print(f"  {key[0]:17} {key[1]:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
+        speedups = [one.speedup(key) for one in found if key in one.ours]
+        print(f"  {key[0]:17} {key[1]:4.0%} {np.median(speedups):6.2f}x ({min(speedups):.2f}-{max(speedups):.2f})")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from latbench.timing.gpu_events import Call, TimingMode, build_event_timer
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import cuda_plan, nm_sm90, sm90, vector_sm90
 from sparse_kernels.cuda.machine import CupyMachine
+from sparse_kernels.cuda.program import Launch
 from sparse_kernels.formats import NMWeight
 from sparse_kernels.patterns import NM, Dense, Pattern, parse
 from sparse_kernels.registry import MissingLibrary, NoDevice
@@ -93,7 +94,7 @@ class Chosen:
         self.nbytes, self._launches = program.nbytes, program.launches_of
         self._kernel, self._splits = kernel, splits
 
-    def launches(self, n: int, activation: str | None) -> list[cuda_plan.Launch]:
+    def launches(self, n: int, activation: str | None) -> list[Launch]:
         """See Program."""
         return self._launches(self._kernel, self._splits, n, activation)
 

@@ -196,7 +196,7 @@ def own(tables: list[str], backend: str) -> None:
             found[f"{name}, {way}"] = figures
     print(f"{len(X)} points of {count_shapes(X)} shapes")
     for name, figures in found.items():
-        if figures["median"] is None:
+        if figures["median"] is None or figures["noise_floor"] is None:
             print(f"{name:34} nothing could be held out, or what was is refused")
             continue
         ratio = figures["median"] / figures["noise_floor"]

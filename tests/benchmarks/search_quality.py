@@ -39,6 +39,7 @@ from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHO
 from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, build_quadratic_priors, run_strategy
 from search.task import load_task
+from search.whole_model.end_to_end import ModelTimer
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -129,7 +130,8 @@ def main() -> None:
     request = SearchRequest(
         Promise(1.0), Deployment(count_cores()), plan=SearchPlan(strategy="uniform"), workers=workers
     )
-    setup = set_up_search(inputs, request)
+    with ModelTimer(count_cores()) as timer:
+        setup = set_up_search(inputs, request, timer)
     every, evaluate_every = ignore_intervals(setup.problem), setup.evaluator
     problem = every.without_dominated()
     names = [part.name for layer in problem.layers for part in layer.parts]

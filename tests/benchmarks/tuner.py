@@ -111,7 +111,10 @@ def main() -> None:
         for i, shape in enumerate(shapes)
         for j, spec in enumerate(given.patterns.split(","))
     ]
-    noise, changes, spent, faster, slower = [], [], [], 0, 0
+    noise: list[float] = []
+    changes: list[float] = []
+    spent: list[float] = []
+    faster = slower = 0
     with tempfile.TemporaryDirectory() as name:
         for shape, spec, sparsity in layers:
             packed, n, folder = packed_layer(shape, spec, sparsity), shape.n, Path(name)

@@ -58,12 +58,16 @@ def just_written(x: Any) -> Any:
     """A copy of a layer's input: in a model it comes from the caches, as what was before has just written it."""
     if isinstance(x, TokenTiles):
         return TokenTiles(x.values.clone(), x.lead)
-    if isinstance(x, FramedImages | QuadImages):
-        copied = FramedImages(x.places) if isinstance(x, FramedImages) else QuadImages(x.places, x.input_range)
-        copied.array[:] = x.array
-        if isinstance(x, FramedImages) and x.in_quads is not None:
-            copied.in_quads = just_written(x.in_quads)
-        return copied
+    if isinstance(x, QuadImages):
+        quads = QuadImages(x.places, x.input_range)
+        quads.array[:] = x.array
+        return quads
+    if isinstance(x, FramedImages):
+        images = FramedImages(x.places)
+        images.array[:] = x.array
+        if x.in_quads is not None:
+            images.in_quads = just_written(x.in_quads)
+        return images
     return x.clone()
 
 
@@ -95,7 +99,7 @@ def sum_of_layers(reference: str, choices: OptionsByLayer, threads: int) -> floa
         return build(layer, x, **how)
 
     for kind in (sparse.SparseLinear, sparse.SparseConv2d):
-        kind.__call__ = noted  # type: ignore[method-assign, assignment]
+        kind.__call__ = noted  # type: ignore[method-assign]
     run()
     for kind in (sparse.SparseLinear, sparse.SparseConv2d):
         del kind.__call__

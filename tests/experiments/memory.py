@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from latbench.cli.commands.prune import prune
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
+from search.problem.layers import Option
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, fill_database, hash_pruning_inputs
 from search.task import Task, load_task
 
@@ -47,7 +48,8 @@ def calibration() -> list[Tensor]:
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+    y: Tensor = model(batch)
+    return y.square().mean()
 
 
 def score(model: nn.Module) -> float:
@@ -61,7 +63,7 @@ def build(task: Task, folder: Path, method: str, pattern: str, sparsity: float) 
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     database = Database(folder / "database", digest, hash_pruning_inputs(task, method))
     tell = lambda done, total: print(f"{done} of {total} layers pruned", flush=True)  # noqa: E731
-    fill_database(task, net, {name: [(pattern, sparsity)] for name in names}, database, tell, method=method)
+    fill_database(task, net, {name: [Option(pattern, sparsity)] for name in names}, database, tell, method=method)
     profile = Profile(
         task=task.name, layers=dict.fromkeys(names, LayerChoice(pattern, sparsity, 1.0, 1.0, 1.0, 0.1)),
         backend="numba", threads=2, batch=64, device="", target=1.0, confidence=0.9, dense_engine="torch",

@@ -90,7 +90,7 @@ def prune(wanted: Wanted, inputs: SearchInputs, timer: ModelTimer, evaluations: 
             Deployment(count_cores(), NUMBA, wanted.precisions),
             CandidateOptions(),
             SearchPlan(seed=wanted.seed, evaluations=evaluations, quick=True),
-            Workers(1),
+            Workers(count_cores()),
         )
         setup = set_up_search(inputs, request, timer, progress=tell)
         problem = ignore_intervals(setup.problem)

@@ -32,7 +32,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def made_up(experiment: ModuleType, rng: np.random.Generator, pairs: int) -> Any:
     def sentence(most: int) -> list[int]:
-        return rng.integers(4, 30, rng.integers(1, most)).tolist()
+        return [int(word) for word in rng.integers(4, 30, rng.integers(1, most))]
 
     part = [([*sentence(9), 2], [1, *sentence(9), 2]) for _ in range(pairs)]
     return experiment.Data({"train": part, "val": part, "test": part}, 30, WORDS, ["word1"] * pairs)

@@ -102,11 +102,13 @@ class Attention(nn.Module):
         scores = (WIDTH // HEADS) ** -0.5 * _heads(self.query(x)) @ keys.transpose(2, 3)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -1e9)
-        return self.out((scores.softmax(dim=3) @ values).transpose(1, 2).flatten(2))
+        found: Tensor = self.out((scores.softmax(dim=3) @ values).transpose(1, 2).flatten(2))
+        return found
 
 
 def _heads(y: Tensor) -> Tensor:
-    return y.unflatten(2, (HEADS, -1)).transpose(1, 2)
+    heads: Tensor = y.unflatten(2, (HEADS, -1))
+    return heads.transpose(1, 2)
 
 
 class Layer(nn.Module):
@@ -118,6 +120,11 @@ class Layer(nn.Module):
         self.cross = Attention() if decoder else None
         self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3 if decoder else 2))
+
+    def remember(self, memory: Tensor) -> KeysValues:
+        """Keys and values of the memory that a decoder's layer looks at."""
+        assert self.cross is not None
+        return self.cross.keys_values(memory)
 
     def forward(
         self,
@@ -137,7 +144,8 @@ class Layer(nn.Module):
         if self.cross is not None:
             assert memory is not None
             x = x + self.cross(self.norms[1](x), memory, memory_hidden)
-        return x + self.fc2(self.fc1(self.norms[-1](x)).relu())
+        widened: Tensor = self.fc2(self.fc1(self.norms[-1](x)).relu())
+        return x + widened
 
 
 class Translator(nn.Module):
@@ -162,7 +170,7 @@ class Translator(nn.Module):
         for layer in self.encoder:
             x = layer(x, hidden)
         x = self.norms[0](x)
-        return [layer.cross.keys_values(x) for layer in self.decoder], hidden
+        return [layer.remember(x) for layer in self.decoder if isinstance(layer, Layer)], hidden
 
     def decode(
         self, target: Tensor, memories: list[KeysValues], hidden: Tensor, pasts: list[list[Tensor]] | None = None
@@ -176,14 +184,16 @@ class Translator(nn.Module):
             x = self._embedded(self.target, target, first=pasts[0][0].shape[2])
         for i, (layer, memory) in enumerate(zip(self.decoder, memories, strict=True)):
             x = layer(x, future, memory, hidden, None if pasts is None else pasts[i])
-        return self.norms[1](x)
+        states: Tensor = self.norms[1](x)
+        return states
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         return self.decode(target, *self.encode(source))
 
     def _embedded(self, embedding: nn.Embedding, words: Tensor, first: int = 0) -> Tensor:
         places = self.get_buffer("places")
-        return math.sqrt(WIDTH) * embedding(words) + places[first : first + words.shape[1]]
+        embedded: Tensor = embedding(words)
+        return math.sqrt(WIDTH) * embedded + places[first : first + words.shape[1]]
 
 
 class WordLoss(torch.autograd.Function):
@@ -260,7 +270,7 @@ def batches(data: Data, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tens
     while True:
         for i in rng.permutation(len(pairs)):
             source, target = pairs[i]
-            shape = tuple(-(-length // ROUND) * ROUND for length in (len(source), len(target) - 1))
+            shape = (-(-len(source) // ROUND) * ROUND, -(-(len(target) - 1) // ROUND) * ROUND)
             group = waiting.setdefault(shape, [])
             group.append(i)
             if len(group) == TOKENS // max(shape):
@@ -278,7 +288,8 @@ def padded(sentences: Sequence[list[int]], length: int | None = None) -> Tensor:
 
 def loss(model: Translator, source: Tensor, target: Tensor) -> Tensor:
     states: Tensor = model(source, target[:, :-1])
-    return WordLoss.apply(states.flatten(0, 1), model.target.weight, target[:, 1:].flatten())
+    found: Tensor = WordLoss.apply(states.flatten(0, 1), model.target.weight, target[:, 1:].flatten())  # type: ignore[no-untyped-call]
+    return found
 
 
 @torch.no_grad()
@@ -303,7 +314,8 @@ def translations(model: Translator, data: Data) -> list[str]:
     nothing = memories[0][0][:, :, :0]
     pasts = [[nothing, nothing] for _ in memories]
     words = torch.full((len(sources), 1), START)
-    found, ended = [], torch.zeros(len(sources), dtype=torch.bool)
+    found: list[list[int]] = []
+    ended = torch.zeros(len(sources), dtype=torch.bool)
     while len(found) < LONGEST and not ended.all():
         words = (model.decode(words, memories, hidden, pasts) @ model.target.weight.T).argmax(dim=2)
         ended |= words[:, 0] == END
@@ -368,7 +380,7 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
     spent, dense = (
         compute_training_flop(p, dict.fromkeys(targets, counted_as(target)), ffn, steps).total for p in (pruner, None)
     )
-    kept = [float((model.get_submodule(layer).weight != 0).double().mean()) for layer in ffns]
+    kept = [float((model.get_parameter(f"{layer}.weight") != 0).double().mean()) for layer in ffns]
     return {
         **key, "learning_rate": rate, "settings": settings, "steps": steps,
         "validation": mean_loss(model, data, "val"), "test": mean_loss(model, data, "test"),
