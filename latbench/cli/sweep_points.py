@@ -72,11 +72,11 @@ def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) 
     from latbench.base.engine_registry import GPU_ENGINES
     from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
     from latbench.workloads.points import FINE_SPARSITIES, parse_patterns, parse_sparsities
-    from latbench.workloads.workload import list_workloads, read_workload
+    from latbench.workloads.workload import list_standard_workloads, read_workload
 
     names = options.workloads
     needed = {name: engine.install_names[:1] for name, engine in GPU_ENGINES.items()}
-    shapes = [layer.shape for name in names or list_workloads() for layer in read_workload(name).layers]
+    shapes = [layer.shape for name in names or list_standard_workloads() for layer in read_workload(name).layers]
     sparsities = FINE_SPARSITIES if options.adaptive else None
     return list_staged_blocks(
         shapes if names else [*list_standard_shapes(), *shapes],

@@ -61,6 +61,8 @@ LARGE = (
 
 WORKLOADS = ("transformer-base", "bert-base", "gnmt")
 LARGEST_RESULT = 2**25  # elements: the classifier of Transformer-base is left to a full sweep
+DECODE = ("llama-3.1-8b@1", "llama-3.1-8b@16")  # one sentence, and as many as a busy server answers at once
+LARGEST_DECODED = 2**26  # weights: drawing gate_up_proj, or the head, takes as long as twenty points
 CONVOLUTIONS = (
     "layer1.0.conv2", "layer2.1.conv2", "layer3.1.conv2", "layer4.1.conv2", "layer1.0.conv3", "layer3.1.conv3",
 )  # fmt: skip
@@ -92,6 +94,7 @@ class Wish:
 
 
 FIRST = (LARGE[0],)
+FIRST_DECODED = (LinearShape(4096, 4096, 16),)
 TUNED = (LARGE[1], LARGE[3])  # a search for Triton's parameters takes as long as twenty points
 
 LINEAR_WISHES = (
@@ -121,6 +124,15 @@ LINEAR_WISHES = (
     Wish(5, OURS, VectorWise(32), (0.75, 0.9)),
     Wish(5, OURS + CSR, Unstructured(), (0.95,)),
 )
+DECODE_WISHES = (
+    Wish(2, DENSE, Dense()),
+    Wish(2, OURS, VectorWise(64), (0.75, 0.9)),
+    Wish(2, OURS, ShflBW(64), (0.75,)),
+    Wish(2, OURS + CUSPARSELT[:2], NM(2, 4)),
+    Wish(2, CUSPARSELT[2:], NM(2, 4), shapes=FIRST_DECODED),
+    Wish(3, OURS, VectorWise(32), (0.75,)),
+)
+"""For the few tokens of the standard sweep. A layer reads its weights there, and multiplies little."""
 CONV_WISHES = (
     Wish(2, DENSE_CONV, Dense()),
     Wish(2, OURS_CONV, VectorWise(64), (0.75, 0.9)),
@@ -156,14 +168,20 @@ def list_wished_points(
     return list(found)
 
 
+def list_decode_shapes() -> list[Shape]:
+    """Return the shapes of the standard sweep whose few tokens are those of decoding."""
+    layers = [layer.shape for name in DECODE for layer in read_workload(name).layers]
+    return [shape for shape in layers if shape.m * shape.k <= LARGEST_DECODED]
+
+
 def list_standard_shapes() -> list[Shape]:
-    """Return the shapes of the standard sweep: large ones, linear layers of workloads, convolutions."""
+    """Return the shapes of the standard sweep: large ones, decoding, linear layers of workloads, convolutions."""
     linear = [
         layer.shape for name in WORKLOADS for layer in read_workload(name).layers
         if layer.shape.m * layer.shape.n <= LARGEST_RESULT
     ]  # fmt: skip
     resnet = {layer.name: layer.shape for layer in read_workload("resnet50-batch16").layers}
-    return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
+    return list(dict.fromkeys([*LARGE, *list_decode_shapes(), *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
 def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Point]:
@@ -194,9 +212,14 @@ def list_smoke_points(device: str, backends: Collection[str] = GPU_ENGINES, seed
 
 def list_standard_blocks(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[list[Point]]:
     """Return the standard sweep: the first MOST_POINTS of all tiers but the last, on the standard shapes."""
+    decoded = set(list_decode_shapes())
+
+    def chosen(shape: Shape) -> Sequence[Wish]:
+        return DECODE_WISHES if shape in decoded else _wishes(shape)
+
     blocks: list[list[Point]] = []
     left = MOST_POINTS
-    for block in _tiers(list_standard_shapes(), device, backends, _wishes, seed):
+    for block in _tiers(list_standard_shapes(), device, backends, chosen, seed):
         if left > 0:
             blocks.append(block[:left])
             left -= len(block)

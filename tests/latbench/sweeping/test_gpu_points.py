@@ -68,6 +68,17 @@ def test_then_come_all_shapes_large_ones_first(standard: list[list[Point]]) -> N
     assert tuple(shapes[: len(gpu_points.LARGE)]) == gpu_points.LARGE and isinstance(shapes[-1], Conv2dShape)
 
 
+def test_decoding_is_measured_on_few_tokens_against_dense_and_the_peers(standard: list[list[Point]]) -> None:
+    every = [each for block in standard for each in block]
+    decoded = [each for each in every if each.shape.n in (1, 16)]
+    assert {(each.shape.m, each.shape.k) for each in decoded} == {(6144, 4096), (4096, 4096), (4096, 14336)}
+    for shape in {each.shape for each in decoded}:
+        asked = {(str(each.pattern), each.backend) for each in decoded if each.shape == shape}
+        assert asked >= {("dense", "torch_gpu"), ("vector:64", "cupy"), ("nm:2:4", "cupy")}
+        assert ("nm:2:4", "torch_sparse") in asked
+    assert 60 <= len(decoded) <= 100
+
+
 def test_a_search_that_takes_long_is_made_for_few_shapes(standard: list[list[Point]]) -> None:
     tuned = [each.shape for block in standard for each in block if each.kernel == "bsr_tuned"]
     assert 2 <= len(tuned) <= 3 and len(set(tuned)) == len(tuned)

@@ -21,6 +21,7 @@ from latbench.tables.writer import write_part
 from latbench.workloads.points import FINE_SPARSITIES, Point
 from latbench.workloads.workload import Layer, Workload, write_workload
 from search.inputs import problem_from_spdy, problem_from_table
+from search.inputs.latency_table import list_shapes
 from search.pipeline.measure_in_network import build_layer_rows
 from search.problem.layers import DENSE, Interval, Option
 from sparse_kernels.patterns import parse
@@ -326,3 +327,11 @@ def test_layers_that_add_up_to_more_than_the_model_leave_nothing_beside_them(tmp
     t["median_seconds"] *= np.where(t["op"] == "model", 0.99, 1.0)
     p = problem_from_table(t)
     assert (p.dense.value, p.fixed) == (pytest.approx(0.99 * 2e-3), Interval(0.0, 0.0, 0.0))
+
+
+def test_a_workload_of_several_token_counts_is_asked_which() -> None:
+    with pytest.raises(UsageError, match=r"qwen3-0\.6b is for 1, 8, 16, 64, 512, 2048 tokens.*as in qwen3-0\.6b@1"):
+        list_shapes("qwen3-0.6b")
+    shapes = list_shapes("qwen3-0.6b@16")
+    assert len(shapes) == 4 * 28
+    assert shapes["model.layers.0.mlp.down_proj#28"] == LinearShape(1024, 3072, 16)
