@@ -328,7 +328,7 @@ def _parse_tokens(value: Any, what: str) -> tuple[int, ...]:
     """Return the token counts that a file gives, one or several."""
     if not isinstance(value, list):
         return (_SIZE.parse(value, what),)
-    counts = tuple(_SIZE.parse(each, f"item {place} of {what}") for place, each in enumerate(value, start=1))
+    counts = tuple(_SIZE.parse(each, f"{what} (item {place})") for place, each in enumerate(value, start=1))
     if not counts or len(set(counts)) < len(counts):
         raise refuse(value, what, _TOKENS_PHRASE)
     return counts

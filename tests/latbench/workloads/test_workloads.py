@@ -197,7 +197,7 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("n: 7", "n: 0", "layer 'a': n must be"),
         ("n: 7", "n: []", "layer 'a': n must be a whole number of at least 1, or a list of different ones, not []"),
         ("n: 7", "n: [7, 7]", "layer 'a': n must be a whole number of at least 1, or a list of different ones"),
-        ("n: 7", "n: [1, 0]", "layer 'a': item 2 of n must be a whole number of at least 1, not 0"),
+        ("n: 7", "n: [1, 0]", "layer 'a': n (item 2) must be a whole number of at least 1, not 0"),
         ("name: two", "name: two\nstandard: yes please", "standard must be true or false, not 'yes please'"),
         ("count: 2", "count: 0", "layer 'a': count must be"),
         ("count: 2", "counts: 2", "layer 'a': unknown key 'counts' (count?); known are name,"),
