@@ -155,8 +155,8 @@ def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> N
     )
     for asked, name, gpu_reason, able in (
         (options.tune, "--tune", "GPU kernels are not tuned", tuned),
-        (BFLOAT16 in options.rounded, "--bf16", "GPU kernels compute in 16 bits already", bf16),
-        (INT8 in options.rounded, "--int8", "GPU kernels have no eight bits yet", int8),
+        (BFLOAT16 in options.rounded, "--bf16", "a sweep of a GPU measures bfloat16 in any case", bf16),
+        (INT8 in options.rounded, "--int8", "a sweep of a GPU measures int8 in any case", int8),
     ):
         if asked and not engines:
             raise UsageError(f"{name} is not for --gpu: {gpu_reason}")
