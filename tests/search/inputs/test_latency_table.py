@@ -335,3 +335,21 @@ def test_a_workload_of_several_token_counts_is_asked_which() -> None:
     shapes = list_shapes("qwen3-0.6b@16")
     assert len(shapes) == 4 * 28
     assert shapes["model.layers.0.mlp.down_proj#28"] == LinearShape(1024, 3072, 16)
+
+
+def test_on_a_gpu_dense_layers_in_fewer_bits_are_no_baseline_and_no_option() -> None:
+    def of(dtype: str, backend: str, out: str = "") -> dict[str, Any]:
+        types = {"dtype_w": dtype, "dtype_a": dtype, "dtype_out": out or dtype}
+        return {"backend": backend, "threads": 1, "device": "nvidia-h200", **types}
+
+    table = swept(
+        (A, "dense", 0.0, 8.0, of("float16", "torch_gpu")),
+        (A, "dense", 0.0, 7.0, of("bfloat16", "torch_gpu")),
+        (A, "dense", 0.0, 4.0, of("fp8", "torch_gpu", "bfloat16")),
+        (A, "vector:16", 0.75, 3.0, of("float16", "cupy")),
+        (A, "vector:16", 0.75, 2.0, of("bfloat16", "cupy")),
+    )
+    table["point_id"] = [f"p{i}" for i in range(len(table))]
+    problem = problem_from_table(table, {"a": A}, backend="cupy", dense_seconds=None)
+    assert problem.dense_seconds == pytest.approx(8.0)
+    assert problem.layers[0].seconds.tolist() == pytest.approx([3.0])
