@@ -115,6 +115,7 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """
     from rich.table import Table
 
+    from latbench.base.engine_registry import FLOAT32
     from latbench.report.point_frames import SETTING, SHAPE, WIDER, add_wider_rivals, format_engine
     from latbench.tables.table import select_timed
 
@@ -130,7 +131,7 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     if sparse.empty:
         return None
     engines = [
-        f"{'' if dtype not in WIDER else f'in {dtype} '}"
+        f"{'' if dtype == FLOAT32 else f'in {dtype} '}"
         f"{_format_counts(rows.drop_duplicates(layer)['dense_engine'].value_counts())}"
         for dtype, rows in sorted(sparse.groupby("dtype_a"), key=lambda found: str(found[0]) in WIDER)
     ]

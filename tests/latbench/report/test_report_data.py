@@ -320,6 +320,25 @@ def test_verdicts_say_when_to_stay_dense() -> None:
     )
 
 
+def test_a_baseline_names_its_type_and_that_of_any_type_is_known_too() -> None:
+    half, bytes_ = ({"dtype_w": it, "dtype_a": it, "dtype_out": it} for it in ("float16", "fp8"))
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch_gpu", kernel_requested="cublas", **half),
+        row("dense", 0.0, 5.0, "torch_gpu", kernel_requested="fp8", **bytes_),
+        row("dense", 0.0, 1.0, "torch_gpu", kernel_requested="fp8", **bytes_ | {"n": 7}),  # of another shape
+        row("vector:2", 0.75, 4.0, "cupy", **half),
+        row("nm:2:4", 0.5, 2.5, "torch_sparse", kernel_requested="cusparselt", **bytes_),
+    )
+    gains = point_frames.build_speedups(point_frames.build_points(rows)).set_index("pattern")
+    assert gains["speedup"].to_dict() == {"vector:2": 2.0, "nm:2:4": 2.0}
+    assert gains["dense_dtype"].to_dict() == {"vector:2": "float16", "nm:2:4": "fp8"}
+    assert (gains["any_dense_seconds"] / gains["seconds"]).to_dict() == {"vector:2": 1.25, "nm:2:4": 2.0}
+    assert set(gains["any_dense_engine"]) == {"torch_gpu fp8"} and set(gains["any_dense_dtype"]) == {"fp8"}
+    assert point_frames.name_baseline("torch_gpu cublas", "float16") == "torch_gpu cublas in float16"
+    assert point_frames.name_baseline("torch_gpu fp8", "fp8") == "torch_gpu fp8"
+    assert point_frames.name_baseline("torch", "float32") == "torch"
+
+
 def test_inside_a_network_layers_of_one_shape_are_told_apart() -> None:
     """A dense time of one layer is no baseline of another."""
     inside = {"context": "network"}
