@@ -351,5 +351,5 @@ def test_on_a_gpu_dense_layers_in_fewer_bits_are_no_baseline_and_no_option() -> 
     )
     table["point_id"] = [f"p{i}" for i in range(len(table))]
     problem = problem_from_table(table, {"a": A}, backend="cupy", dense_seconds=None)
-    assert problem.dense_seconds == pytest.approx(8.0)
+    assert problem.dense.value == pytest.approx(8.0)
     assert problem.layers[0].seconds.tolist() == pytest.approx([3.0])
