@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, GPU_ENGINES, INT4, INT8
 from latbench.base.number_format import format_threads
 from latbench.tables.layer_columns import check_layers
 from latbench.tables.schema import TIMED
@@ -145,6 +145,11 @@ def list_differing_columns(*tables: pd.DataFrame) -> list[str]:
     return [name for name, values in found.items() if values.nunique(dropna=False) > 1]
 
 
+def has_weights_of_another_type(backends: pd.Series, dtypes: pd.Series) -> pd.Series:
+    """Return whether rows of a GPU hold weights of fewer bits than they multiply: bool, by backend and weights."""
+    return backends.isin(list(GPU_ENGINES)) & (dtypes == INT4)
+
+
 def name_baseline(engine: str, dtype: str | None) -> str:
     """Return the name of a dense engine with the type of its weights, unless that is float32 or in its name."""
     return engine if dtype in (None, FLOAT32) or dtype in engine else f"{engine} in {dtype}"
@@ -167,10 +172,12 @@ def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
 def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
     """Select the fastest dense engine of each setting and shape.
 
+    On a GPU weights in four bits are of another type than a layer that is sparse in 16.
+
     Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_dtype (of its weights),
     dense_engines (their number).
     """
-    dense = points[points["pattern"] == "dense"]
+    dense = points[(points["pattern"] == "dense") & ~has_weights_of_another_type(points["backend"], points["dtype"])]
     names = {
         "engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high",
         "dtype": "dense_dtype",

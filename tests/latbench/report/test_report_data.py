@@ -339,6 +339,18 @@ def test_a_baseline_names_its_type_and_that_of_any_type_is_known_too() -> None:
     assert point_frames.name_baseline("torch", "float32") == "torch"
 
 
+def test_four_bits_on_a_gpu_are_no_baseline_of_the_type_that_they_multiply() -> None:
+    wide = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "dtype_out": "bfloat16"}
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch_gpu", kernel_requested="cublas", **wide),
+        row("dense", 0.0, 4.0, "torch_gpu", kernel_requested="int4", **wide | {"dtype_w": "int4"}),
+        row("vector:2", 0.75, 2.0, "cupy", **wide),
+    )
+    [gain] = point_frames.build_speedups(point_frames.build_points(rows)).to_dict("records")
+    assert (gain["speedup"], gain["dense_dtype"]) == (4.0, "bfloat16")
+    assert (gain["any_dense_seconds"], gain["any_dense_dtype"]) == (4.0, "int4")
+
+
 def test_inside_a_network_layers_of_one_shape_are_told_apart() -> None:
     """A dense time of one layer is no baseline of another."""
     inside = {"context": "network"}
