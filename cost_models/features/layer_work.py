@@ -15,8 +15,8 @@ SIZES = ("m", "k", "n")
 """Output features, input features and tokens of the matrix product that a layer is."""
 
 _ELEMENT_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int8_wo": 1, "fp8": 1, "fp8_static": 1,
-    "fp8_block": 1, "int4": 0.5, "int4_wo": 0.5, "nvfp4": 0.5,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int8": 1, "int8_wo": 1, "fp8": 1,
+    "fp8_static": 1, "fp8_block": 1, "int4": 0.5, "int4_wo": 0.5, "nvfp4": 0.5,
 }  # fmt: skip
 
 

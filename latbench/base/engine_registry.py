@@ -17,6 +17,12 @@ PRECISIONS = FLOAT32, BFLOAT16, INT8
 INT4 = "int4"
 """Weights of four bits, two in a byte, as other libraries' dense layers have them for few tokens."""
 
+FLOAT16, FP8, INT32 = "float16", "fp8", "int32"
+"""Types on GPUs. fp8 is e4m3 with scales; int32 holds sums of products of int8."""
+
+ELEMENT_BYTES = {FLOAT32: 4.0, FLOAT16: 2.0, BFLOAT16: 2.0, FP8: 1.0, INT8: 1.0, INT4: 0.5, INT32: 4.0}
+"""Bytes of an element, by type."""
+
 TORCH, NUMBA, DEEPSPARSE = "torch", "numba", "deepsparse"
 DENSE_INT8 = "openvino-int8"
 """The dense engine that a verification times in any case, to say what plain eight bits would give."""
@@ -218,6 +224,10 @@ class GpuLayerEngine(LayerEngine):
         How the names of its kernels without tensor cores begin.
     skips_products : bool
         Whether its convolutions may use fewer products than the weights imply, as Winograd's do.
+    low_precision_kernels : tuple of str
+        The kernels that read weights in eight or four bits.
+    optional_kernels : tuple of str
+        Kernels of a standard engine without which a visit to a GPU goes on.
     """
 
     process: str = ""
@@ -228,6 +238,8 @@ class GpuLayerEngine(LayerEngine):
     tensor_cores: bool = True
     ordinary_kernels: tuple[str, ...] = ()
     skips_products: bool = False
+    low_precision_kernels: tuple[str, ...] = ()
+    optional_kernels: tuple[str, ...] = ()
 
     def runs_on_tensor_cores(self, kernel: str) -> bool:
         """Return whether a kernel, by its name in tables, multiplies on tensor cores."""
@@ -237,6 +249,7 @@ class GpuLayerEngine(LayerEngine):
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 # CuPy compiles all work but products. Its float64 products check the results of all engines but torch's.
 _OPENED_BY_CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
+_BYTES_OF_TORCH = ("fp8", "fp8_rows", "int8", "int4")
 _SPARSE_LT = dict.fromkeys(("cusparselt", "cusparselt_tuned"), ("cusparselt",))
 _BSR = dict.fromkeys(("bsr", "bsr_tuned"), ("triton",))
 
@@ -251,13 +264,15 @@ GPU_ENGINES = {
     for engine in (
         _gpu(
             TORCH_GPU, ("torch",), standard=True, process="torch", skips_products=True,
+            low_precision_kernels=_BYTES_OF_TORCH, optional_kernels=("cublaslt_search", *_BYTES_OF_TORCH),
             libraries={"": ("cublas",), "cudnn": ("cudnn",)},
             # torch's wheels ask for what they open.
             opened_libraries=("cublas", "cublaslt", "cudart", "cudnn", "nvrtc"),
         ),
         _gpu(
             TORCH_SPARSE, ("torch",), process="torch_sparse",
-            libraries={**_SPARSE_LT, **_BSR, "cutlass": ()}, packed_kernels=tuple(_BSR),
+            libraries={**_SPARSE_LT, **_BSR, "cutlass": (), "torchao": ()}, packed_kernels=tuple(_BSR),
+            low_precision_kernels=(*_SPARSE_LT, "torchao"),
             opened_libraries=("cublas", "cublaslt", "cudart", "cusparselt", "nvrtc"),
         ),
         # CuPy refuses to call libraries while a stream is captured.

@@ -72,11 +72,11 @@ def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) 
     from latbench.base.engine_registry import GPU_ENGINES
     from latbench.sweeping.gpu_points import list_staged_blocks, list_standard_shapes
     from latbench.workloads.points import FINE_SPARSITIES, parse_patterns, parse_sparsities
-    from latbench.workloads.workload import list_workloads, read_workload
+    from latbench.workloads.workload import list_standard_workloads, read_workload
 
     names = options.workloads
     needed = {name: engine.install_names[:1] for name, engine in GPU_ENGINES.items()}
-    shapes = [layer.shape for name in names or list_workloads() for layer in read_workload(name).layers]
+    shapes = [layer.shape for name in names or list_standard_workloads() for layer in read_workload(name).layers]
     sparsities = FINE_SPARSITIES if options.adaptive else None
     return list_staged_blocks(
         shapes if names else [*list_standard_shapes(), *shapes],
@@ -155,8 +155,8 @@ def check_cpu_kernel_options(engines: Sequence[str], options: PointOptions) -> N
     )
     for asked, name, gpu_reason, able in (
         (options.tune, "--tune", "GPU kernels are not tuned", tuned),
-        (BFLOAT16 in options.rounded, "--bf16", "GPU kernels compute in 16 bits already", bf16),
-        (INT8 in options.rounded, "--int8", "GPU kernels have no eight bits yet", int8),
+        (BFLOAT16 in options.rounded, "--bf16", "a sweep of a GPU measures bfloat16 in any case", bf16),
+        (INT8 in options.rounded, "--int8", "a sweep of a GPU measures int8 in any case", int8),
     ):
         if asked and not engines:
             raise UsageError(f"{name} is not for --gpu: {gpu_reason}")

@@ -115,14 +115,23 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """
     from rich.table import Table
 
-    from latbench.report.point_frames import SETTING, SHAPE, WIDER, add_wider_rivals, format_engine
+    from latbench.base.engine_registry import FLOAT32
+    from latbench.report.point_frames import (
+        SETTING,
+        SHAPE,
+        WIDER,
+        add_wider_rivals,
+        format_engine,
+        has_weights_of_another_type,
+    )
     from latbench.tables.table import select_timed
 
     timed = add_wider_rivals(select_timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[format_engine(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of different modes are not compared
-    dense = timed[timed["pattern"] == "dense"]
+    other = has_weights_of_another_type(timed["backend"], timed["dtype_w"])
+    dense = timed[(timed["pattern"] == "dense") & ~other]
     fastest = dense.loc[dense.groupby(layer, dropna=False)["median_seconds"].idxmin()].set_index(layer)
     fastest = fastest[["median_seconds", "engine"]].add_prefix("dense_")
     sparse = timed[timed["pattern"] != "dense"].join(fastest, on=layer)
@@ -130,7 +139,7 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     if sparse.empty:
         return None
     engines = [
-        f"{'' if dtype not in WIDER else f'in {dtype} '}"
+        f"{'' if dtype == FLOAT32 else f'in {dtype} '}"
         f"{_format_counts(rows.drop_duplicates(layer)['dense_engine'].value_counts())}"
         for dtype, rows in sorted(sparse.groupby("dtype_a"), key=lambda found: str(found[0]) in WIDER)
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, GPU_ENGINES, INT4, INT8
 from latbench.base.number_format import format_threads
 from latbench.tables.layer_columns import check_layers
 from latbench.tables.schema import TIMED
@@ -56,15 +56,16 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     """Build a frame with a row for each timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
     Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
-    kernel. Then seconds, low and high (NaN where too few samples bound the median) and noisy (bool). Then flop (of
-    the kept weights), bytes (the least that must move) and roofline_seconds, NaN where the table lacks them.
+    kernel, dtype (of the weights). Then seconds, low and high (NaN where too few samples bound the median) and noisy
+    (bool). Then flop (of the kept weights), bytes (the least that must move) and roofline_seconds, NaN where the
+    table lacks them. Then those of `find_dense_of_any_type`.
 
     `apart` holds the columns that a setting's label names, by default those of SETTING in which rows differ. Raises
     BadData for rows that cannot be of a layer.
     """
     rows = select_timed_rows(select_layer_rows(table))
     check_layers(rows)
-    rows = add_wider_rivals(rows)
+    rows = add_wider_rivals(rows.assign(**find_dense_of_any_type(rows)))
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
         tidy[name] = rows[column].astype(float)
@@ -74,6 +75,8 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     names = zip(rows["backend"], _text(rows, "kernel_requested").fillna(""), strict=True)
     tidy["engine"] = pd.Series([format_engine(*pair) for pair in names], index=rows.index, dtype=object)
     tidy["kernel"] = _text_or_none(rows, "kernel_used").fillna(tidy["engine"])
+    tidy["dtype"] = _text(rows, "dtype_w")
+    tidy[ANY_DENSE] = rows[ANY_DENSE]
     tidy["seconds"] = rows["median_seconds"]
     tidy["low"], tidy["high"] = rows["low_seconds"].astype(float), rows["high_seconds"].astype(float)
     known = ["op", *(name for name in SHAPE[1:] if rows[name].notna().any())]
@@ -84,6 +87,32 @@ def build_points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.
     tidy["setting"] = _labels(rows, named, _setting_label(named)) if named else pd.Series("", rows.index, object)
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
+
+
+ANY_DENSE = ["any_dense_seconds", "any_dense_engine", "any_dense_dtype"]
+
+
+def find_dense_of_any_type(rows: pd.DataFrame) -> pd.DataFrame:
+    """Find the fastest dense layer of each row's shape and mode, whatever types it multiplies.
+
+    Columns: any_dense_seconds, any_dense_engine and any_dense_dtype (of its weights); missing where there is none.
+    """
+    alike = [
+        *SHAPE,
+        "context",
+        "model",
+        *(name for name in SETTING if name not in ("dtype_a", "dtype_out", "context")),
+    ]
+    place = rows.groupby(alike, dropna=False, sort=False).ngroup()
+    dense = rows[(rows["pattern"] == "dense") & rows["median_seconds"].notna()]
+    fastest = dense.loc[dense["median_seconds"].groupby(place[dense.index]).idxmin()]
+    names = zip(_text(fastest, "backend"), _text(fastest, "kernel_requested").fillna(""), strict=True)
+    found = pd.DataFrame({
+        "any_dense_seconds": fastest["median_seconds"].to_numpy(float),
+        "any_dense_engine": [format_engine(*pair) for pair in names],
+        "any_dense_dtype": _text(fastest, "dtype_w").to_numpy(object),
+    }, index=place[fastest.index])  # fmt: skip
+    return found.reindex(place).set_axis(rows.index)
 
 
 WIDER = {BFLOAT16: (FLOAT32,), INT8: (FLOAT32, BFLOAT16)}
@@ -116,6 +145,16 @@ def list_differing_columns(*tables: pd.DataFrame) -> list[str]:
     return [name for name, values in found.items() if values.nunique(dropna=False) > 1]
 
 
+def has_weights_of_another_type(backends: pd.Series, dtypes: pd.Series) -> pd.Series:
+    """Return whether rows of a GPU hold weights of fewer bits than they multiply: bool, by backend and weights."""
+    return backends.isin(list(GPU_ENGINES)) & (dtypes == INT4)
+
+
+def name_baseline(engine: str, dtype: str | None) -> str:
+    """Return the name of a dense engine with the type of its weights, unless that is float32 or in its name."""
+    return engine if dtype in (None, FLOAT32) or dtype in engine else f"{engine} in {dtype}"
+
+
 def format_engine(backend: str, kernel_requested: str) -> str:
     """`torch mkldnn`, or the backend's name alone where the kernel was left to it."""
     return backend if kernel_requested in ("", "auto", backend) else f"{backend} {kernel_requested}"
@@ -133,10 +172,16 @@ def summarise_settings(table: pd.DataFrame) -> dict[str, str]:
 def select_fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
     """Select the fastest dense engine of each setting and shape.
 
-    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (their number).
+    On a GPU weights in four bits are of another type than a layer that is sparse in 16.
+
+    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_dtype (of its weights),
+    dense_engines (their number).
     """
-    dense = points[points["pattern"] == "dense"]
-    names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
+    dense = points[(points["pattern"] == "dense") & ~has_weights_of_another_type(points["backend"], points["dtype"])]
+    names = {
+        "engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high",
+        "dtype": "dense_dtype",
+    }  # fmt: skip
     found = select_fastest(dense, PLACE)[[*PLACE, *names]].rename(columns=names)
     engines = dense.groupby(PLACE, sort=False)["engine"].nunique().rename("dense_engines")
     return found.merge(engines.reset_index(), on=PLACE)

@@ -8,6 +8,7 @@ start.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from latbench.base.engine_registry import GPU_ENGINES
@@ -72,10 +73,8 @@ def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -
         )
         for process in processes
     }  # fmt: skip
-    weights = {
-        process: len({(p.pattern, p.sparsity) for p in points if GPU_ENGINES[p.backend].process == process})
-        for process in processes
-    }
+    drawn = {(GPU_ENGINES[point.backend].process, point.pattern, point.sparsity, point.dtype_w) for point in points}
+    weights = Counter(process for process, *_ in drawn)
     drawing = shape.m * shape.k / _HOST_ELEMENTS_PER_SECOND
     alone = max(on_gpu[process] + drawing * weights[process] for process in processes)
     return max(sum(on_gpu.values()), alone)

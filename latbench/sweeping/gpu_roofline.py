@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from latbench.base.engine_registry import GPU_ENGINES
+from latbench.base.engine_registry import ELEMENT_BYTES, GPU_ENGINES
 from latbench.machines.ceilings import CachedCeilings
 from latbench.machines.devices import find_version
 from latbench.sweeping.roofline_pace import ReferencePace
@@ -23,7 +23,7 @@ CEILING_SETTINGS = (
     "gpu_application_memory_clock_hertz", "gpu_power_limit_milliwatts", "gpu_ecc",
 )  # fmt: skip
 
-_METHOD = 2  # version of the method; change it to invalidate cached ceilings
+_METHOD = 3  # version of the method; change it to invalidate cached ceilings
 
 
 class GpuPace(ReferencePace[GpuCeilings]):
@@ -35,12 +35,13 @@ class GpuPace(ReferencePace[GpuCeilings]):
         """See SweepRoofline. Writes of a kernel do not count (see `latbench.timing.gpu_ceilings`)."""
         shape = point.shape
         counted = 0.0 if may_skip_products(point) else flop
-        return self.ceilings.roofline_seconds(counted, size - 2 * shape.m * shape.n, choose_units(point, kernel))
+        written = ELEMENT_BYTES[point.dtype] * shape.m * shape.n
+        return self.ceilings.roofline_seconds(counted, size - written, choose_units(point, kernel))
 
 
 def choose_units(point: Point, kernel: str) -> str:
-    """Return the units that bound a kernel: the element type on tensor cores, or ORDINARY if it uses none."""
-    return point.dtype if GPU_ENGINES[point.backend].runs_on_tensor_cores(kernel) else ORDINARY
+    """Return the units that bound a kernel: the type of its products on tensor cores, or ORDINARY if it uses none."""
+    return point.dtype_a if GPU_ENGINES[point.backend].runs_on_tensor_cores(kernel) else ORDINARY
 
 
 def may_skip_products(point: Point) -> bool:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from latbench.base.engine_registry import BFLOAT16, FLOAT16, FP8, INT8
 from latbench.machines.ceilings import (
     bound_memory_seconds,
     make_non_increasing,
@@ -29,7 +30,7 @@ from latbench.timing.gpu_events import Call, Driver, EventTimer, TimingMode, bui
 from latbench.timing.sampling import Clock
 
 ORDINARY = "ordinary"  # units of a kernel that uses no tensor cores
-DTYPES = ("float16", "bfloat16")
+DTYPES = (FLOAT16, BFLOAT16, FP8, INT8)
 WORKING_SETS = tuple(2**power for power in range(20, 30))  # bytes: the largest passes any L2 four times
 
 PRODUCT_SIZE = 8192  # rows and columns: many tiles for each multiprocessor
@@ -72,9 +73,9 @@ class GpuCeilings:
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
         """Return both reference times as one (`CeilingsWithPace`).
 
-        All units share one clock, so work on ordinary cores is weighed as work on tensor cores.
+        All units share one clock, so work on ordinary cores is weighed as work on tensor cores in float16.
         """
-        compute = flop / max(self.ordinary_flop_per_second, *self.tensor_flop_per_second.values())
+        compute = flop / max(self.ordinary_flop_per_second, self.tensor_flop_per_second.get(FLOAT16, 0.0))
         return weigh_reference_seconds(
             product_seconds, sum_seconds, compute, bound_memory_seconds(self.read_bytes_per_second, size)
         )

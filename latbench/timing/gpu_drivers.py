@@ -15,6 +15,7 @@ from latbench.timing.gpu_events import FLUSH_TIMES_L2, Call, Driver
 
 STREAMS = 32  # size of torch's pool: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 BFLOAT16_NAN = 0xFFFF  # CuPy holds the bits of bfloat16 as uint16
+NO_RESULT = -(2**31)  # in place of NaN among whole numbers: no sum of a layer is so low
 
 
 class TorchDriver:
@@ -72,7 +73,7 @@ class TorchDriver:
 
     def spoil(self, result: Any) -> None:
         """See Driver."""
-        result.fill_(math.nan)
+        result.fill_(math.nan if result.is_floating_point() else NO_RESULT)
 
     def wait(self) -> None:
         """See Driver."""

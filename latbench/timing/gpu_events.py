@@ -88,7 +88,7 @@ class Driver(Protocol):
         """Return the kernels that `work` launches as one graph. Raises RuntimeError where that is impossible."""
 
     def spoil(self, result: Any) -> None:
-        """Queue a write of NaN to every element of an array."""
+        """Queue a write of NaN to every element of an array, or of the lowest whole number where there is no NaN."""
 
     def wait(self) -> None:
         """Wait until the device has done everything queued; raise if it failed."""

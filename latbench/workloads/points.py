@@ -21,7 +21,7 @@ from latbench.base.engine_registry import (
 )
 from latbench.errors import UsageError
 from latbench.tables.point_ids import hash_key
-from latbench.workloads.workload import Workload, list_workloads, read_workload
+from latbench.workloads.workload import Workload, list_standard_workloads, read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -325,7 +325,7 @@ def select_points(
     Parameters
     ----------
     names
-        Names or files of workloads; by default all bundled ones.
+        Names or files of workloads; by default the standard ones.
     pattern_specs
         Specs of patterns; by default those that fit each layer.
     sparsity_texts
@@ -343,7 +343,7 @@ def select_points(
         A file is no workload.
     """
     return list_points(
-        [read_workload(name) for name in names or list_workloads()],
+        [read_workload(name) for name in names or list_standard_workloads()],
         setup,
         patterns=parse_patterns(pattern_specs) if pattern_specs else None,
         sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else default_sparsities,

@@ -7,17 +7,22 @@
       - {name: layer1.0.conv2, op: conv2d, batch: 1, c_in: 64, h: 56, w: 56, c_out: 64, kh: 3, kw: 3,
          stride: [1, 1], padding: [1, 1], dilation: [1, 1], count: 3}
 
-Defaults are count 1, stride [1, 1], padding [0, 0] and dilation [1, 1]. All other keys are required, and unknown keys
-are refused. The bundled workloads lie in `datasets/workloads` (in a wheel: `latbench/datasets/workloads`).
+A linear layer that runs on several token counts lists them: `n: [1, 16, 512]`. It is timed at each. Wherever a
+workload is named, `NAME@16` means its layers on 16 tokens.
+
+Defaults are count 1, stride [1, 1], padding [0, 0] and dilation [1, 1]. All other keys of a layer are required, and
+unknown keys are refused. The bundled workloads lie in `datasets/workloads`; in a wheel, in
+`latbench/datasets/workloads`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +30,7 @@ import yaml
 
 from latbench.base.bundled_data import find_dataset_folder
 from latbench.base.declared_keys import (
+    FLAG,
     TEXT,
     Key,
     Kind,
@@ -62,16 +68,53 @@ class Layer:
 
 @dataclass(frozen=True)
 class Workload:
-    """The layers that dominate a model's time. `source` names where the shapes come from."""
+    """The layers that dominate a model's time.
+
+    Attributes
+    ----------
+    name : str
+        The name.
+    source : str
+        Where the shapes come from.
+    layers : tuple of Layer
+        The layers. One that runs on several token counts is there once for each, in a row.
+    standard : bool
+        Whether a sweep that names no workload measures it.
+    """
 
     name: str
     source: str
     layers: tuple[Layer, ...]
+    standard: bool = True
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """The token counts, rising, where a layer runs on several of them; else ()."""
+        several = {name for name, count in Counter(layer.name for layer in self.layers).items() if count > 1}
+        return tuple(sorted({layer.shape.n for layer in self.layers if layer.name in several}))
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each layer by name. Raises UsageError if a layer has several token counts."""
+        if counts := self.token_counts:
+            raise UsageError(
+                f"workload {self.name} is for {_join(counts)} tokens, and each layer needs one shape here: name one "
+                f"count, as in {self.name}{AT}{counts[0]}"
+            )
+        return {layer.name: layer.shape for layer in self.layers}
+
+
+AT = "@"
+"""Between a workload and a token count: llama-3.1-8b@16."""
 
 
 def list_workloads() -> list[str]:
     """Return the names of the bundled workloads, sorted."""
     return sorted(path.stem for path in find_dataset_folder("workloads").glob("*.yaml"))
+
+
+def list_standard_workloads() -> list[str]:
+    """Return the names of the bundled workloads that a sweep measures if it names none, sorted."""
+    return [name for name in list_workloads() if read_workload(name).standard]
 
 
 def read_workload(name_or_path: str | Path) -> Workload:
@@ -80,7 +123,8 @@ def read_workload(name_or_path: str | Path) -> Workload:
     Parameters
     ----------
     name_or_path
-        The name of a bundled workload, or the path of a YAML file.
+        The name of a bundled workload, or the path of a YAML file. With `@16` after it: its layers on 16 tokens, one
+        of the token counts that the file lists.
 
     Returns
     -------
@@ -90,29 +134,54 @@ def read_workload(name_or_path: str | Path) -> Workload:
     Raises
     ------
     UsageError
-        The name is unknown.
+        The name is unknown, or the file does not list the token count.
     BadData
         The file is missing or no workload; the message names the file and the layer.
     """
-    path = find_workload_file(name_or_path)
+    path, tokens = _find_file(name_or_path)
     _LOG.info(f"reading {path}")
     document = read_yaml(path)
     with named_in_errors(path):
-        return _parse_workload(document)
+        workload = _parse_workload(document)
+    return workload if tokens is None else _select_tokens(workload, tokens)
 
 
 def find_workload_file(name_or_path: str | Path) -> Path:
     """Return the file of a workload, bundled or not. Raises as `read_workload`."""
-    path = Path(name_or_path)
-    if str(name_or_path) in list_workloads():
-        return find_dataset_folder("workloads") / f"{name_or_path}.yaml"
+    return _find_file(name_or_path)[0]
+
+
+def _find_file(name_or_path: str | Path) -> tuple[Path, int | None]:
+    """Return the file of a workload, and the token count after its name, if there is one."""
+    text = str(name_or_path)
+    if Path(text).is_file():
+        return Path(text), None
+    name, at, count = text.rpartition(AT)
+    tokens = int(count) if at and count.isdecimal() else None
+    path = Path(text if tokens is None else name)
+    if str(path) in list_workloads():
+        return find_dataset_folder("workloads") / f"{path}.yaml", tokens
     if path.is_file():
-        return path
+        return path, tokens
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise BadData(f"{path}: no such workload file")
-    raise UsageError(
-        f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(list_workloads())}"
-    )
+    raise UsageError(f"unknown workload {str(path)!r}: give a YAML file or one of {', '.join(list_workloads())}")
+
+
+def _select_tokens(workload: Workload, tokens: int) -> Workload:
+    """Return the layers of a workload on one of its token counts."""
+    counts = workload.token_counts
+    if tokens not in counts:
+        which = f"is for {_join(counts)} tokens" if counts else "has one shape for each layer"
+        raise UsageError(
+            f"workload {workload.name} {which}, not for {tokens}: copy its file and list the count there (n: [...])"
+        )
+    layers = tuple(layer for layer in workload.layers if layer.shape.n == tokens)
+    return replace(workload, name=f"{workload.name}{AT}{tokens}", layers=layers)
+
+
+def _join(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def write_workload(workload: Workload, path: Path) -> None:
@@ -120,11 +189,12 @@ def write_workload(workload: Workload, path: Path) -> None:
 
     Raises EnvironmentUnusable when the file cannot be written.
     """
-    head = yaml.safe_dump({"name": workload.name, "source": workload.source}, sort_keys=False, allow_unicode=True)
+    top = {"name": workload.name, "source": workload.source} | ({} if workload.standard else {"standard": False})
+    head = yaml.safe_dump(top, sort_keys=False, allow_unicode=True)
     lines = [
         # One layer per line, because people read and diff workloads.
-        "  - " + yaml.safe_dump(_entry(layer), sort_keys=False, default_flow_style=True, width=math.inf).strip()
-        for layer in workload.layers
+        "  - " + yaml.safe_dump(_entry(list(equal)), sort_keys=False, default_flow_style=True, width=math.inf).strip()
+        for _, equal in itertools.groupby(workload.layers, key=lambda layer: layer.name)
     ]
     write_text_atomically(path, "\n".join([head + "layers:", *lines]) + "\n")
 
@@ -251,6 +321,20 @@ def _timed(shape: Shape) -> Shape:
 
 
 _SIZE = integer(1)
+_TOKENS_PHRASE = "a whole number of at least 1, or a list of different ones"
+
+
+def _parse_tokens(value: Any, what: str) -> tuple[int, ...]:
+    """Return the token counts that a file gives, one or several."""
+    if not isinstance(value, list):
+        return (_SIZE.parse(value, what),)
+    counts = tuple(_SIZE.parse(each, f"{what} (item {place})") for place, each in enumerate(value, start=1))
+    if not counts or len(set(counts)) < len(counts):
+        raise refuse(value, what, _TOKENS_PHRASE)
+    return counts
+
+
+_TOKENS = Kind(_TOKENS_PHRASE, _parse_tokens)
 
 
 def _parse_pair(value: Any, what: str) -> tuple[int, int]:
@@ -272,7 +356,7 @@ LAYER_KEYS = {
         **_EVERY_LAYER,
         "m": Key(_SIZE, "Output features", required=True),
         "k": Key(_SIZE, "Input features", required=True),
-        "n": Key(_SIZE, "Tokens of a call", required=True),
+        "n": Key(_TOKENS, "Tokens of a call. With a list, the layer is timed at each", required=True),
     },
     "conv2d": {
         **_EVERY_LAYER,
@@ -291,8 +375,11 @@ LAYER_KEYS = {
 """The keys of a layer, by operation."""
 
 
-def _parse_layer(entry: Any, what: str) -> Layer:
-    """Return the layer of a mapping. Raises MalformedDocument, which names the layer as soon as its name is known."""
+def _parse_layer(entry: Any, what: str) -> list[Layer]:
+    """Return the layer of a mapping, once for each token count.
+
+    Raises MalformedDocument, which names the layer as soon as its name is known.
+    """
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise refuse(entry, what, "a mapping with a name")
     layer = f"layer {entry['name']!r}"
@@ -300,8 +387,9 @@ def _parse_layer(entry: Any, what: str) -> Layer:
     arguments = check_mapping(entry, layer, LAYER_KEYS[op], f"{layer}: ")
     name, count = arguments.pop("name"), arguments.pop("count", 1)
     del arguments["op"]
+    several = [{"n": tokens} for tokens in arguments.pop("n")] if "n" in arguments else [{}]
     try:
-        return Layer(name, _OPS[op](**arguments), count)
+        return [Layer(name, _OPS[op](**arguments, **tokens), count) for tokens in several]
     except ValueError as error:
         raise MalformedDocument(f"{layer}: {error}") from error
 
@@ -309,6 +397,7 @@ def _parse_layer(entry: Any, what: str) -> Layer:
 WORKLOAD_KEYS = {
     "name": Key(TEXT, "Name of the workload", required=True),
     "source": Key(TEXT, "Where the shapes come from", required=True),
+    "standard": Key(FLAG, "Whether a sweep that names no workload measures it; by default true"),
     "layers": Key(
         list_of(Kind("a layer", _parse_layer), "a list of at least one layer", least=1),
         "The layers that dominate the model's time",
@@ -319,19 +408,25 @@ WORKLOAD_KEYS = {
 
 
 def _parse_workload(document: Any) -> Workload:
-    workload = Workload(**check_mapping(document, "a workload", WORKLOAD_KEYS))
-    for name, count in Counter(layer.name for layer in workload.layers).items():
+    given = check_mapping(document, "a workload", WORKLOAD_KEYS)
+    entries: tuple[list[Layer], ...] = given.pop("layers")
+    for name, count in Counter(layers[0].name for layers in entries).items():
         if count > 1:
-            raise MalformedDocument(f"layer {name!r} is listed {count} times; use count for equal layers")
-    return workload
+            raise MalformedDocument(
+                f"layer {name!r} is listed {count} times; use count for equal layers, and a list for n"
+            )
+    return Workload(layers=tuple(itertools.chain.from_iterable(entries)), **given)
 
 
-def _entry(layer: Layer) -> dict[str, Any]:
-    """Return the YAML mapping of a layer, without default values."""
+def _entry(equal: Sequence[Layer]) -> dict[str, Any]:
+    """Return the YAML mapping of a layer at all its token counts, without default values."""
+    layer = equal[0]
     fields: dict[str, Any] = {"name": layer.name, "op": layer.shape.op}
     for key, value in asdict(layer.shape).items():
         if key not in ("stride", "padding", "dilation"):
             fields[key] = value
         elif value != getattr(Conv2dShape, key):
             fields[key] = list(value)
+    if len(equal) > 1:
+        fields["n"] = [each.shape.n for each in equal]
     return fields if layer.count == 1 else fields | {"count": layer.count}

@@ -132,12 +132,16 @@ def problem_from_table(
 
 
 def list_shapes(layers: Layers) -> dict[str, Shape]:
-    """Return shapes by layer name. A workload's layer with a `count` above 1 gives numbered names."""
+    """Return shapes by layer name. A workload's layer with a `count` above 1 gives numbered names.
+
+    Raises UsageError if a layer of the workload has several token counts.
+    """
     if isinstance(layers, Mapping):
         return dict(layers)
     workload = layers if isinstance(layers, Workload) else read_workload(layers)
+    shapes = workload.shapes()
     return {
-        layer.name if layer.count == 1 else f"{layer.name}#{i}": layer.shape
+        layer.name if layer.count == 1 else f"{layer.name}#{i}": shapes[layer.name]
         for layer in workload.layers
         for i in range(1, layer.count + 1)
     }

@@ -11,7 +11,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from latbench.base.engine_registry import DEEPSPARSE, FLOAT32, NOT_IN_MODELS, NUMBA, PRECISIONS
+from latbench.base.engine_registry import (
+    DEEPSPARSE,
+    FLOAT16,
+    FLOAT32,
+    GPU_ENGINES,
+    NOT_IN_MODELS,
+    NUMBA,
+    PRECISIONS,
+)
 from latbench.errors import UsageError
 from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
@@ -136,10 +144,14 @@ def select_engine_rows(table: pd.DataFrame, deployment: Deployment) -> EngineRow
 def select_sweep_rows(rows: pd.DataFrame, *, device: str | None, threads: int | None) -> pd.DataFrame:
     """Return the timed rows of sweeps of single layers, whose weights and activations have one type.
 
-    Raises UsageError where the table has several devices or numbers of threads, and none is given.
+    Of the rows of a GPU's engines these are the ones in float16, where there are any: dense layers in fewer bits are
+    no baseline of sparse ones in float16. Raises UsageError where the table has several devices or numbers of
+    threads, and none is given.
     """
-    rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network")]
-    return select_values(rows[rows["dtype_w"] == rows["dtype_a"]], {"device": device, "threads": threads})
+    rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network") & (rows["dtype_w"] == rows["dtype_a"])]
+    on_gpu, half = rows["backend"].isin(list(GPU_ENGINES)), rows["dtype_a"] == FLOAT16
+    kept = rows[~on_gpu | half] if (on_gpu & half).any() else rows
+    return select_values(kept, {"device": device, "threads": threads})
 
 
 def select_values(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:

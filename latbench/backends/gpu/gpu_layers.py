@@ -10,6 +10,9 @@ So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23. 
 see `sparse_kernels.oracle`. The result is rounded to the element type on top. A kernel that sums in half precision
 fails this check, as it should: its times are those of another arithmetic. Only cuBLAS may, by default, split a sum
 into `parts` and round each to the element type before it adds them.
+
+Layers in eight bits are such that their sums are exact (`low_precision_layers`). What remains is the rounding of
+scales and of the result.
 """
 
 from __future__ import annotations
@@ -24,6 +27,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from latbench.backends.gpu.low_precision_layers import (
+    EIGHT_BITS,
+    LOW_PRECISIONS,
+    EightBits,
+    FourBits,
+    draw_eight_bits,
+    draw_four_bits,
+)
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import Packed, bfloat16, pack
 from sparse_kernels.oracle import WrongResult
@@ -31,8 +43,10 @@ from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstr
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 CHOPPED = 2.0**-23
-ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134}  # half the distance of the numbers next to zero
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int32": 0.0}
+SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "int32": 0.0}  # half the distance of the numbers next to zero
+SCALING = 4 * 2.0**-24  # of a sum in float32, two scales and their products
+ORACLE = 2.0**-53  # roundoff of the float64 product that results are compared with
 MOST_CHOICES = 1000  # of N:M groups, drawn from a list of all
 
 Mask = NDArray[np.bool_]
@@ -54,12 +68,15 @@ class GpuLayer:
         The pattern of the mask.
     x : ndarray
         float32 (k, n) for a linear layer, (batch, c_in, h, w) for a convolution.
+    quantised : EightBits or FourBits or None
+        Scales of a layer in eight bits, whose weight and x are then whole numbers; codes of a weight in four bits.
     """
 
     weight: NDArray[np.float32]
     mask: Mask
     pattern: Pattern
     x: NDArray[np.float32]
+    quantised: EightBits | FourBits | None = None
 
     @functools.cached_property
     def packed(self) -> Packed:
@@ -82,26 +99,46 @@ def build_gpu_layer(point: Point) -> GpuLayer:
 
     Every pattern of a shape has the same activations, and keeps values of the same weights.
     """
-    return _layer(point.shape, point.pattern, point.sparsity, point.dtype, point.seed)
+    dtype = point.dtype_w if point.dtype_w in LOW_PRECISIONS else point.dtype
+    return _layer(point.shape, point.pattern, point.sparsity, dtype, point.seed)
 
 
 @functools.lru_cache(maxsize=2)
 def _layer(shape: Shape, pattern: Pattern, sparsity: float, dtype: str, seed: int) -> GpuLayer:
     """Build a layer; cached, because kernels for the same weights are prepared one after the other."""
-    weight, x = _dense_layer(shape, dtype, seed)
+    weight, x, quantised = _dense_layer(shape, dtype, seed)
     rng = np.random.default_rng([seed, zlib.crc32(f"{shape} {pattern} {sparsity}".encode())])
     mask = build_random_mask(rng, pattern, (shape.m, shape.k), sparsity)
-    return GpuLayer(weight * mask, mask, pattern, x)
+    return GpuLayer(weight * mask, mask, pattern, x, quantised)
 
 
 @functools.lru_cache(maxsize=1)
-def _dense_layer(shape: Shape, dtype: str, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _dense_layer(
+    shape: Shape, dtype: str, seed: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32], EightBits | FourBits | None]:
     """Build weight and x before anything is dropped; cached, because all points of a block have one shape."""
     rng = np.random.default_rng([seed, zlib.crc32(str(shape).encode())])
+    if dtype in LOW_PRECISIONS:
+        return _low_precision_layer(rng, shape, dtype)
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
     conv = isinstance(shape, Conv2dShape)
     size = (shape.batch, shape.c_in, shape.h, shape.w) if conv else (shape.k, shape.n)  # type: ignore[union-attr]
-    return round_to(weight, dtype), round_to(rng.standard_normal(size, np.float32), dtype)
+    return round_to(weight, dtype), round_to(rng.standard_normal(size, np.float32), dtype), None
+
+
+def _low_precision_layer(
+    rng: np.random.Generator, shape: Shape, dtype: str
+) -> tuple[NDArray[np.float32], NDArray[np.float32], EightBits | FourBits]:
+    """Draw weight, x and scales in eight or four bits. Raises Unsupported for a shape that has none."""
+    if isinstance(shape, Conv2dShape):
+        raise Unsupported(f"{dtype} is for linear layers here")
+    try:
+        if dtype in EIGHT_BITS:
+            return draw_eight_bits(rng, shape, dtype)
+        weight, four = draw_four_bits(rng, shape)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    return weight, round_to(rng.standard_normal((shape.k, shape.n), np.float32), "bfloat16"), four
 
 
 def build_random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float) -> Mask:
@@ -185,17 +222,19 @@ def round_to(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
 # The oracle -------------------------------------------------------------------------------------------------------
 
 
-def check_product(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts: int = 1) -> float:
+def check_product(
+    y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts: int = 1, exact: bool = False
+) -> float:
     """Raise WrongResult unless y (m, n) is weight (m, k) @ x (k, n) as far as arithmetic in `dtype` allows.
 
     Float64 arrays of one library (NumPy, CuPy or torch), on whatever device they are. `terms`: the most nonzero
-    weights in a row; `parts`: into how many sums of `dtype` each may be split. Returns the largest error relative to
-    |weight| @ |x|.
+    weights in a row; `parts`: into how many sums of `dtype` each may be split; `exact`: sums have no error, and are
+    scaled in float32. Returns the largest error relative to |weight| @ |x|.
     """
     if tuple(y.shape) != (weight.shape[0], x.shape[1]):
         raise WrongResult(f"the result has shape {tuple(y.shape)}, expected {(weight.shape[0], x.shape[1])}")
     expected, scale = weight @ x, abs(weight) @ abs(x)
-    sums = _gamma(terms, CHOPPED) * scale
+    sums = _gamma(terms, ORACLE) * scale + SCALING * abs(expected) if exact else _gamma(terms, CHOPPED) * scale
     if parts > 1:
         sums = sums + _gamma(parts, ROUNDOFF[dtype]) * scale
     bound = sums + ROUNDOFF[dtype] * (abs(expected) + sums) + SMALLEST[dtype]
@@ -206,7 +245,7 @@ def check_product(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts:
         raise WrongResult(
             f"{int(wrong.sum())} of {math.prod(y.shape)} results are wrong; the first is feature {row}, column "
             f"{column}: expected {float(expected[row, column]):.6g}, got {float(y[row, column]):.6g}, which is off "
-            f"where {dtype} with float32 sums explains {float(bound[row, column]):.3g}"
+            f"where {dtype} with {'exact' if exact else 'float32'} sums explains {float(bound[row, column]):.3g}"
         )
     return float((error / (scale + SMALLEST[dtype])).max()) if math.prod(y.shape) else 0.0
 

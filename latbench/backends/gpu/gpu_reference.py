@@ -12,15 +12,17 @@ import cupy
 import numpy as np
 import torch
 
+from latbench.backends.gpu.low_precision_layers import EIGHT_BITS
+from latbench.base.engine_registry import BFLOAT16, FP8, INT8
 from latbench.timing import gpu_ceilings
 from latbench.timing.gpu_ceiling_kernels import FixedWork, build_multiply_adds, build_reads
 from latbench.timing.gpu_ceilings import CeilingWork, GpuCeilings, build_call_timer, measure_gpu_ceilings
 from latbench.timing.gpu_drivers import open_cupy_driver, open_torch_driver
-from latbench.timing.gpu_events import EventTimer
+from latbench.timing.gpu_events import Call, EventTimer
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.cuda.program import Operand
 
-_BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply it
+_FIRST = {BFLOAT16: (8, 0), INT8: (8, 0), FP8: (8, 9)}  # compute capability with which torch multiplies it
 
 
 def measure_ceilings() -> GpuCeilings:
@@ -48,7 +50,11 @@ class GpuWorks:
 
     def products(self, dtype: str) -> Iterator[CeilingWork]:
         """Yield products in both orders of the right operand, for which libraries have different kernels."""
-        if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
+        if torch.cuda.get_device_capability() < _FIRST.get(dtype, (0, 0)):
+            return
+        if dtype in EIGHT_BITS:
+            if (call := _build_byte_product(dtype)) is not None:
+                yield CeilingWork(2.0 * gpu_ceilings.PRODUCT_SIZE**3, call, open_torch_driver())
             return
         driver = open_torch_driver()
         size = gpu_ceilings.PRODUCT_SIZE
@@ -89,3 +95,26 @@ class GpuWorks:
         if not bool((results == fixed.result).all()):
             raise RuntimeError(f"{fixed.launch.variant.name} left {results[0]} behind, not {fixed.result:g}")
         return CeilingWork(fixed.done, call, driver)
+
+
+def _build_byte_product(dtype: str) -> Call | None:
+    """Return a product of zeros in the one order of operands that all tensor cores take for bytes.
+
+    None where torch refuses it: then the sweep has no points of this type either.
+    """
+    open_torch_driver()
+    size = gpu_ceilings.PRODUCT_SIZE
+    left, right = (torch.zeros(size, size, dtype=torch.int8, device="cuda") for _ in range(2))
+    if dtype == INT8:
+        call: Call = lambda: torch._int_mm(left, right.t())  # noqa: E731
+    else:
+        left, right = (each.view(torch.float8_e4m3fn) for each in (left, right))
+        one = torch.ones((), device="cuda")
+        call = lambda: torch._scaled_mm(  # noqa: E731
+            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    try:
+        call()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return call

@@ -21,8 +21,9 @@ import numpy as np
 
 from latbench.backends.gpu import gpu_layers
 from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.gpu.low_precision_layers import EIGHT_BITS, LOW_PRECISIONS
 from latbench.backends.installed_engines import Unsupported
-from latbench.base.engine_registry import GPU_ENGINES
+from latbench.base.engine_registry import ELEMENT_BYTES, GPU_ENGINES
 from latbench.machines.nvml import GpuObserver
 from latbench.timing.gpu_drivers import OPEN_DRIVERS
 from latbench.timing.gpu_events import (
@@ -74,6 +75,8 @@ class GpuEngine:
         The number of sums of the element type into which it may split the terms of a row.
     families : tuple of str or None
         Our kernel families that were tried until one ran it.
+    scales : tuple of ndarray or None
+        Scales of the rows (m,) and of the columns (n,) of the product that it applies to a layer in eight bits.
     """
 
     kernel: str
@@ -84,6 +87,7 @@ class GpuEngine:
     result: Callable[[Any], Any]
     parts: int = 1
     families: tuple[str, ...] | None = None
+    scales: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class LastResult:
@@ -118,9 +122,12 @@ def prepare_gpu_point(point: Point) -> TimedPoint:
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
+    engine_kind = GPU_ENGINES[point.backend]
+    if point.dtype_w in LOW_PRECISIONS and point.kernel not in engine_kind.low_precision_kernels:
+        raise Unsupported(f"{point.backend} {point.kernel} has no kernel for {point.dtype_w}")
     layer = gpu_layers.build_gpu_layer(point)
     with _alive():
-        engine = importlib.import_module(GPU_ENGINES[point.backend].module).prepare(point, layer)
+        engine = importlib.import_module(engine_kind.module).prepare(point, layer)
         calls = [LastResult(call) for call in engine.calls]
         timer = _timer(point, engine, calls)
         for call in calls:
@@ -174,6 +181,8 @@ def check_results(point: Point, layer: GpuLayer, engine: GpuEngine, results: Seq
     """
     weight = engine.float64(layer.weight)
     x, columns_of = _columns(point, layer)
+    if engine.scales is not None:
+        weight = weight * engine.float64(engine.scales[0])[:, None]
     first, error = None, 0.0
     for result in results:
         y = columns_of(engine.result(result))
@@ -183,9 +192,12 @@ def check_results(point: Point, layer: GpuLayer, engine: GpuEngine, results: Seq
         for begin in range(0, x.shape[1], COLUMNS_AT_ONCE):
             part = slice(begin, begin + COLUMNS_AT_ONCE)
             columns = engine.float64(np.ascontiguousarray(x[:, part]))
+            if engine.scales is not None:
+                columns = columns * engine.float64(engine.scales[1][part])[None, :]
             worst = gpu_layers.check_product(
-                y[:, part], weight, columns, terms=layer.terms, dtype=point.dtype, parts=engine.parts
-            )
+                y[:, part], weight, columns, terms=layer.terms, dtype=point.dtype, parts=engine.parts,
+                exact=point.dtype_w in EIGHT_BITS,
+            )  # fmt: skip
             error = max(error, worst)
     return error
 
@@ -222,7 +234,7 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
         "nnz": nnz,
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
-        "bytes_min": engine.weight_bytes + 2 * (count_inputs_read(point.shape, layer.mask) + m * n),
+        "bytes_min": engine.weight_bytes + _count_activation_bytes(point, count_inputs_read(point.shape, layer.mask)),
         "weight_copies": len(engine.calls) if point.cache_mode == "rotated" else 1,
         "flags": IN_L2 if stays else "",
         **({} if engine.families is None else {"kernel_families": engine.families}),
@@ -231,7 +243,12 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
 
 def _bytes_each(point: Point, layer: GpuLayer, weight_bytes: int) -> int:
     """Return the bytes that one copy reads and writes, each once."""
-    return weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
+    return weight_bytes + _count_activation_bytes(point, layer.x.size)
+
+
+def _count_activation_bytes(point: Point, inputs: int) -> int:
+    """Return the bytes of so many inputs and of all results."""
+    return int(ELEMENT_BYTES[point.dtype_a] * inputs + ELEMENT_BYTES[point.dtype] * point.shape.m * point.shape.n)
 
 
 def count_gpu_copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:

@@ -1,39 +1,41 @@
 """torch's sparse products: 2:4 by cuSPARSELt and CUTLASS, BSR by its Triton kernel.
 
 Kernels: `cusparselt` and `cutlass` multiply 2:4 weights as torch's own modules do, token-major or feature-major;
-`cusparselt_tuned` feature-major ones by the algorithm that cuSPARSELt's own search finds. `bsr` and `bsr_tuned`
-multiply block-wise ones, with the parameters that torch chooses and with the best of a few. What they refuse becomes
-Unsupported with their own words. torch's CSR sums in half precision, which no result may: `backends.cusparse` asks
-the same library for sums in float32.
+`cusparselt_tuned` feature-major ones by the algorithm that cuSPARSELt's own search finds. In fp8 and int8 both take x
+(n, k) and leave y (m, n), the one order that cuSPARSELt has for bytes, without scales. `torchao` is torchao's CUTLASS
+kernel in fp8, with a scale for each output feature and token. `bsr` and `bsr_tuned` multiply block-wise ones, with
+the parameters that torch chooses and with the best of a few. What they refuse becomes Unsupported with their own
+words. torch's CSR sums in half precision, which no result may: `backends.cusparse` asks the same library for sums in
+float32.
 """
 
 from __future__ import annotations
 
-import math
-import time
+import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.gpu.low_precision_layers import EIGHT_BITS, EightBits
 from latbench.backends.gpu.prepare_gpu_point import GpuEngine, check_format, count_gpu_copies
 from latbench.backends.gpu.torch_gpu import build_activations, convert_to_float64, copy_to_device
+from latbench.backends.gpu.torch_low_precision import place, place_bytes
 from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import FP8
+from latbench.timing.fastest_candidate import find_fastest, time_briefly
 from latbench.timing.gpu_drivers import open_torch_driver
 from latbench.timing.gpu_events import Call
-from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight
 from sparse_kernels.patterns import NM, BlockWise
 from sparse_kernels.shapes import Conv2dShape
 
 TUNE_SECONDS = 12.0  # most of them go into compiling; torch's own search takes half a minute and more
-TUNE_REPEATS = 10
-
-Candidate = TypeVar("Candidate")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
@@ -47,15 +49,30 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         build, weight_bytes = _KERNELS[point.kernel](point, layer)
         driver = open_torch_driver()
         calls = [build() for _ in range(count_gpu_copies(point, layer, weight_bytes, driver))]
-    turned = point.layout == "token_major"
+    # cuSPARSELt turns bytes: y (m, n) of x (n, k).
+    turned = point.layout == "token_major" and not _is_in_bytes(point)
     kernel = f"torch.{point.kernel}.{point.layout}"
     return GpuEngine(
-        kernel, weight_bytes, calls, driver, convert_to_float64, lambda y: (y.T if turned else y).double()
-    )
+        kernel, weight_bytes, calls, driver, convert_to_float64, lambda y: (y.T if turned else y).double(),
+        scales=_find_scales(point, layer),
+    )  # fmt: skip
 
 
 Kernel = tuple[Callable[[], Call], int]
 """What builds a call on copies of its own, and the bytes of its weight."""
+
+TORCHAO = "torchao"
+
+
+def _is_in_bytes(point: Point) -> bool:
+    return point.dtype_w in EIGHT_BITS and point.kernel != TORCHAO
+
+
+def _find_scales(point: Point, layer: GpuLayer) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the scales that a kernel applies to a layer in eight bits; cuSPARSELt is given none."""
+    if point.kernel != TORCHAO or not isinstance(layer.quantised, EightBits):
+        return None
+    return layer.quantised.weight_scales, layer.quantised.x_scales
 
 
 # 2:4 --------------------------------------------------------------------------------------------------------------
@@ -63,6 +80,8 @@ Kernel = tuple[Callable[[], Call], int]
 
 def _semi_structured(point: Point, layer: GpuLayer) -> Kernel:
     """Multiply as torch's modules do: y lies in the order of memory that torch returns, perhaps after a copy."""
+    if _is_in_bytes(point):
+        return _cusparselt_bytes(point, layer)
     weight, x, weight_bytes = _two_of_four(point, layer)
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
@@ -87,6 +106,8 @@ def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
     Feature-major only: for token-major products its search ends in an internal error that breaks the CUDA context (an
     H200, torch 2.11, every shape).
     """
+    if _is_in_bytes(point):
+        return _cusparselt_bytes(point, layer)
     check_format(point, format="nm", layouts=("feature_major",))
     weight, x, weight_bytes = _two_of_four(point, layer)
 
@@ -105,11 +126,63 @@ def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
     return build, weight_bytes
 
 
-def _two_of_four(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the dense weight and x on the device, and the bytes of the compressed weight."""
-    check_format(point, format="nm", layouts=("token_major", "feature_major"))
+def _cusparselt_bytes(point: Point, layer: GpuLayer) -> Kernel:
+    """Multiply bytes by cuSPARSELt's default algorithm, or by the one that its search finds."""
+    _check_two_of_four(point, ("token_major",))
+    weight, x = place_bytes(layer, point.dtype_w)
+    out = getattr(torch, point.dtype)
+
+    def search() -> tuple[int, int, int]:
+        find = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
+        algorithm, splits, mode, _ = find(torch._cslt_compress(weight), x.t(), None, None, out, False)
+        return algorithm, splits, mode
+
+    best = _try(point, search) if point.kernel == "cusparselt_tuned" else ()
+
+    def build() -> Call:
+        packed, own_x = torch._cslt_compress(weight), x.clone()
+        return _in_inference(lambda: torch._cslt_sparse_mm(packed, own_x.t(), None, None, out, False, *best))
+
+    _try(point, lambda: build()())
+    # Half of the values, and two bits for each: 10/16 of the dense weight.
+    return build, layer.weight.size * 10 // 16
+
+
+def _torchao(point: Point, layer: GpuLayer) -> Kernel:
+    """Multiply fp8 by the CUTLASS kernel of torchao, where it is installed."""
+    _check_two_of_four(point, ("token_major",))
+    if point.dtype_w != FP8 or not isinstance(layer.quantised, EightBits):
+        raise Unsupported(f"torchao's 2:4 kernel multiplies fp8, not {point.dtype_w}")
+    try:
+        operators: Any = importlib.import_module("torchao.ops")
+    except ImportError as error:
+        raise Unsupported(f"torchao's 2:4 kernel needs torchao: pip install torchao ({error})") from error
+    weight, x = place_bytes(layer, FP8)
+    weight_scales, x_scales = place(layer.quantised.weight_scales), place(layer.quantised.x_scales)
+
+    def build() -> Call:
+        packed, meta = operators.to_sparse_semi_structured_cutlass_sm9x_f8(weight)
+        own_x = x.clone()
+        return _in_inference(
+            lambda: operators.rowwise_scaled_linear_sparse_cutlass_f8f8(
+                own_x, x_scales, packed, meta, weight_scales, out_dtype=torch.bfloat16
+            )
+        )
+
+    _try(point, lambda: build()())
+    return build, layer.weight.size * 10 // 16 + 4 * weight_scales.numel()
+
+
+def _check_two_of_four(point: Point, layouts: Sequence[str]) -> None:
+    """Raise Unsupported unless a point has 2:4 weights and one of these layouts."""
+    check_format(point, format="nm", layouts=layouts)
     if point.pattern != NM(2, 4):
         raise Unsupported(f"{point.kernel} multiplies 2:4 weights, not {point.pattern}")
+
+
+def _two_of_four(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the dense weight and x on the device, and the bytes of the compressed weight."""
+    _check_two_of_four(point, ("token_major", "feature_major"))
     # Half of the values, and two bits for each: 9/16 of the dense weight.
     return copy_to_device(layer.weight, point.dtype), build_activations(point, layer), 2 * layer.weight.size * 9 // 16
 
@@ -127,7 +200,7 @@ def _try(point: Point, run: Callable[[], Result]) -> Result:
             return run()
     except torch.OutOfMemoryError:  # says nothing of what torch supports, and is tried again
         raise
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise Unsupported(f"torch {point.kernel}: {error}") from error
 
 
@@ -173,7 +246,8 @@ def _bsr_tuned(point: Point, layer: GpuLayer) -> Kernel:
     weight, weight_bytes = _bsr_weight(point, layer)
     x = build_activations(point, layer)
     candidates = list_parameters(weight.values().shape[-2], x.shape[1])
-    best = find_fastest(candidates, lambda meta: _quick_seconds(_bsr_call(weight, x, meta)))
+    driver = open_torch_driver()
+    best = find_fastest(candidates, lambda meta: time_briefly(_bsr_call(weight, x, meta), driver), limit=TUNE_SECONDS)
     return lambda: _bsr_call(weight.clone(), x.clone(), best), weight_bytes
 
 
@@ -200,51 +274,11 @@ def list_parameters(rows: int, n: int) -> list[Meta | None]:
     return found
 
 
-def find_fastest(
-    candidates: Iterable[Candidate],
-    seconds: Callable[[Candidate], float],
-    *,
-    limit: float = TUNE_SECONDS,
-    clock: Clock = time.monotonic,
-) -> Candidate:
-    """Find the candidate with the shortest time among those begun before the limit; the first one always is.
-
-    A candidate that raises is out. If all raise, so does this function, with the first error.
-    """
-    end = clock() + limit
-    best: list[Candidate] = []
-    shortest, refusal = math.inf, None
-    for number, candidate in enumerate(candidates):
-        if number and clock() > end:
-            break
-        try:
-            took = seconds(candidate)
-        except Exception as error:  # noqa: BLE001 - what Triton raises of its own has no base class in common
-            refusal = refusal or error
-            continue
-        if took < shortest:
-            best, shortest = [candidate], took
-    if not best:
-        raise refusal or ValueError("no candidates")
-    return best[0]
-
-
-def _quick_seconds(call: Call) -> float:
-    driver = open_torch_driver()
-    call()
-    driver.flush()
-    start = driver.mark()
-    for _ in range(TUNE_REPEATS):
-        call()
-    end = driver.mark()
-    driver.wait()
-    return driver.seconds(start, end) / TUNE_REPEATS
-
-
 _KERNELS: dict[str, Callable[[Point, GpuLayer], Kernel]] = {
     "cusparselt": _semi_structured,
     "cusparselt_tuned": _cusparselt_tuned,
     "cutlass": _semi_structured,
+    TORCHAO: _torchao,
     "bsr": _bsr,
     "bsr_tuned": _bsr_tuned,
 }

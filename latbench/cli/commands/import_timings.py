@@ -158,16 +158,16 @@ def _read_spdy(path: Path, options: _SpdyOptions, device: str) -> list[dict[str,
     own = select_sparsities(parsed, found)
     if foreign := [sparsity for sparsity in found if not any(math.isclose(sparsity, s, abs_tol=5e-5) for s in own)]:
         raise UsageError(f"{pattern} has a sparsity of {own[0]:g} and no other, and {path} has {foreign[0]:g}")
-    layers = read_workload(workload).layers if workload else ()
+    shapes = read_workload(workload).shapes() if workload else {}
     rows = convert_spdy_to_rows(
         timings,
         network=options.network or path.stem,
         pattern=pattern,
         device=device,
         threads=options.threads,
-        shapes={layer.name: convert_shape_to_columns(layer.shape) for layer in layers},
+        shapes={name: convert_shape_to_columns(shape) for name, shape in shapes.items()},
     )
-    if layers and not any(row.get("m") for row in rows):
+    if shapes and not any(row.get("m") for row in rows):
         raise BadData(
             f"no layer of {path} has the name of a layer of workload {workload}: all shapes would be unknown"
         )

@@ -53,7 +53,7 @@ def plan(
 ) -> None:
     """Show the points that a sweep of a CPU or GPU would measure, its time and its disk space."""
     from latbench.errors import UsageError
-    from latbench.workloads.workload import list_workloads
+    from latbench.workloads.workload import list_standard_workloads
 
     options = PointOptions(
         workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune, list_rounded(bf16, int8)
@@ -65,7 +65,7 @@ def plan(
             raise UsageError("--threads is for a plan without --gpu")
         check_cpu_kernel_options([], options)
     device = _plan_cpu(options, threads) if gpu is None else _plan_gpu(options, gpu)
-    names = [str(name) for name in workload or list_workloads()]
+    names = [str(name) for name in workload or list_standard_workloads()]
     every = device.select(names)
     each = {name: device.select([name]) for name in names}
     used = {point.backend for point in every}

@@ -59,7 +59,8 @@ Workloads = Annotated[
         "--workload",
         metavar="WORKLOAD,...",
         callback=split_list,
-        help="Workloads, comma-separated or repeated: bundled names or YAML files. Default: all bundled ones.",
+        help="Workloads, comma-separated or repeated: bundled names, or YAML files; NAME@TOKENS for one of the token "
+        "counts that it lists. Default: all bundled ones but language models.",
     ),
 ]
 Engines = Annotated[

@@ -231,7 +231,8 @@ def build_verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Se
     for place in places:
         first, at = fastest[place][0], {row["sparsity"]: row for row in fastest[place]}
         cells = [_gain(at[level], strongest) if level in at else Cell(NOTHING) for level in shown]
-        dense = Cell(format_seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
+        baseline = point_frames.name_baseline(first["dense_engine"], first["dense_dtype"])
+        dense = Cell(format_seconds(first["dense_seconds"]), first["dense_seconds"], baseline)
         start = min((row["break_even"] for row in starts[place] if not math.isnan(row["break_even"])), default=2.0)
         verdict = Cell(format_verdict(starts[place], fastest[place]), start)
         rows.append([Cell(point_frames.format_place(*place)), verdict, *cells, dense])

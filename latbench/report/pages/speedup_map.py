@@ -149,8 +149,18 @@ def _hover(row: Record) -> str:
     return (
         f"<b>{escape_name(row['shape'])}</b><br>{escape_name(row['pattern'])} at {sparsity}<br>"
         f"{format_ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
-        f"{format_seconds(row['seconds'])} instead of {dense} ({escape_name(row['dense_engine'])})"
+        f"{format_seconds(row['seconds'])} instead of {dense} "
+        f"({escape_name(point_frames.name_baseline(row['dense_engine'], row['dense_dtype']))}){_over_any_type(row)}"
     )
+
+
+def _over_any_type(row: Record) -> str:
+    """Return the speedup over the fastest dense engine of any type, if that is faster than the baseline."""
+    seconds = row["any_dense_seconds"]
+    if not seconds < row["dense_seconds"]:
+        return ""
+    engine = escape_name(point_frames.name_baseline(row["any_dense_engine"], row["any_dense_dtype"]))
+    return f"<br>{format_ratio(seconds / row['seconds'])} the fastest dense engine of any type ({engine})"
 
 
 def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[str]) -> Figure:

@@ -57,7 +57,7 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
     """
     from search.artifacts.layer_database import Database
 
-    layers = {layer.name: layer.shape for layer in read_workload(workload).layers}
+    layers = read_workload(workload).shapes()
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]} of the profile: give the workload of latbench trace")
     problem = problem_from_table(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from latbench.runners.worker_process import END_SECONDS, LEAST_SECONDS, TaskFail
 from latbench.sweeping import gpu_points, roofline_pace
 from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace
-from latbench.sweeping.gpu_summary import compare_kernels
+from latbench.sweeping.gpu_smoke import judge_smoke_points
+from latbench.sweeping.gpu_summary import compare_kernels, format_gpu_summary
 from latbench.sweeping.gpu_tests import GpuTestOutcome
 from latbench.sweeping.roofline_pace import SweepRoofline
 from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepOptions, SweepSettings, SweepStopped
@@ -245,7 +247,9 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     summary = (tmp_path / "summary.txt").read_text()
     assert "1 unsupported: cupy auto: no such kernel here" in summary
     assert "1 incorrect: cupy auto: 3 of 7 results are wrong" in summary
-    assert re.search(r"vector:32 +75% +25\.00 us .* 4\.00x dense  fake throttled hw_thermal_slowdown", summary)
+    assert re.search(
+        r"vector:32 +75% +25\.00 us .* 4\.00x float16 dense  fake throttled hw_thermal_slowdown", summary
+    )
 
 
 def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
@@ -532,6 +536,19 @@ def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_not
     assert {total for _, total in told} == {3} and max(told) == (3, 3)
 
 
+def test_a_kernel_that_nothing_depends_on_fails_without_ending_a_visit() -> None:
+    made = {"backend": "torch_gpu", "pattern": "dense", "layout": "token_major", "started_at": 0, "error": "wrong"}
+    rows = [
+        {**made, "point_id": kernel, "kernel_requested": kernel, "status": status}
+        for kernel, status in (("cublas", "ok"), ("fp8_rows", "incorrect"), ("int8", "error"))
+    ]
+    passed = judge_smoke_points(pd.DataFrame(rows))
+    assert passed.status == "passed" and "1 of 3 points timed, 0 refused, 2 failed" in passed.verdict
+    assert "incorrect: torch_gpu fp8_rows dense token_major: wrong" in passed.output
+    failed = judge_smoke_points(pd.DataFrame([*rows, {**rows[0], "point_id": "x", "status": "incorrect"}]))
+    assert failed.status == "failed"
+
+
 # The summary ------------------------------------------------------------------------------------------------------
 
 
@@ -544,9 +561,26 @@ def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path)
     assert rows.loc[ours.id, "peer_seconds"] == pytest.approx(1e-4)
     assert pd.isna(rows.loc[point().id, "peer_seconds"])
     summary = (tmp_path / "summary.txt").read_text()
-    assert "nm:2:4         50% cupy         auto        2.00x dense   2.00x peer  1 shapes" in summary
-    assert "vector:32      75% cupy         auto        4.00x dense      -  peer  1 shapes" in summary
+    both = {of: f"{of}x float16 dense   {of}x float16 dense" for of in ("2.00", "4.00")}
+    assert f"nm:2:4         50% cupy         auto        {both['2.00']}   2.00x peer  1 shapes" in summary
+    assert f"vector:32      75% cupy         auto        {both['4.00']}      -  peer  1 shapes" in summary
     assert "linear 256x128 on 64" in summary and "0.1 TFLOP/s" in summary
+
+
+def test_ratios_name_the_type_of_their_baseline(tmp_path: Path) -> None:
+    fp8 = build_gpu_point("nvidia-h200", SHAPE, Dense(), 0.0, gpu_points.DENSE_FP8[0], precision="fp8")
+    sparse = replace(point(), dtype_w="fp8", dtype_a="fp8", dtype="bfloat16")
+    frame = run(tmp_path, [dense(), fp8, point(), sparse])
+    # A time in fp8 that a device could have: dense in 60 us, where float16 takes 100 us and 25 us with vectors.
+    frame.loc[frame["point_id"] == fp8.id, "median_seconds"] = 6e-5
+    rows = compare_kernels(frame).set_index("point_id")
+    assert rows.loc[point().id, ["dense_seconds", "any_dense_seconds"]].tolist() == pytest.approx([1e-4, 6e-5])
+    assert rows.loc[sparse.id, ["dense_seconds", "any_dense_seconds"]].tolist() == pytest.approx([6e-5, 6e-5])
+    summary = format_gpu_summary(frame, {}, [])
+    assert "vector:32      75% cupy         auto        4.00x float16 dense   2.40x fp8 dense" in summary
+    assert "vector:32      75% cupy         auto        2.40x fp8 dense   2.40x fp8 dense" in summary
+    assert re.search(r"vector:32 +75% +25\.00 us .* 4\.00x float16 dense, 2\.40x fp8 dense  fake", summary)
+    assert re.search(r"dense +0% +60\.00 us .* 1\.00x fp8 dense  fake", summary)
 
 
 def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
@@ -556,7 +590,7 @@ def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
     rows = compare_kernels(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([2e-4] * 4)
     summary = (tmp_path / "summary.txt").read_text()
-    assert "vector:32      75% cupy         auto        8.00x dense" in summary
+    assert "vector:32      75% cupy         auto        8.00x float16 dense" in summary
     assert "vector:32      90% cupy" not in summary  # no median of throttled times
 
 
@@ -647,7 +681,7 @@ def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
         "NVIDIA H200: 40 s, tests: smoke\nnumba_cuda is left out: numba-cuda is not installed: install it\n" in said
     )
     smoke, measured = said.index("smoke: passed: 2 of 2 points timed"), said.index("block 2 done")
-    assert said.index("block 1 done") < smoke < measured and "4.00x dense" in said
+    assert said.index("block 1 done") < smoke < measured and "4.00x float16 dense" in said
     assert (visit.out / "log.txt").read_text().startswith("NVIDIA H200: 40 s")
     first = read_table(visit.out / "table.parquet")
     assert len(first) == 4 and set(first["status"]) == {"ok"}

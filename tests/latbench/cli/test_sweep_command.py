@@ -183,3 +183,13 @@ def test_a_failure_of_this_run_is_told_once(
     frame = read_table(tmp_path)
     print_summary(tmp_path, [], SweepSummary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
     assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out
+
+
+def test_a_language_model_is_swept_on_a_cpu_at_each_of_its_token_counts(command: Command) -> None:
+    code, said, _ = command(
+        "sweep", "--cpu", "--workload", "qwen3-0.6b", "--patterns", "dense", "--dry-run", "--json"
+    )
+    points = json.loads(said)["points"]
+    assert code == 0 and {point["n"] for point in points} == {1, 8, 16, 64, 512, 2048}
+    code, said, _ = command("plan", "--workload", "qwen3-0.6b@8", "--patterns", "dense", "--json")
+    assert code == 0 and json.loads(said)["shapes"] == 4

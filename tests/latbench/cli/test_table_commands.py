@@ -171,7 +171,7 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
         (["plan", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
         (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: GPU kernels are not tuned"),
-        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: GPU kernels compute in 16 bits already"),
+        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: a sweep of a GPU measures bfloat16"),
         (["plan", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
         (["plan", "--gpu", "a100", "--threads", "2"], "--threads is for a plan without --gpu"),
         (

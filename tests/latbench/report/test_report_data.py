@@ -320,6 +320,37 @@ def test_verdicts_say_when_to_stay_dense() -> None:
     )
 
 
+def test_a_baseline_names_its_type_and_that_of_any_type_is_known_too() -> None:
+    half, bytes_ = ({"dtype_w": it, "dtype_a": it, "dtype_out": it} for it in ("float16", "fp8"))
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch_gpu", kernel_requested="cublas", **half),
+        row("dense", 0.0, 5.0, "torch_gpu", kernel_requested="fp8", **bytes_),
+        row("dense", 0.0, 1.0, "torch_gpu", kernel_requested="fp8", **bytes_ | {"n": 7}),  # of another shape
+        row("vector:2", 0.75, 4.0, "cupy", **half),
+        row("nm:2:4", 0.5, 2.5, "torch_sparse", kernel_requested="cusparselt", **bytes_),
+    )
+    gains = point_frames.build_speedups(point_frames.build_points(rows)).set_index("pattern")
+    assert gains["speedup"].to_dict() == {"vector:2": 2.0, "nm:2:4": 2.0}
+    assert gains["dense_dtype"].to_dict() == {"vector:2": "float16", "nm:2:4": "fp8"}
+    assert (gains["any_dense_seconds"] / gains["seconds"]).to_dict() == {"vector:2": 1.25, "nm:2:4": 2.0}
+    assert set(gains["any_dense_engine"]) == {"torch_gpu fp8"} and set(gains["any_dense_dtype"]) == {"fp8"}
+    assert point_frames.name_baseline("torch_gpu cublas", "float16") == "torch_gpu cublas in float16"
+    assert point_frames.name_baseline("torch_gpu fp8", "fp8") == "torch_gpu fp8"
+    assert point_frames.name_baseline("torch", "float32") == "torch"
+
+
+def test_four_bits_on_a_gpu_are_no_baseline_of_the_type_that_they_multiply() -> None:
+    wide = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "dtype_out": "bfloat16"}
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch_gpu", kernel_requested="cublas", **wide),
+        row("dense", 0.0, 4.0, "torch_gpu", kernel_requested="int4", **wide | {"dtype_w": "int4"}),
+        row("vector:2", 0.75, 2.0, "cupy", **wide),
+    )
+    [gain] = point_frames.build_speedups(point_frames.build_points(rows)).to_dict("records")
+    assert (gain["speedup"], gain["dense_dtype"]) == (4.0, "bfloat16")
+    assert (gain["any_dense_seconds"], gain["any_dense_dtype"]) == (4.0, "int4")
+
+
 def test_inside_a_network_layers_of_one_shape_are_told_apart() -> None:
     """A dense time of one layer is no baseline of another."""
     inside = {"context": "network"}

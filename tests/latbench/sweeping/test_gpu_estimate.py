@@ -1,5 +1,8 @@
 """How long a sweep of a GPU takes, said before it begins and without one."""
 
+import runpy
+from pathlib import Path
+
 from latbench.sweeping import gpu_estimate, gpu_points
 from latbench.sweeping.gpu_estimate import estimate_gpu_seconds, estimate_gpu_table_bytes
 from latbench.sweeping.gpu_machine import GPU_SETTINGS
@@ -63,6 +66,15 @@ def test_results_are_checked_slowly_on_chips_without_float64() -> None:
         for device in ("nvidia-a100-sxm4-80gb", "nvidia-l40s")
     )
     assert slow > fast + 1
+
+
+def test_the_standard_sweep_fits_the_two_calls_of_a_visit() -> None:
+    from latbench.cli.gpu_session import RESERVE_SECONDS
+
+    visit = runpy.run_path(str(Path(__file__).parents[2] / "gpu_visit.py"))
+    calls = visit["FIRST_SECONDS"] + visit["SECOND_SECONDS"] - 2 * RESERVE_SECONDS
+    wanted = [point for block in list_standard_blocks("nvidia-h200") for point in block]
+    assert estimate_gpu_seconds(wanted) < calls
 
 
 def test_the_standard_session_is_about_as_long_as_its_points_say() -> None:

@@ -36,7 +36,7 @@ PRODUCT, READS = (
     gpu_ceilings.PACE_BYTES / MEMORY,
 )  # seconds at the usual pace
 FOUND = GpuCeilings(
-    {"float16": TENSOR, "bfloat16": TENSOR}, CORES, {2**20: L2, 2 * HELD: MEMORY}, product_seconds=PRODUCT,
+    dict.fromkeys(gpu_ceilings.DTYPES, TENSOR), CORES, {2**20: L2, 2 * HELD: MEMORY}, product_seconds=PRODUCT,
     sum_seconds=READS,
 )  # fmt: skip
 
@@ -137,7 +137,9 @@ def test_only_kernels_known_to_use_no_tensor_cores_are_bound_by_ordinary_ones(
     it = point(kernel, pattern)
     assert choose_units(it, used) == expected
     assert least(it, used) == pytest.approx(DENSE_FLOP / (CORES if expected == ORDINARY else TENSOR))
-    assert choose_units(replace(it, dtype="bfloat16"), used) == (ORDINARY if expected == ORDINARY else "bfloat16")
+    assert choose_units(replace(it, dtype="bfloat16", dtype_a="bfloat16"), used) == (
+        ORDINARY if expected == ORDINARY else "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(("size", "rate"), [(2**10, L2), (HELD, L2), (2 * HELD, MEMORY), (2**40, MEMORY)])

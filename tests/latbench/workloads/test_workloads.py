@@ -29,8 +29,8 @@ def parameters(workload: Workload) -> int:
 
 def test_the_bundled_workloads_are_found_and_named_after_their_files() -> None:
     assert list_workloads() == [
-        "bert-base", "cpu_kernels", "gnmt", "mobilenetv1",
-        "resnet50", "resnet50-batch16", "transformer-base", "yolov5s",
+        "bert-base", "cpu_kernels", "gnmt", "llama-3.1-8b", "mistral-7b", "mobilenetv1",
+        "qwen3-0.6b", "qwen3-8b", "resnet50", "resnet50-batch16", "transformer-base", "yolov5s",
     ]  # fmt: skip
     for name in list_workloads():
         assert read_workload(name).name == name
@@ -89,6 +89,56 @@ def test_gnmt_has_the_weights_of_its_lstm_layers() -> None:
     assert parameters(Workload("", "", tuple(gates))) == expected
 
 
+DECODE, PREFILL = (1, 8, 16, 64), (512, 2048)
+LANGUAGE_MODELS = ["llama-3.1-8b", "mistral-7b", "qwen3-0.6b", "qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "hidden", "layers", "head_norms", "published"),
+    [
+        # Parameters that the safetensors files of the models count. Qwen3-0.6B's hold its tied embedding twice.
+        ("llama-3.1-8b", 128_256, 4096, 32, 0, 8_030_261_248),
+        ("mistral-7b", 32_000, 4096, 32, 0, 7_241_732_096),
+        ("qwen3-8b", 151_936, 4096, 36, 2 * 128, 8_190_735_360),
+        ("qwen3-0.6b", 151_936, 1024, 28, 2 * 128, 751_632_384 - 151_936 * 1024),
+    ],
+)
+def test_language_models_have_their_published_parameters(
+    name: str, tokens: int, hidden: int, layers: int, head_norms: int, published: int
+) -> None:
+    embedding, norms = tokens * hidden, layers * (2 * hidden + head_norms) + hidden
+    assert parameters(read_workload(f"{name}@1")) + embedding + norms == published
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_models_decode_and_read_prompts(name: str) -> None:
+    workload = read_workload(name)
+    assert workload.token_counts == (*DECODE, *PREFILL) and not workload.standard
+    for tokens in (*DECODE, *PREFILL):
+        some = read_workload(f"{name}@{tokens}")
+        assert some.name == f"{name}@{tokens}" and {layer.shape.n for layer in some.layers} == {tokens}
+        assert len(some.shapes()) == len(some.layers)
+        # All tokens of a prompt but the last need no head.
+        has_head = "lm_head" in some.shapes()
+        assert has_head == (name != "qwen3-0.6b" and tokens in DECODE)
+        assert {layer.count for layer in some.layers if layer.name != "lm_head"} == {workload.layers[0].count}
+
+
+def test_a_token_count_selects_layers_of_any_file(tmp_path: Path) -> None:
+    path = tmp_path / "w@7.yaml"
+    path.write_text(GOOD.replace("n: 7", "n: [7, 3]"))
+    assert [layer.shape.n for layer in read_workload(path).layers[:2]] == [7, 3]
+    assert read_workload(f"{path}@3").shapes() == {"a": LinearShape(3, 5, 3)}
+    with pytest.raises(UsageError, match="is for 3, 7 tokens, not for 5"):
+        read_workload(f"{path}@5")
+    with pytest.raises(UsageError, match=r"is for 3, 7 tokens, and each layer needs one shape here.*two@3"):
+        read_workload(path).shapes()
+    with pytest.raises(UsageError, match="has one shape for each layer, not for 16"):
+        read_workload("bert-base@16")
+    with pytest.raises(UsageError, match="unknown workload 'llama-4'"):
+        read_workload("llama-4@16")
+
+
 @pytest.mark.parametrize("name", ["resnet50", "mobilenetv1"])
 def test_convolutions_agree_with_nn_meters_list_of_the_same_model(name: str, data: Path) -> None:
     with (data / "nnmeter_layer_shapes" / "conv.csv").open() as file:
@@ -136,7 +186,7 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     [
         ("name: two\n", "", "name missing; a workload needs name, source, layers"),
         ("source: a test", "source:", "source must be a text that is not empty, not None"),
-        ("source: a test", "sauce: a test", "unknown key 'sauce' (source?); known are name, source, layers"),
+        ("source: a test", "sauce: a test", "unknown key 'sauce' (source?); known are name, source,"),
         ("name: two", "name: two\nauthor: me", "unknown key 'author'; known are name,"),
         ("m: 3, ", "", "layer 'a': m missing; layer 'a' needs name, op, m, k, n"),
         ("m: 3", "m: 3.0", "layer 'a': m must be a whole number of at least 1, not 3.0"),
@@ -145,6 +195,10 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("m: 3", "m: true", "layer 'a': m must be"),
         ("m: 3", "m: 3, m: 4", "line 4: not readable YAML: 'm' is given twice"),
         ("n: 7", "n: 0", "layer 'a': n must be"),
+        ("n: 7", "n: []", "layer 'a': n must be a whole number of at least 1, or a list of different ones, not []"),
+        ("n: 7", "n: [7, 7]", "layer 'a': n must be a whole number of at least 1, or a list of different ones"),
+        ("n: 7", "n: [1, 0]", "layer 'a': n (item 2) must be a whole number of at least 1, not 0"),
+        ("name: two", "name: two\nstandard: yes please", "standard must be true or false, not 'yes please'"),
         ("count: 2", "count: 0", "layer 'a': count must be"),
         ("count: 2", "counts: 2", "layer 'a': unknown key 'counts' (count?); known are name,"),
         ("count: 2", "stride: [1, 1]", "layer 'a': unknown key 'stride'; known are"),

@@ -21,6 +21,7 @@ from latbench.tables.writer import write_part
 from latbench.workloads.points import FINE_SPARSITIES, Point
 from latbench.workloads.workload import Layer, Workload, write_workload
 from search.inputs import problem_from_spdy, problem_from_table
+from search.inputs.latency_table import list_shapes
 from search.pipeline.measure_in_network import build_layer_rows
 from search.problem.layers import DENSE, Interval, Option
 from sparse_kernels.patterns import parse
@@ -326,3 +327,29 @@ def test_layers_that_add_up_to_more_than_the_model_leave_nothing_beside_them(tmp
     t["median_seconds"] *= np.where(t["op"] == "model", 0.99, 1.0)
     p = problem_from_table(t)
     assert (p.dense.value, p.fixed) == (pytest.approx(0.99 * 2e-3), Interval(0.0, 0.0, 0.0))
+
+
+def test_a_workload_of_several_token_counts_is_asked_which() -> None:
+    with pytest.raises(UsageError, match=r"qwen3-0\.6b is for 1, 8, 16, 64, 512, 2048 tokens.*as in qwen3-0\.6b@1"):
+        list_shapes("qwen3-0.6b")
+    shapes = list_shapes("qwen3-0.6b@16")
+    assert len(shapes) == 4 * 28
+    assert shapes["model.layers.0.mlp.down_proj#28"] == LinearShape(1024, 3072, 16)
+
+
+def test_on_a_gpu_dense_layers_in_fewer_bits_are_no_baseline_and_no_option() -> None:
+    def of(dtype: str, backend: str, out: str = "") -> dict[str, Any]:
+        types = {"dtype_w": dtype, "dtype_a": dtype, "dtype_out": out or dtype}
+        return {"backend": backend, "threads": 1, "device": "nvidia-h200", **types}
+
+    table = swept(
+        (A, "dense", 0.0, 8.0, of("float16", "torch_gpu")),
+        (A, "dense", 0.0, 7.0, of("bfloat16", "torch_gpu")),
+        (A, "dense", 0.0, 4.0, of("fp8", "torch_gpu", "bfloat16")),
+        (A, "vector:16", 0.75, 3.0, of("float16", "cupy")),
+        (A, "vector:16", 0.75, 2.0, of("bfloat16", "cupy")),
+    )
+    table["point_id"] = [f"p{i}" for i in range(len(table))]
+    problem = problem_from_table(table, {"a": A}, backend="cupy", dense_seconds=None)
+    assert problem.dense.value == pytest.approx(8.0)
+    assert problem.layers[0].seconds.tolist() == pytest.approx([3.0])

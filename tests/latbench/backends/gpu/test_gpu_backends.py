@@ -296,6 +296,7 @@ def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(engine: S
         ("torch_sparse", "cutlass", "feature_major", LINEAR, NM(1, 4), "multiplies 2:4 weights, not nm:1:4"),
         ("torch_sparse", "cusparselt_tuned", "token_major", LINEAR, NM(2, 4), "takes feature_major"),
         ("torch_sparse", "csr", "feature_major", LINEAR, Unstructured(), "torch has no sparse kernel csr: known are"),
+        ("torch_sparse", "torchao", "token_major", LINEAR, NM(2, 4), "torchao's 2:4 kernel multiplies fp8"),
         ("cusparse", "csr", "token_major", LINEAR, Unstructured(), "takes feature_major activations"),
         ("cublas", "matmul", "feature_major", LINEAR, Unstructured(), "multiplies dense weights, not unstructured"),
         ("cusparse", "csr", "feature_major", LINEAR, BlockWise(8, 8), "multiplies unstructured weights"),
@@ -311,6 +312,13 @@ def test_what_an_engine_does_not_do_is_a_sentence(
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=said):
         prepare_gpu_point.prepare_gpu_point(build_gpu_point("x", shape, pattern, sparsity, (backend, kernel, layout)))
+
+
+@pytest.mark.parametrize("backend", GPU_ENGINES)
+def test_kernels_of_16_bits_are_not_timed_as_if_they_read_bytes(backend: str) -> None:
+    wanted = build_gpu_point("x", LINEAR, NM(2, 4), 0.5, (backend, "auto", "token_major"), precision="fp8")
+    with pytest.raises(Unsupported, match=f"{backend} auto has no kernel for fp8"):
+        prepare_gpu_point.prepare_gpu_point(wanted)
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -353,20 +361,20 @@ class Times:
     ],
 )
 def test_the_fastest_candidate_wins_and_refusals_are_passed_over(results: Any, best: int) -> None:
-    from latbench.backends.gpu.torch_sparse import find_fastest
+    from latbench.timing.fastest_candidate import find_fastest
 
     assert find_fastest(range(3), Times(*results), limit=99.0, clock=lambda: 0.0) == best
 
 
 def test_a_search_ends_in_time_and_always_with_a_candidate() -> None:
-    from latbench.backends.gpu.torch_sparse import find_fastest
+    from latbench.timing.fastest_candidate import find_fastest
 
     for limit, tried in ((-1.0, [0]), (1.5, [0, 1]), (9.0, [0, 1, 2])):
         times = Times(2.0, 1.0, 3.0)
         assert find_fastest(range(3), times, limit=limit, clock=times.clock) == min(1, len(tried) - 1)
         assert times.tried == tried
     with pytest.raises(RuntimeError, match="the first"):
-        find_fastest(range(2), Times(RuntimeError("the first"), RuntimeError("the second")))
+        find_fastest(range(2), Times(RuntimeError("the first"), RuntimeError("the second")), limit=9.0)
 
 
 def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:

@@ -93,8 +93,8 @@ def computed(
 ) -> float:
     """The largest error of what a kernel computes."""
     sparsity = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else 0.8
-    point = build_gpu_point("gpu", shape, pattern, sparsity, kernel)
-    point = dataclasses.replace(point, cache_mode="warm", dtype=dtype)
+    point = build_gpu_point("gpu", shape, pattern, sparsity, kernel, precision=dtype)
+    point = dataclasses.replace(point, cache_mode="warm")
     prepared = workers.prepare(point)
     workers.worker(point).drop([prepared])
     return float(prepared.facts["max_rel_err"])
@@ -114,6 +114,41 @@ def test_our_linear_kernels_are_right(workers: Workers, pattern: Pattern, shape:
 @pytest.mark.parametrize("shape", LINEAR, ids=str)
 def test_the_dense_baseline_is_right(workers: Workers, kernel: gpu_points.Kernel, shape: Shape) -> None:
     assert 0 <= computed(workers, shape, Dense(), kernel) < 2.0**-8
+
+
+@pytest.mark.parametrize("kernel", [*gpu_points.DENSE_TURNED, *gpu_points.DENSE_SEARCHED], ids="-".join)
+@pytest.mark.parametrize("shape", LINEAR, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_order_of_dense_operands_is_right(
+    workers: Workers, kernel: gpu_points.Kernel, shape: Shape, dtype: str
+) -> None:
+    assert 0 <= computed(workers, shape, Dense(), kernel, dtype) < 2.0**-7
+
+
+BYTES = [
+    *(("fp8", kernel) for kernel in gpu_points.DENSE_FP8), *(("int8", kernel) for kernel in gpu_points.DENSE_INT8),
+    *(("int4", kernel) for kernel in gpu_points.DENSE_INT4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), BYTES, ids=lambda it: it if isinstance(it, str) else "-".join(it))
+@pytest.mark.parametrize("n", [1, 8, 16, 64, 512])
+def test_dense_layers_of_bytes_are_right(workers: Workers, dtype: str, kernel: gpu_points.Kernel, n: int) -> None:
+    assert 0 <= computed(workers, LinearShape(1024, 4096, n), Dense(), kernel, dtype) < 2.0**-7
+
+
+SPARSE_BYTES = [
+    *(("fp8", kernel) for kernel in (*gpu_points.CUSPARSELT_BYTES, *gpu_points.TORCHAO)),
+    *(("int8", kernel) for kernel in gpu_points.CUSPARSELT_BYTES),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), SPARSE_BYTES, ids=lambda it: it if isinstance(it, str) else "-".join(it)
+)
+@pytest.mark.parametrize("n", [16, 512])
+def test_2_to_4_layers_of_bytes_are_right(workers: Workers, dtype: str, kernel: gpu_points.Kernel, n: int) -> None:
+    assert 0 <= computed(workers, LinearShape(1024, 4096, n), NM(2, 4), kernel, dtype) < 2.0**-7
 
 
 PEERS = [
