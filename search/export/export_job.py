@@ -1,19 +1,20 @@
 """The job behind `latbench export`: a pruned folder to a folder that is deployed without Python.
 
-libmodel.so      the kernels of the model for each CPU level, the runtime, and the chain of model.c
-latbench.h, model.h    what programs include
-model.latbench   the packed weights
-model.c          the chain; it is part of libmodel.so
-main.c, example.py    examples, which call the library
-manifest.json    what was exported: levels, batches, threads, layers and their kernels; bytes and SHA-256 of files
+- libmodel.so: the kernels of the model for each CPU level, the runtime, and the chain of model.c
+- latbench.h, model.h: what programs include
+- model.latbench: the packed weights
+- model.c: the chain; it is part of libmodel.so
+- main.c, example.py: examples, which call the library
+- manifest.json: levels, batches, threads, layers and their kernels; bytes and SHA-256 of the other files
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,22 +108,13 @@ def export_model(
     for level in levels:
         progress(f"compiling for {level.name}")
         compiled.append(_compile(chain, level, batches, threads))
-    temporary = output.parent / f".{output.name}.{os.getpid()}.tmp"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary.mkdir()
-    try:
+    facts = {"levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    with _replace_folder(output) as folder:
         progress("linking")
-        _write_files(temporary, chain, compiled)
+        _write_files(folder, chain, compiled)
         progress("checking results")
-        error = _check_results(
-            temporary, chain, model, x, [(each.name, count) for each in levels for count in threads]
-        )
-        facts = {"levels": [each.name for each in levels], "batches": batches, "threads": threads, "error": error}
-        manifest = _write_manifest(temporary, chain, facts)
-        _replace(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
+        error = _check_results(folder, chain, model, x, [(each.name, count) for each in levels for count in threads])
+        return _write_manifest(folder, chain, facts | {"error": error})
 
 
 def is_exported(folder: Path) -> bool:
@@ -250,11 +242,24 @@ def _write_manifest(folder: Path, chain: ModelChain, facts: dict[str, Any]) -> d
     return manifest
 
 
-def _replace(new: Path, output: Path) -> None:
-    """Put the files in place. Each is renamed, so a process that has the old ones open keeps them."""
+@contextmanager
+def _replace_folder(output: Path) -> Iterator[Path]:
+    """Yield an empty folder, whose files then take the place of those in `output`, the manifest last.
+
+    Each is renamed, so a process that has the old ones open keeps them.
+    """
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own each time: a process gets the library that it has loaded from this path before.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+    try:
+        yield temporary
         output.mkdir(exist_ok=True)
-        for path in sorted(new.iterdir(), key=lambda path: path.name == MANIFEST):
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
             path.replace(output / path.name)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -198,7 +198,8 @@ def _export_layer(
     image = None
     if isinstance(module, nn.Conv2d):
         taps, stride, padding, dilation = find_geometry(module)
-        image = Conv2dShape(1, *x_shape, module.out_channels, *taps, stride, padding, dilation)
+        c_in, h, w = x_shape
+        image = Conv2dShape(1, c_in, h, w, module.out_channels, taps[0], taps[1], stride, padding, dilation)
     return ExportedLayer(name, packed, bias, precision=precision, image=image)
 
 

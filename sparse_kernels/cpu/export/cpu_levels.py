@@ -1,7 +1,10 @@
 """CPU levels for which kernels are compiled ahead of time, from the least to the most able.
 
-A level is an LLVM name of a processor and the instruction sets that code of it may use. The library in C knows the
-same sets by the bits of FEATURE_BITS, and asks the processor for them before it runs anything.
+A level is the instruction sets that code of it may use. The library in C knows them by the bits of FEATURE_BITS, and
+asks the processor for them before it runs anything.
+
+Within a level, tiles and the order of instructions are chosen for the processor that exports. A generic one of the
+same level made digits take 1.4 times as long on Zen 5.
 """
 
 from __future__ import annotations
@@ -23,10 +26,9 @@ FEATURE_BITS = {
 
 @dataclass(frozen=True)
 class CpuLevel:
-    """A CPU level. name: as users give it. cpu: LLVM's name. features: instruction sets that code may use."""
+    """A CPU level. name: as users give it. features: instruction sets that code may use."""
 
     name: str
-    cpu: str
     features: tuple[str, ...]
 
     @property
@@ -37,19 +39,26 @@ class CpuLevel:
     @property
     def compiler_settings(self) -> dict[str, str]:
         """Numba's environment variables that make it compile for this level."""
-        return {"NUMBA_CPU_NAME": self.cpu, "NUMBA_CPU_FEATURES": self.llvm_features}
+        return {"NUMBA_CPU_NAME": find_host_name(), "NUMBA_CPU_FEATURES": self.llvm_features}
 
     @property
     def llvm_features(self) -> str:
-        """The features as LLVM takes them."""
-        return ",".join(f"+{each}" for each in self.features)
+        """The features as LLVM takes them: those of the level, and none of the others that this processor has."""
+        others = sorted({*binding.get_host_cpu_features()} - {*self.features})
+        return ",".join([*(f"+{each}" for each in self.features), *(f"-{each}" for each in others)])
 
 
 LEVELS = (
-    CpuLevel("x86-64-v3", "x86-64-v3", _V3),
-    CpuLevel("x86-64-v4", "x86-64-v4", _V4),
-    CpuLevel("x86-64-v4-vnni-bf16", "x86-64-v4", (*_V4, "avx512vnni", "avx512bf16")),
+    CpuLevel("x86-64-v3", _V3),
+    CpuLevel("x86-64-v4", _V4),
+    CpuLevel("x86-64-v4-vnni-bf16", (*_V4, "avx512vnni", "avx512bf16")),
 )
+
+
+def find_host_name() -> str:
+    """Return LLVM's name of this processor."""
+    name: str = binding.get_host_cpu_name()
+    return name
 
 
 def find_level(name: str) -> CpuLevel:

@@ -30,7 +30,7 @@ class _Error(ctypes.Structure):
     _fields_ = (("code", c_int), ("text", c_char * 512))
 
 
-class _Layer(ctypes.Structure):
+class _LayerFacts(ctypes.Structure):
     _fields_ = (
         ("name", c_char_p), ("kind", c_int), ("outputs", c_int64), ("inputs", c_int64), ("x", c_int64 * 3),
         ("y", c_int64 * 3),
@@ -115,7 +115,7 @@ class ExportedLibrary:
         return layer
 
     def _describe(self, layer: int) -> Any:
-        found, error = _Layer(), _Error()
+        found, error = _LayerFacts(), _Error()
         if self._library.latbench_describe(self._handle, layer, byref(found), byref(error)):
             _refuse(error)
         return found
@@ -131,7 +131,7 @@ def _declare(library: Any) -> None:
     library.latbench_kernel.argtypes = [c_void_p, c_int, c_int64, c_int]
     library.latbench_count_layers.argtypes = [c_void_p]
     library.latbench_find.argtypes = [c_void_p, c_char_p]
-    library.latbench_describe.argtypes = [c_void_p, c_int, POINTER(_Layer), error]
+    library.latbench_describe.argtypes = [c_void_p, c_int, POINTER(_LayerFacts), error]
     library.latbench_linear.argtypes = [c_void_p, c_int, floats, *[c_int64] * 2, floats, c_int64, c_int, error]
     library.latbench_conv2d.argtypes = [c_void_p, c_int, floats, *[c_int64] * 4, floats, c_int64, c_int, error]
     if hasattr(library, "latbench_run"):  # only of whole models

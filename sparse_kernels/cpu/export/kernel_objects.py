@@ -1,6 +1,6 @@
 """Compile recorded kernels to object files that need neither Python nor Numba.
 
-An object holds the functions of (address of a frame, part) that `native_call` runs, and what they call; everything
+An object holds the functions of (address of a frame, part) that `native_call` runs, and what they call. Everything
 else that Numba made around them is dropped.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import binding
 
-from sparse_kernels.cpu.export.cpu_levels import CpuLevel
+from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_host_name
 from sparse_kernels.cpu.launch.recording import RecordedStep
 
 # What an object may ask of the C library: LLVM calls these for copies, and for functions without an instruction.
@@ -40,16 +40,16 @@ def compile_kernel(step: RecordedStep, level: CpuLevel) -> KernelObject:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=level.cpu, features=level.llvm_features, opt=3, reloc="pic", codemodel="small"
+        cpu=find_host_name(), features=level.llvm_features, opt=3, reloc="pic", codemodel="small"
     )
-    module = keep_functions(code, dict(zip(names, symbols, strict=True)), machine)
+    module = cut_functions(code, dict(zip(names, symbols, strict=True)), machine)
     content = machine.emit_object(module)
     if foreign := list_undefined_symbols(content) - ALLOWED_SYMBOLS:
         raise RuntimeError(f"a compiled kernel needs {', '.join(sorted(foreign))}, which only Numba has")
     return KernelObject(content, symbols)
 
 
-def keep_functions(code: str, renamed: dict[str, str], machine: Any) -> Any:
+def cut_functions(code: str, renamed: dict[str, str], machine: Any) -> Any:
     """Return the LLVM module of these functions, under new names, and of what they use."""
     module = binding.parse_assembly(code)
     for each in (*module.functions, *module.global_variables):

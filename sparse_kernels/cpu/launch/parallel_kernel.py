@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -82,8 +82,7 @@ class ParallelKernel:
     ) -> BoundKernel:
         """Lay the arguments down; find_varying: from the word of each argument to the words that vary."""
         if is_recording():
-            recorded: Any = RecordedKernel(self, given, counts, find_varying)  # called as a bound kernel is
-            return recorded
+            return cast(BoundKernel, RecordedKernel(self, given, counts, find_varying))  # called as one is
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
         varying = find_varying(places)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 from sparse_kernels.cpu.export.exported_library import BAD_ARGUMENT, ExportedLibrary, LibraryError
 from sparse_kernels.cpu.export.kernel_objects import ALLOWED_SYMBOLS, list_undefined_symbols
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
+from sparse_kernels.cpu.export.level_job import LevelRequest, compile_level
 from sparse_kernels.formats import round_packed
 from sparse_kernels.formats.int8 import Int8Weight
 from sparse_kernels.int8.int8_oracle import check_int8, check_int8_conv2d
@@ -144,6 +147,28 @@ def test_objects_need_nothing_but_the_c_library(files: ExportedFiles) -> None:
     assert objects
     for each in objects:
         assert list_undefined_symbols(each.content) <= ALLOWED_SYMBOLS
+
+
+@pytest.mark.slow
+def test_code_of_a_level_uses_no_instruction_beyond_it(tmp_path: Path) -> None:
+    """zmm registers are of v4; dot products of bytes and of bfloat16 only of the level above."""
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    rng = np.random.default_rng(50)
+    pairs = build_linear(rng, "pairs", "vector:32", (64, 70))
+    layers = [build_int8(rng, "int8", "vector:16", 48, 37)]
+    layers.append(ExportedLayer("pairs", pairs.weight, pairs.bias, None, "bfloat16"))
+    beyond = {"x86-64-v3": r"%zmm|%k[1-7]", "x86-64-v4": r"vpdpbusd|vdpbf16ps", "x86-64-v4-vnni-bf16": "vpdpwsud|tdp"}
+    uses = {"x86-64-v3": r"%ymm", "x86-64-v4": r"%zmm", "x86-64-v4-vnni-bf16": r"vpdpbusd[^z]*%zmm"}
+    for level in list_host_levels():
+        compiled = compile_level(LevelRequest(level, layers, (1, 64), (1,)))
+        text = ""
+        for number, each in enumerate(compiled.objects):
+            path = tmp_path / f"{number}.o"
+            path.write_bytes(each.content)
+            text += subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True).stdout
+        assert re.search(uses[level.name], text)
+        assert not re.search(beyond[level.name], text)
 
 
 def test_the_library_needs_nothing_of_python(files: ExportedFiles) -> None:
