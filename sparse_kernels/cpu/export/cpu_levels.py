@@ -13,9 +13,15 @@ from dataclasses import dataclass
 
 from llvmlite import binding
 
-_V2 = ("sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "cx16", "cx8", "fxsr", "sahf", "mmx", "cmov")
+_V2 = (
+    "64bit", "sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "cx16", "cx8", "fxsr", "sahf", "mmx",
+    "cmov",
+)  # fmt: skip
 _V3 = (*_V2, "avx", "avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe", "xsave")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+# Of every 64-bit processor; some systems do not report them.
+_NOT_REPORTED = frozenset({"64bit", "sse", "cx8", "fxsr", "sahf", "mmx", "cmov"})
 
 # What the library asks the processor for, and the bits by which it knows it (`cpu_features.c`).
 FEATURE_BITS = {
@@ -74,4 +80,4 @@ def list_host_levels() -> list[CpuLevel]:
     if not binding.get_process_triple().startswith("x86_64"):
         return []
     has = {name for name, is_there in binding.get_host_cpu_features().items() if is_there}
-    return [level for level in LEVELS if {*level.features} - {"cx8", "fxsr", "sahf", "mmx", "cmov", "sse"} <= has]
+    return [level for level in LEVELS if {*level.features} - _NOT_REPORTED <= has]

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -237,3 +238,10 @@ def test_a_layer_of_the_other_kind_is_refused(library: ExportedLibrary) -> None:
 def test_a_model_says_its_layers_and_kernels(library: ExportedLibrary) -> None:
     assert library.layers == ["linear", "conv"]
     assert "numba.vector" in library.name_kernel("linear", 16, 2)
+
+
+def test_the_loader_imports_no_compiler_and_no_framework() -> None:
+    code = "import sys, sparse_kernels.cpu.export.exported_library; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "numpy" in loaded
+    assert not {"numba", "llvmlite", "torch", "pandas", "sklearn", "pyarrow", "typer"} & {*loaded}
