@@ -107,10 +107,11 @@ def serve_module(pipe: Connection, task: str, pruned: Path, deploy: Path, batch:
     """Time the converted module each time that the pipe asks for it."""
     import latbench as lb
 
-    torch.set_num_threads(threads)
     loaded = load_task(task)
     x = _repeat(loaded, batch)
     module = lb.load(pruned, loaded.model(), x, threads=threads)
+    module(x)
+    torch.set_num_threads(threads)  # again: when its threads start, OpenMP takes as many as there are cores
     _serve(pipe, lambda: module(x))
 
 
