@@ -3,8 +3,7 @@
 A level is the instruction sets that code of it may use. The library in C knows them by the bits of FEATURE_BITS, and
 asks the processor for them before it runs anything.
 
-Within a level, tiles and the order of instructions are chosen for the processor that exports, as they are for the
-converted torch module on it.
+Within a level, tiles and the order of instructions suit the processor that exports, as in a converted torch module.
 """
 
 from __future__ import annotations
