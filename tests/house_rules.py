@@ -287,9 +287,10 @@ hold what users call and what torch names (`matmul`, `attention`).
 """
 
 OTHER_VERBS = frozenset({
-    "advance", "allocate", "attach", "attend", "borrow", "cache", "call", "configure", "cut", "describe", "emit",
-    "fetch", "fill", "fingerprint", "freeze", "give", "inline", "locate", "order", "plan", "pool", "quantize",
-    "restore", "round", "serialize", "set", "start", "swizzle", "take", "view", "walk", "widen",
+    "advance", "allocate", "attach", "attend", "borrow", "cache", "call", "compute", "configure", "cut", "describe",
+    "emit", "fetch", "fill", "fingerprint", "freeze", "give", "inline", "link", "locate", "order", "plan", "pool",
+    "quantize", "record", "restore", "round", "seal", "serialize", "set", "start", "swizzle", "take", "view", "walk",
+    "watch", "widen",
 })  # fmt: skip
 """Verbs of one function or two, which mean what they mean everywhere. The table in CONTRIBUTING.md has the others."""
 

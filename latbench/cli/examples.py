@@ -53,6 +53,10 @@ EXAMPLES = {
         "latbench verify my_task.py pruned -o verify",
         "latbench verify my_task.py pruned -o verify --remeasure",
     ),
+    "export": (
+        "latbench export digits latbench-jobs/digits/pruned -o deploy",
+        "latbench export my_task.py pruned -o deploy --batch 1,16 --threads 2,4",
+    ),
     "report": (
         "latbench report table --cost-model cost_model.json --profile profile.json --pruned pruned --verify verify",
         "latbench report new_table --against old_table -o comparison.html --figures figures",

@@ -27,8 +27,8 @@ FAULT = 70  # the exit code of an error that nobody expects: EX_SOFTWARE of syse
 
 # In the order a user meets them: the commands of a job, then those for tables and machines.
 COMMANDS = [
-    "new", "check", "run", "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
-    "solve", "compare", "validate", "merge", "import", "layers", "doctor", "setup",
+    "new", "check", "run", "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "export",
+    "report", "solve", "compare", "validate", "merge", "import", "layers", "doctor", "setup",
 ]  # fmt: skip
 _MODULES = {"import": "import_timings"}  # of commands whose names are keywords of Python
 

@@ -178,6 +178,10 @@ class CpuLinearPlan:
         if not call(x, y, bias, activation):
             self._otherwise().run(x, y, n, bias, activation)
 
+    def prepare_call(self, n: int, threads: int) -> Call | KernelWithScratch:
+        """Return how n > 0 tokens are run with so many threads, for those who keep it themselves."""
+        return self._prepared(n, threads)
+
     def _found(self, n: int, threads: int) -> Way:
         """Return how so many tokens are run with so many threads; kept, as the next call most often asks for it."""
         way = self._ways.get((n, threads))

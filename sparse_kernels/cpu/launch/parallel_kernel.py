@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -27,6 +27,7 @@ from numba import types
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import I64
 from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, build_record, compile_runner
+from sparse_kernels.cpu.launch.recording import RecordedKernel, is_recording
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
 from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, WITHOUT_WRAPPER, cgutils
 
@@ -80,6 +81,8 @@ class ParallelKernel:
         self, given: list[Any], counts: Sequence[int], find_varying: Callable[[Sequence[int]], list[int]]
     ) -> BoundKernel:
         """Lay the arguments down; find_varying: from the word of each argument to the words that vary."""
+        if is_recording():
+            return cast(BoundKernel, RecordedKernel(self, given, counts, find_varying))  # called as one is
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
         varying = find_varying(places)
@@ -87,6 +90,19 @@ class ParallelKernel:
         run = BoundKernel(compile_runner(len(varying)), laid.ctypes.data)
         run.held = laid, given, self
         return run
+
+    def compile_parts(self, given: Sequence[Any]) -> tuple[str, list[str]]:
+        """Compile the stages for arguments of these types, anew and for no caller in Python.
+
+        Returns the LLVM code, optimised, and the names of its functions of (address of a frame, part), one a stage.
+        """
+        dispatcher: Any = self._lay
+        wanted = tuple(map(numba.typeof, given))
+        fresh: Any = numba.njit(**FLAGS)(dispatcher.py_func)  # what was loaded from disk has no LLVM code
+        fresh.compile((types.intp, *wanted))
+        stages = [dispatcher.py_func.__globals__[f"_stage_{number}"] for number in range(len(self._counts))]
+        compiled = [stage.overloads[types.intp, *wanted] for stage in stages]
+        return fresh.inspect_llvm(fresh.signatures[0]), [f"{each.fndesc.mangled_name}.part" for each in compiled]
 
     @property
     def stats(self) -> Any:

@@ -8,7 +8,8 @@ caller that there was at a time (KEPT at most). Where what lies in a buffer is u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,36 @@ KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
 class ScratchBuffer:
-    """Memory of `size` elements, float32, at an address; it lives as long as this object."""
+    """Memory of `size` elements, float32, at an address; it lives as long as this object.
 
-    __slots__ = ("_array", "address", "size")
+    fill: the 32 bits of each element that calls find in it, None where they find anything.
+    """
 
-    def __init__(self, array: NDArray[np.float32]) -> None:
-        self._array, self.address, self.size = array, find_address(array), array.size
+    __slots__ = ("_array", "address", "fill", "size")
+
+    def __init__(self, array: NDArray[np.float32], fill: int | None = None) -> None:
+        self._array, self.address, self.size, self.fill = array, find_address(array), array.size, fill
+        for see in _watchers:
+            see(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a scratch buffer cannot be copied or pickled: an address means nothing to a copy")
 
 
 _free: deque[ScratchBuffer] = deque(maxlen=KEPT)
+_watchers: list[Callable[[ScratchBuffer], None]] = []
+
+
+@contextmanager
+def watch_new_buffers(see: Callable[[ScratchBuffer], None]) -> Iterator[None]:
+    """Call `see` with each buffer that is made meanwhile; what `borrow` gives then is new."""
+    _free.clear()
+    _watchers.append(see)
+    try:
+        yield
+    finally:
+        _watchers.remove(see)
+        _free.clear()
 
 
 def borrow(size: int) -> ScratchBuffer:
@@ -73,7 +92,7 @@ class Pool:
         new = allocate_aligned(size)
         if self._fill:
             new.view(np.uint32)[:] = self._fill
-        return ScratchBuffer(new)
+        return ScratchBuffer(new, self._fill)
 
     def give_back(self, buffer: ScratchBuffer, key: object = 0) -> None:
         """Let a later call have it."""

@@ -1,0 +1,265 @@
+"""The job behind `latbench export`: a pruned folder to a folder that is deployed without Python.
+
+- libmodel.so: the kernels of the model for each CPU level, the runtime, and the chain of model.c
+- latbench.h, model.h: what programs include
+- model.latbench: the packed weights
+- model.c: the chain; it is part of libmodel.so
+- main.c, example.py: examples, which call the library
+- manifest.json: levels, batches, threads, layers and their kernels; bytes and SHA-256 of the other files
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from latbench.base.files import hash_file
+from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
+from search.artifacts.profile import read_profile
+from search.export.chain_source import (
+    LIBRARY,
+    MAIN,
+    PACKED,
+    generate_chain,
+    generate_header,
+    generate_python_example,
+)
+from search.export.model_chain import ModelChain, trace_chain
+from search.pruning.storage.model_folder import load_pruned
+from search.task import Task
+from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
+from sparse_kernels.cpu.export.exported_library import ExportedLibrary, LibraryError
+from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
+from sparse_kernels.cpu.export.packed_weights import VERSION, build_packed_file
+from sparse_kernels.cpu.export.shared_library import HEADER, NoCompiler, find_compiler, link_library
+from sparse_kernels.same_results import CONVERTED, same_results
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    levels: CPU levels, None for all of this machine. batches, threads: for which kernels are chosen; None takes those
+    of the task's example and of the profile. The deployed model runs any other number, too.
+    """
+
+    levels: Sequence[str] | None = None
+    batches: Sequence[int] | None = None
+    threads: Sequence[int] | None = None
+
+
+def export_model(
+    task: Task,
+    pruned: Path,
+    output: Path,
+    request: ExportRequest,
+    progress: Callable[[str], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Export a pruned model as a C library, check that it computes the same, and return its manifest.
+
+    Parameters
+    ----------
+    task : Task
+        The task whose model was pruned.
+    pruned : Path
+        Folder from `latbench prune`.
+    output : Path
+        Folder to write: absent, empty, or an earlier export.
+    request : ExportRequest
+        CPU levels, batches and threads.
+    progress : callable
+        Told what is done next.
+
+    Returns
+    -------
+    dict of str to object
+        The manifest.
+
+    Raises
+    ------
+    UsageError
+        The model is no chain of supported layers, or the request cannot be met.
+    EnvironmentUnusable
+        There is no C compiler, or this machine lacks a CPU level.
+    BadData
+        The pruned folder is damaged or of another model.
+    """
+    levels = _choose_levels(request.levels)
+    _check_compiler()
+    _check_output(output)
+    model, choices = load_pruned(pruned, task.model())
+    x = _read_example(task)
+    chain = trace_chain(model, choices, x)
+    profile = read_profile(pruned / "profile.json")
+    batches = sorted({1, *(request.batches or (len(x),))})
+    threads = sorted({1, *(request.threads or (profile.threads,))})
+    compiled = []
+    for level in levels:
+        progress(f"compiling for {level.name}")
+        compiled.append(_compile(chain, level, batches, threads))
+    facts = {"levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    with _replace_folder(output) as folder:
+        progress("linking")
+        _write_files(folder, chain, compiled)
+        progress("checking results")
+        error = _check_results(folder, chain, model, x, [(each.name, count) for each in levels for count in threads])
+        return _write_manifest(folder, chain, facts | {"error": error})
+
+
+def is_exported(folder: Path) -> bool:
+    """Return whether the folder holds an exported model."""
+    return (folder / MANIFEST).is_file() and (folder / PACKED).is_file()
+
+
+def _choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:
+    has = list_host_levels()
+    if not has:
+        raise EnvironmentUnusable("models are exported on x86-64 processors with AVX2, and this machine has none")
+    if names is None:
+        return has
+    try:
+        levels = [find_level(name) for name in names]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for level in levels:
+        if level not in has:
+            raise EnvironmentUnusable(
+                f"this machine lacks the CPU level {level.name}, on which the export checks its results: it has "
+                f"{', '.join(each.name for each in has)}"
+            )
+    return [level for level in has if level in levels]
+
+
+def _check_compiler() -> None:
+    try:
+        find_compiler()
+    except NoCompiler as error:
+        raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and not is_exported(output) and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(f"{output} exists and is no exported model: give another output folder")
+
+
+def _read_example(task: Task) -> Tensor:
+    example = task.example()
+    given = [*example.arguments, *example.keywords.values()]
+    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dtype != torch.float32:
+        raise UsageError(f"task {task.name} cannot be exported to C: its example is not one float32 tensor")
+    return given[0]
+
+
+def _compile(chain: ModelChain, level: CpuLevel, batches: Sequence[int], threads: Sequence[int]) -> CompiledLevel:
+    """Compile the layers of a chain; a layer that sees several tokens of an input is compiled for their number."""
+    tokens = {
+        step.layer: chain.count_floats(step.output) // layer.weight.shape[0] if layer.image is None else 1
+        for step in chain.steps
+        for layer in chain.layers
+        if layer.name == step.layer
+    }
+    sizes = sorted({1, *(batch * each for batch in batches for each in tokens.values())})
+    try:
+        return compile_level(LevelRequest(level, chain.layers, sizes, threads))
+    except LevelFailure as error:
+        raise LatbenchError(f"the model could not be compiled for {level.name}: {error}") from error
+
+
+def _write_files(folder: Path, chain: ModelChain, levels: Sequence[CompiledLevel]) -> None:
+    texts = {
+        "model.h": generate_header(chain), "model.c": generate_chain(chain), "main.c": MAIN,
+        "example.py": generate_python_example(chain), HEADER.name: HEADER.read_text(encoding="utf-8"),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / PACKED).write_bytes(build_packed_file(levels))
+    try:
+        link_library(folder / LIBRARY, levels, [folder / "model.c"])
+    except NoCompiler as error:
+        raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
+
+
+def _check_results(
+    folder: Path, chain: ModelChain, model: nn.Module, x: Tensor, ways: Sequence[tuple[str, int]]
+) -> float:
+    """Return how far deployed results are from the pruned model's, as a share of its largest; raise if that is far.
+
+    ways: CPU levels, and numbers of threads.
+    """
+    with torch.no_grad():
+        expected = model(x)
+    worst, largest = 0.0, float(expected.abs().max()) or 1.0
+    for level, threads in ways:
+        try:
+            library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
+            found = torch.from_numpy(library.run(x.numpy(), chain.shapes[chain.result], threads))
+        except LibraryError as error:
+            raise LatbenchError(f"the exported model does not run: {error}: a fault of latbench") from error
+        if not same_results(found, expected, CONVERTED):
+            raise LatbenchError(
+                f"the exported model gives other results than the pruned one at CPU level {level}, with {threads} "
+                "threads: a fault of latbench, please report it"
+            )
+        worst = max(worst, float((found - expected).abs().max()) / largest)
+    return worst
+
+
+def _write_manifest(folder: Path, chain: ModelChain, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write what was exported, and return it."""
+    library = ExportedLibrary(folder / LIBRARY, folder / PACKED)
+    batch, threads = facts["batches"][-1], facts["threads"][-1]
+    layers = {
+        layer.name: {
+            "shape": layer.weight.shape,
+            "pattern": str(layer.weight.pattern),
+            "activation": layer.activation,
+            "kernel": library.name_kernel(layer.name, batch, threads),
+        }
+        for layer in chain.layers
+    }
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    manifest = {
+        "version": VERSION,
+        **facts,
+        "input": chain.shapes[0],
+        "output": chain.shapes[chain.result],
+        "layers": layers,
+        "bytes": {path.name: path.stat().st_size for path in files},
+        "files": {path.name: hash_file(path) for path in files},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+@contextmanager
+def _replace_folder(output: Path) -> Iterator[Path]:
+    """Yield an empty folder, whose files then take the place of those in `output`, the manifest last.
+
+    Each is renamed, so a process that has the old ones open keeps them.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own each time: a process gets the library that it has loaded from this path before.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+    try:
+        yield temporary
+        output.mkdir(exist_ok=True)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+            path.replace(output / path.name)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""A model as a chain of steps that the library in C knows: layers, sums, ReLU; the batch comes first in every value.
+
+Traced by torch.fx. Activations that alone read a layer become part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from latbench.errors import UsageError
+from sparse_kernels.convert import LayerPattern
+from sparse_kernels.cpu.export.layer_programs import ExportedLayer
+from sparse_kernels.formats.int8 import quantize_packed
+from sparse_kernels.nn.sparse_layer import INT8, pack_layer
+from sparse_kernels.patterns import Dense
+from sparse_kernels.prunable_layers import find_geometry, survey_layers
+from sparse_kernels.shapes import Conv2dShape
+
+LAYER, ADD, RELU = "layer", "add", "relu"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """A step: `output` from `inputs`, numbers of values. layer: the layer's name. relu: of a sum."""
+
+    kind: str
+    inputs: tuple[int, ...]
+    output: int
+    layer: str = ""
+    relu: bool = False
+
+
+@dataclass
+class ModelChain:
+    """The steps of a model. shapes: of each value, without the batch; the first value is x. result: the last one."""
+
+    layers: list[ExportedLayer] = field(default_factory=list)
+    steps: list[ChainStep] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
+    result: int = 0
+
+    def count_floats(self, value: int) -> int:
+        """Return the floats of a value of one input."""
+        return math.prod(self.shapes[value])
+
+
+def trace_chain(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor) -> ModelChain:
+    """Return the chain of a pruned model.
+
+    Parameters
+    ----------
+    model : Module
+        The pruned model, in eval mode.
+    choices : mapping of str to LayerPattern
+        Patterns of its pruned layers; the others are exported as dense ones.
+    x : float32 Tensor (batch, ...)
+        The input of a call.
+
+    Returns
+    -------
+    ModelChain
+        Its steps, for any batch.
+
+    Raises
+    ------
+    UsageError
+        The model is no such chain; the message names the first layer or function that is not supported.
+    """
+    try:
+        graph = fx.symbolic_trace(model)
+    except Exception as error:
+        raise UsageError(f"the model cannot be exported: torch.fx cannot trace it ({error})") from error
+    with torch.no_grad():
+        ShapeProp(graph).propagate(x)
+    return _ChainBuilder(graph, choices).build()
+
+
+class _ChainBuilder:
+    """Reads a traced graph node by node."""
+
+    def __init__(self, graph: fx.GraphModule, choices: Mapping[str, LayerPattern]) -> None:
+        self._graph, self._choices = graph, choices
+        self._modules = dict(graph.named_modules())
+        self._left_out = survey_layers(graph).left_out
+        self._values: dict[fx.Node, int] = {}
+        self._chain = ModelChain()
+
+    def build(self) -> ModelChain:
+        chain = self._chain
+        inputs = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
+        if len(inputs) != 1:
+            raise UsageError(f"the model cannot be exported: it has {len(inputs)} inputs, and a chain has one")
+        for node in self._graph.graph.nodes:
+            if node.op == "output":
+                if not isinstance(node.args[0], fx.Node):
+                    raise UsageError("the model cannot be exported: its result is no single tensor")
+                chain.result = self._values[node.args[0]]
+                break
+            shape = _read_shape(node)
+            self._values[node] = self._new_value(shape) if node.op == "placeholder" else self._read(node, shape)
+        if not chain.layers or chain.result == 0:
+            raise UsageError("the model cannot be exported: no layer of it computes its result")
+        return chain
+
+    def _new_value(self, shape: Shape) -> int:
+        self._chain.shapes.append(shape)
+        return len(self._chain.shapes) - 1
+
+    def _read(self, node: fx.Node, shape: Shape) -> int:
+        """Return the value of a node, whose steps are added to the chain."""
+        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            return self._add_layer(node, module, shape)
+        if _is_identity(module):
+            return self._values[node.args[0]]  # type: ignore[index]
+        if _is_flatten(node, module):
+            return self._add_view(node, shape)
+        if (name := _name_activation(node, module)) is not None:
+            return self._add_activation(node, name, shape)
+        if _is_sum(node):
+            return self._add_sum(node, shape)
+        raise self._refuse(node, module)
+
+    def _refuse(self, node: fx.Node, module: nn.Module | None) -> UsageError:
+        what = f"{node.target} ({type(module).__name__})" if module is not None else _name_function(node)
+        reason = self._left_out.get(str(node.target), "") if module is not None else ""
+        return UsageError(
+            f"the model cannot be exported to C: {what} is not supported{reason and ', ' + reason}; a chain has "
+            "linear layers, convolutions, ReLU, GELU behind a layer, sums of two values, and flatten"
+        )
+
+    def _add_layer(self, node: fx.Node, module: nn.Linear | nn.Conv2d, shape: Shape) -> int:
+        name = str(node.target)
+        if name in self._left_out:
+            raise self._refuse(node, module)
+        if any(each.name == name for each in self._chain.layers):
+            raise UsageError(f"the model cannot be exported to C: it calls layer {name} twice, and a chain once")
+        source = self._values[node.args[0]]  # type: ignore[index]
+        self._chain.layers.append(_export_layer(name, module, self._choices.get(name), self._chain.shapes[source]))
+        output = self._new_value(shape)
+        self._chain.steps.append(ChainStep(LAYER, (source,), output, name))
+        return output
+
+    def _add_view(self, node: fx.Node, shape: Shape) -> int:
+        """Flattening changes no memory; so a value of the same number stands for both shapes."""
+        source = self._values[node.args[0]]  # type: ignore[index]
+        self._chain.shapes[source] = shape
+        return source
+
+    def _add_activation(self, node: fx.Node, name: str, shape: Shape) -> int:
+        before, chain = node.args[0], self._chain
+        assert isinstance(before, fx.Node)
+        source = self._values[before]
+        last = chain.steps[-1] if chain.steps else None
+        alone = len(before.users) == 1 and last is not None and last.output == source
+        if alone and last is not None and last.kind == LAYER and chain.layers[-1].activation is None:
+            chain.layers[-1] = replace(chain.layers[-1], activation=name)
+            return source
+        if name != "relu":
+            raise self._refuse(node, self._modules.get(str(node.target)))
+        if alone and last is not None and last.kind == ADD:
+            chain.steps[-1] = replace(last, relu=True)
+            return source
+        output = self._new_value(shape)
+        chain.steps.append(ChainStep(RELU, (source,), output, relu=True))
+        return output
+
+    def _add_sum(self, node: fx.Node, shape: Shape) -> int:
+        a, b = node.args
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and _read_shape(a) == _read_shape(b) == shape):
+            raise self._refuse(node, None)
+        output = self._new_value(shape)
+        self._chain.steps.append(ChainStep(ADD, (self._values[a], self._values[b]), output))
+        return output
+
+
+def _export_layer(
+    name: str, module: nn.Linear | nn.Conv2d, choice: LayerPattern | None, x_shape: Shape
+) -> ExportedLayer:
+    """Return a layer with its packed weight, without activation."""
+    choice = choice or LayerPattern(Dense())
+    packed: Any = pack_layer(module, choice.pattern, choice.mask)
+    if choice.quantization is not None:
+        packed = quantize_packed(packed, choice.quantization)
+    bias = None if module.bias is None else module.bias.detach().float().numpy().copy()
+    precision = "float32" if choice.precision == INT8 else choice.precision
+    image = None
+    if isinstance(module, nn.Conv2d):
+        taps, stride, padding, dilation = find_geometry(module)
+        c_in, h, w = x_shape
+        image = Conv2dShape(1, c_in, h, w, module.out_channels, taps[0], taps[1], stride, padding, dilation)
+    return ExportedLayer(name, packed, bias, precision=precision, image=image)
+
+
+def _read_shape(node: fx.Node) -> Shape:
+    """Return the shape of a node's value without the batch."""
+    facts = node.meta.get("tensor_meta")
+    shape = getattr(facts, "shape", None)
+    if shape is None or getattr(facts, "dtype", None) != torch.float32 or len(shape) < 2:
+        raise UsageError(
+            f"the model cannot be exported to C: {node.target} is no float32 tensor of two or more dimensions"
+        )
+    return tuple(int(side) for side in shape[1:])
+
+
+def _is_identity(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d)
+
+
+def _is_flatten(node: fx.Node, module: nn.Module | None) -> bool:
+    """Return whether a node flattens everything but the batch."""
+    if isinstance(module, nn.Flatten):
+        return module.start_dim == 1 and module.end_dim == -1
+    called = node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten")
+    return called and node.kwargs == {} and tuple(node.args[1:]) == (1,)
+
+
+_RELUS: tuple[Callable[..., Any] | str, ...] = (F.relu, torch.relu, "relu")
+
+
+def _name_activation(node: fx.Node, module: nn.Module | None) -> str | None:
+    """Return the activation that a node applies, as layers know it; None for any other node."""
+    if isinstance(module, nn.ReLU) or (node.op != "call_module" and node.target in _RELUS):
+        return "relu"
+    if isinstance(module, nn.GELU) and module.approximate == "none":
+        return "gelu"
+    return "gelu" if node.target is F.gelu and node.kwargs in ({}, {"approximate": "none"}) else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    called = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
+    return (
+        (called or (node.op == "call_method" and node.target in ("add", "add_")))
+        and len(node.args) == 2
+        and (node.kwargs == {})
+    )
+
+
+def _name_function(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))

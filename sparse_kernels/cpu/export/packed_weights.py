@@ -1,0 +1,51 @@
+"""The packed file: a head, a table of CPU levels, and a section for each (`weight_section`).
+
+head    "LATBENCH", version, bytes of the file, checksum, id of the library, levels, 0, 0
+level   name (32 bytes, filled up with zeros), features (`cpu_levels.FEATURE_BITS`), place and bytes of the section,
+        number of its first function in the library
+
+The file is a multiple of 4096 bytes. Its checksum is that of the file in which the checksum is 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparse_kernels.cpu.export.checksum import ROW_BYTES, compute_checksum
+from sparse_kernels.cpu.export.level_job import CompiledLevel
+
+MAGIC = int.from_bytes(b"LATBENCH", "little")
+VERSION = 1
+CHECKSUM_WORD = 3
+_HEAD_BYTES, _LEVEL_BYTES, _NAME_BYTES = 64, 64, 32
+
+
+def compute_library_id(levels: Sequence[CompiledLevel]) -> int:
+    """Return the number by which a packed file knows its library: its functions and their order."""
+    text = "\n".join([str(VERSION), *(symbol for each in levels for symbol in each.symbols)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def build_packed_file(levels: Sequence[CompiledLevel]) -> bytes:
+    """Return the content of the packed file of these levels, from the least to the most able."""
+    at = -(-(_HEAD_BYTES + _LEVEL_BYTES * len(levels)) // ROW_BYTES) * ROW_BYTES
+    table, sections, first = b"", b"", 0
+    for each in levels:
+        name = each.level.name.encode().ljust(_NAME_BYTES, b"\0")
+        words = np.array([each.level.bits, at + len(sections), len(each.section), first], np.uint64)
+        table += name + words.tobytes()
+        sections += each.section.ljust(-(-len(each.section) // ROW_BYTES) * ROW_BYTES, b"\0")
+        first += len(each.symbols)
+    head = np.array([MAGIC, VERSION, at + len(sections), 0, compute_library_id(levels), len(levels), 0, 0], np.uint64)
+    return seal((head.tobytes() + table).ljust(at, b"\0") + sections)
+
+
+def seal(content: bytes) -> bytes:
+    """Return the content of a packed file with its checksum."""
+    words = np.frombuffer(bytearray(content), np.uint64)
+    words[CHECKSUM_WORD] = 0
+    words[CHECKSUM_WORD] = compute_checksum(words.view(np.uint8))
+    return words.tobytes()

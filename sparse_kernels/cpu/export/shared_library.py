@@ -1,0 +1,75 @@
+"""Link compiled kernels and the runtime in C into one shared library, with the machine's own C compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparse_kernels.cpu.export.level_job import CompiledLevel
+from sparse_kernels.cpu.export.packed_weights import compute_library_id
+
+RUNTIME = Path(__file__).parent / "runtime"
+HEADER = RUNTIME / "latbench.h"
+_COMPILERS = ("cc", "gcc", "g++", "clang")
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-shared",
+    "-Wl,-z,noexecstack",
+    "-Wl,-z,defs",
+)
+
+
+class NoCompiler(Exception):
+    """A machine without a C compiler, or one that refused. The message is one sentence."""
+
+
+def find_compiler() -> str:
+    """Return the path of a C compiler: that of CC, else the first of the usual names. Raises NoCompiler."""
+    wanted = os.environ.get("CC", "").strip()
+    for name in [wanted] if wanted else _COMPILERS:
+        if found := shutil.which(name):
+            return found
+    missing = f"CC={wanted} is not" if wanted else f"none of {', '.join(_COMPILERS)} is"
+    raise NoCompiler(f"no C compiler was found: {missing} on the PATH; install g++, or set CC")
+
+
+def link_library(path: Path, levels: Sequence[CompiledLevel], sources: Sequence[Path] = ()) -> None:
+    """Write the shared library of these levels; `sources` are C files that become part of it. Raises NoCompiler."""
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="latbench-link-") as name:
+        folder = Path(name)
+        (folder / "kernel_table.c").write_text(generate_kernel_table(levels), encoding="utf-8")
+        files = [folder / "kernel_table.c", *sorted(RUNTIME.glob("*.c")), *sources]
+        for number, each in enumerate(each for level in levels for each in level.objects):
+            files.append(folder / f"kernel_{number}.o")
+            files[-1].write_bytes(each.content)
+        language = ("-x", "c") if Path(compiler).name.endswith("++") else ()
+        compiled = [file for file in files if file.suffix == ".c"]
+        objects = [file for file in files if file.suffix == ".o"]
+        command = [compiler, *_FLAGS, f"-I{RUNTIME}", "-o", str(path), *language, *map(str, compiled)]
+        command += [*(("-x", "none") if language else ()), *map(str, objects), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line] or ["no reason"]
+        raise NoCompiler(f"{compiler} could not build the library: {said[0]}")
+
+
+def generate_kernel_table(levels: Sequence[CompiledLevel]) -> str:
+    """Return the C file that lists the functions of all kernels, by the numbers that the packed file has."""
+    symbols = [symbol for each in levels for symbol in each.symbols]
+    declared = "\n".join(f"void {each}(int64_t, int64_t);" for each in symbols)
+    listed = ", ".join(symbols)
+    return f"""#include "packed_file.h"
+{declared}
+const kernel_part latbench_functions[] = {{{listed}}};
+const uint64_t latbench_function_count = {len(symbols)};
+const uint64_t latbench_library = {compute_library_id(levels):#x}ULL;
+"""
