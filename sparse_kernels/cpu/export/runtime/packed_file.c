@@ -189,7 +189,7 @@ static int choose_level(packed_file *file, const char *path, const char *name, l
 int map_packed_file(const char *path, const char *level, packed_file *file, latbench_error *error) {
     struct stat facts;
     memset(file, 0, sizeof *file);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK /* or a pipe waits for a writer */);
     if (descriptor < 0 || fstat(descriptor, &facts)) {
         int reason = errno;
         if (descriptor >= 0) close(descriptor);
