@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latbench.base.files import hash_file
+from latbench.base.files import hash_file, is_left_behind
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.artifacts.profile import read_profile
 from search.export.chain_source import (
@@ -35,7 +37,7 @@ from search.export.chain_source import (
     generate_python_example,
 )
 from search.export.model_chain import ModelChain, trace_chain
-from search.pruning.storage.model_folder import load_pruned
+from search.pruning.storage.model_folder import list_hidden_siblings, load_pruned
 from search.task import Task
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
@@ -113,11 +115,9 @@ def export_model(
     model, choices = load_pruned(pruned, task.model())
     bake_weights(model)
     x = _read_example(task)
-    chain = trace_chain(model, choices, x)
-    converted = _convert(model, choices, x)
-    profile = read_profile(pruned / "profile.json")
+    chain, results = trace_chain(model, choices, x), PrunedResults(model, _convert(model, choices, x))
     batches = sorted({1, *(request.batches or (len(x),))})
-    threads = sorted({1, *(request.threads or (profile.threads,))})
+    threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
     compiled = []
     for level in levels:
         progress(f"compiling for {level.name}")
@@ -128,8 +128,7 @@ def export_model(
         with _explain_writes(output):
             _write_files(folder, chain, compiled)
         progress("checking results")
-        ways = [(each.name, count) for each in levels for count in threads]
-        error = _check_results(folder, chain, Results(model, converted), spread_batches(x, batches), ways)
+        error = _check_results(folder, chain, results, spread_batches(x, batches), facts)
         with _explain_writes(output):
             return _write_manifest(folder, chain, facts | {"error": error})
 
@@ -188,13 +187,11 @@ def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor) -
 
 def _compile(chain: ModelChain, level: CpuLevel, batches: Sequence[int], threads: Sequence[int]) -> CompiledLevel:
     """Compile the layers of a chain; a layer that sees several tokens of an input is compiled for their number."""
-    tokens = {
-        step.layer: chain.count_floats(step.output) // layer.weight.shape[0] if layer.image is None else 1
-        for step in chain.steps
-        for layer in chain.layers
-        if layer.name == step.layer
-    }
-    sizes = sorted({1, *(batch * each for batch in batches for each in tokens.values())})
+    floats = {step.layer: chain.count_floats(step.output) for step in chain.steps}
+    sizes = {}
+    for layer in chain.layers:
+        tokens = floats[layer.name] // layer.weight.shape[0] if layer.image is None else 1
+        sizes[layer.name] = sorted({1, *(batch * tokens for batch in batches)})
     try:
         return compile_level(LevelRequest(level, chain.layers, sizes, threads))
     except LevelFailure as error:
@@ -218,8 +215,8 @@ def _write_files(folder: Path, chain: ModelChain, levels: Sequence[CompiledLevel
 
 
 @dataclass(frozen=True)
-class Results:
-    """What the exported model is compared with: the pruned model, and its conversion, which rounds as the export does."""
+class PrunedResults:
+    """What an exported model is compared with: the pruned model, and its conversion, which rounds as the export."""
 
     model: nn.Module
     converted: nn.Module
@@ -253,14 +250,14 @@ def spread_batches(x: Tensor, batches: Sequence[int]) -> list[Tensor]:
 
 
 def _check_results(
-    folder: Path, chain: ModelChain, results: Results, inputs: Sequence[Tensor], ways: Sequence[tuple[str, int]]
+    folder: Path, chain: ModelChain, results: PrunedResults, inputs: Sequence[Tensor], facts: dict[str, Any]
 ) -> float:
-    """Return how far deployed results are from the converted model's, as a share of its largest; raise if that is far.
+    """Return how far deployed results are from the converted model's, as a share of its largest; raise if far.
 
-    ways: CPU levels, and numbers of threads.
+    facts: the CPU levels and numbers of threads.
     """
     worst = 0.0
-    for level, threads in ways:
+    for level, threads in itertools.product(facts["levels"], facts["threads"]):
         for x in inputs:
             try:
                 library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
@@ -271,8 +268,8 @@ def _check_results(
             right, apart = results.compare(found, x)
             if not right:
                 raise RuntimeError(
-                    f"the exported model gives other results than the pruned one at CPU level {level}, with {threads} "
-                    f"threads, for a batch of {len(x)}"
+                    f"the exported model gives other results than the pruned one at CPU level {level}, with "
+                    f"{threads} threads, for a batch of {len(x)}"
                 )
             worst = max(worst, apart)
     return worst
@@ -323,8 +320,11 @@ def _replace_folder(output: Path) -> Iterator[Path]:
     """
     with _explain_writes(output):
         output.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in filter(is_left_behind, list_hidden_siblings(output, r"\d+\.\w+\.tmp")):
+            shutil.rmtree(leftover, ignore_errors=True)
         # A name of its own each time: a process gets the library that it has loaded from this path before.
-        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        prefix = f".{output.name}.{os.getpid()}."
+        temporary = Path(tempfile.mkdtemp(".tmp", prefix, output.parent))
     try:
         yield temporary
         with _explain_writes(output):

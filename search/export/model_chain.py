@@ -89,8 +89,8 @@ def trace_chain(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor
     with torch.no_grad():  # a model may change its input, so each call has a copy
         if not same_results(graph(x.clone()), model(x.clone()), FOLDED):
             raise UsageError(
-                "the model cannot be exported: what torch.fx traces gives other results than the model, as where y += x "
-                "changes a value that is read afterwards; write y = y + x"
+                "the model cannot be exported: what torch.fx traces gives other results than the model, as where "
+                "y += x changes a value that is read afterwards; write y = y + x"
             )
     drop_identities(graph)
     with torch.no_grad():
@@ -186,8 +186,8 @@ class _ChainBuilder:
         late = [each for each in self._list_readers(self._values[changed]) if self._order[each] > self._order[node]]
         if late:
             raise UsageError(
-                f"the model cannot be exported to C: {node.name} changes a value in place, which {late[0].name} reads "
-                "afterwards; let it return a new value"
+                f"the model cannot be exported to C: {node.name} changes a value in place, which {late[0].name} "
+                "reads afterwards; let it return a new value"
             )
 
     def _refuse(self, node: fx.Node, module: nn.Module | None) -> UsageError:

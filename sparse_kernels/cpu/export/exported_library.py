@@ -61,7 +61,9 @@ class ExportedLibrary:
     @property
     def layers(self) -> list[str]:
         """The names of the layers."""
-        return [self._describe(i).name.decode() for i in range(self._library.latbench_count_layers(self._get_handle()))]
+        return [
+            self._describe(i).name.decode() for i in range(self._library.latbench_count_layers(self._get_handle()))
+        ]
 
     def name_kernel(self, name: str, size: int, threads: int = 1) -> str:
         """Return the name of the kernel that runs so many tokens or images of a layer. Raises LibraryError."""

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,11 @@ from sparse_kernels.cpu.export.weight_section import SectionWriter
 
 @dataclass(frozen=True)
 class LevelRequest:
-    """What to compile. sizes: tokens or images of a call. threads: numbers of threads."""
+    """What to compile. sizes: tokens or images of a call, by layer. threads: numbers of threads."""
 
     level: CpuLevel
     layers: Sequence[ExportedLayer]
-    sizes: Sequence[int]
+    sizes: Mapping[str, Sequence[int]]
     threads: Sequence[int]
 
 
@@ -106,7 +106,7 @@ def build_level(request: LevelRequest) -> CompiledLevel:
     """Compile a level in this process, which must compile for it."""
     table = KernelTable(request.level)
     writer = SectionWriter(table.find_functions)
-    layers = [(each, record_programs(each, request.sizes, request.threads)) for each in request.layers]
+    layers = [(each, record_programs(each, request.sizes[each.name], request.threads)) for each in request.layers]
     section = writer.finish(layers, lambda: len(table.symbols))
     facts = [f"{each.name!r} {each.weight.shape} {each.activation} {each.image}" for each in request.layers]
     return CompiledLevel(request.level, section, table.objects, table.symbols, facts)

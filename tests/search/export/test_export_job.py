@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 import torch
 from made_profile import make_profile
+from torch import nn
 
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
-from search.export.export_job import Results, spread_batches
+from search.export.export_job import PrunedResults, _compile, _replace_folder, spread_batches
+from search.export.model_chain import trace_chain
 from search.pruning.storage.model_folder import load_pruned, save_pruned
 from search.task import Task, load_task
 from sparse_kernels.convert import convert
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 from sparse_kernels.cpu.export.exported_library import BAD_ARGUMENT, ExportedLibrary, _Error
-from sparse_kernels.cpu.export.level_job import LevelFailure
+from sparse_kernels.cpu.export.level_job import LevelFailure, LevelRequest
 from sparse_kernels.cpu.export.shared_library import find_compiler
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
 from sparse_kernels.patterns import parse
@@ -128,7 +130,20 @@ def check_refused_batches(library: ExportedLibrary) -> None:
 
 def check_c_example(deploy: Path, x: np.ndarray, expected: np.ndarray) -> None:
     """Compile the example in C as its comment says, and compare what it writes."""
-    command = [*find_compiler(), "-O2", "-Wall", "-Wextra", "-Werror", "-I.", "main.c", "-o", "main", "-L.", "-lmodel", "-Wl,-rpath,$ORIGIN"]
+    command = [
+        *find_compiler(),
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I.",
+        "main.c",
+        "-o",
+        "main",
+        "-L.",
+        "-lmodel",
+        "-Wl,-rpath,$ORIGIN",
+    ]
     subprocess.run(command, cwd=deploy, check=True)
     x.tofile(deploy / "inputs.bin")
     subprocess.run(["./main", "inputs.bin", "outputs.bin", "2"], cwd=deploy, check=True)
@@ -161,7 +176,7 @@ def test_layers_that_round_are_deployed(task: Task, tmp_path: Path, precision: s
     manifest = json.loads((deploy / "manifest.json").read_text())
     model, choices = load_pruned(pruned, task.model())
     (x,) = task.example().arguments
-    results = Results(model, convert(model, choices, (x,)))
+    results = PrunedResults(model, convert(model, choices, (x,)))
     library = ExportedLibrary(deploy / "libmodel.so", deploy / "model.latbench")
     found = torch.from_numpy(library.run(x.numpy(), (3,)))
     right, apart = results.compare(found, x)
@@ -176,7 +191,7 @@ def test_wrong_results_are_found(task: Task) -> None:
     (x,) = task.example().arguments
     with torch.no_grad():
         expected = model(x)
-    results = Results(model, model)
+    results = PrunedResults(model, model)
     swapped = expected[[1, 0, *range(2, len(expected))]]
     for wrong in (swapped, expected[:-1], torch.full_like(expected, math.nan), expected * 1.05):
         assert not results.compare(wrong, x)[0]
@@ -199,7 +214,7 @@ def test_a_level_that_does_not_compile_is_no_missed_promise(
         raise LevelFailure("it is broken", by_machine)
 
     monkeypatch.setattr("search.export.export_job.compile_level", fail)
-    with pytest.raises(error, match="could not be compiled for .*: it is broken") as caught:
+    with pytest.raises(error, match=r"could not be compiled for .*: it is broken") as caught:
         export_command(task.reference, prune(tmp_path / "pruned", task), tmp_path / "deploy")
     assert getattr(caught.value, "exit_code", 70) != 1
 
@@ -243,6 +258,39 @@ def test_a_compiler_that_builds_nothing_is_told_at_once(
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(EnvironmentUnusable, match=f"{compiler} could not build the library"):
         export_command(task.reference, tmp_path / "pruned", tmp_path / "deploy")
+
+
+def test_sizes_are_those_that_a_layer_sees(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 6 tokens is a row of a linear layer; an image is one of a convolution."""
+    asked: list[LevelRequest] = []
+
+    def note(request: LevelRequest) -> None:
+        asked.append(request)
+        raise LevelFailure("enough", True)
+
+    monkeypatch.setattr("search.export.export_job.compile_level", note)
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(6, 5)).eval(), torch.randn(2, 3, 7, 6)
+    chain = trace_chain(model, {}, x)
+    with pytest.raises(EnvironmentUnusable):
+        _compile(chain, list_host_levels()[0], [1, 4], [1])
+    assert asked[0].sizes == {"0": [1, 4], "1": [1, 28, 112]}
+
+
+def test_what_a_killed_export_left_goes_away(tmp_path: Path) -> None:
+    left, foreign = tmp_path / ".deploy.999999999.abc.tmp", tmp_path / ".deploy.notes"
+    left.mkdir()
+    foreign.mkdir()
+    with _replace_folder(tmp_path / "deploy") as folder:
+        assert folder.parent == tmp_path
+        (folder / "manifest.json").write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".deploy.notes", "deploy"]
+
+
+def test_a_fault_inside_an_export_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no library"), _replace_folder(tmp_path / "deploy"):
+        raise OSError("no library")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_holds_something_else_is_not_written_to(task: Task, tmp_path: Path) -> None:

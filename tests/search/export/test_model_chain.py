@@ -62,7 +62,12 @@ class Readers(nn.Module):
 
     def __init__(self, read: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.fc, self.fc2, self.drop, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(), nn.ReLU(inplace=True)
+        self.fc, self.fc2, self.drop, self.relu = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Dropout(),
+            nn.ReLU(inplace=True),
+        )
         self._read = read
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,12 +129,12 @@ def read_flat(self: Readers, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("read", [relu_in_place, add_in_place, keep_the_old_name, read_flat])
 def test_a_change_in_place_that_others_see_is_refused(read: Callable[..., Tensor]) -> None:
-    with pytest.raises(UsageError, match="changes a value in place, which \\w+ reads afterwards"):
+    with pytest.raises(UsageError, match=r"changes a value in place, which \w+ reads afterwards"):
         trace(Readers(read), 2, 4)
 
 
 def test_a_change_in_place_that_a_trace_loses_is_refused() -> None:
-    with pytest.raises(UsageError, match="what torch.fx traces gives other results than the model"):
+    with pytest.raises(UsageError, match=r"what torch\.fx traces gives other results than the model"):
         trace(Readers(change_the_input), 2, 4)
 
 

@@ -64,7 +64,8 @@ def export_layers(
     folder: Path, layers: Sequence[ExportedLayer], levels: Sequence[CpuLevel], sizes: Sequence[int] = (1, 7)
 ) -> ExportedFiles:
     """Export layers for these levels, one and two threads."""
-    compiled = [compile_level(LevelRequest(level, layers, sizes, (1, 2))) for level in levels]
+    of_layers = {each.name: sizes for each in layers}
+    compiled = [compile_level(LevelRequest(level, layers, of_layers, (1, 2))) for level in levels]
     files = ExportedFiles(folder / "liblayers.so", folder / "layers.latbench", compiled)
     write_files(files)
     return files

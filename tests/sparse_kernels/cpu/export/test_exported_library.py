@@ -162,7 +162,7 @@ def test_code_of_a_level_uses_no_instruction_beyond_it(tmp_path: Path) -> None:
     beyond = {"x86-64-v3": r"%zmm|%k[1-7]", "x86-64-v4": r"vpdpbusd|vdpbf16ps", "x86-64-v4-vnni-bf16": "vpdpwsud|tdp"}
     uses = {"x86-64-v3": r"%ymm", "x86-64-v4": r"%zmm", "x86-64-v4-vnni-bf16": r"vpdpbusd[^z]*%zmm"}
     for level in list_host_levels():
-        compiled = compile_level(LevelRequest(level, layers, (1, 64), (1,)))
+        compiled = compile_level(LevelRequest(level, layers, {"int8": (1, 64), "pairs": (1, 64)}, (1,)))
         text = ""
         for number, each in enumerate(compiled.objects):
             path = tmp_path / f"{number}.o"
@@ -231,9 +231,7 @@ def test_a_layer_of_the_other_kind_is_refused(library: ExportedLibrary) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("linear", (37,)), ("linear", (2, 3, 37)), ("conv", (5, 9, 7))])
-def test_an_input_of_other_dimensions_is_refused(
-    library: ExportedLibrary, name: str, shape: tuple[int, ...]
-) -> None:
+def test_an_input_of_other_dimensions_is_refused(library: ExportedLibrary, name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(LibraryError, match=f"x has {len(shape)} dimensions") as caught:
         (library.linear if name == "linear" else library.conv2d)(name, np.zeros(shape, np.float32))
     assert caught.value.code == BAD_ARGUMENT

@@ -31,7 +31,9 @@ NAMES = (
 )  # fmt: skip
 
 # A second copy of the runtime, under other names, which looks into a model.
-LOOK_INSIDE = "".join(f"#define latbench_{name} copy_{name}\n" for name in NAMES) + """
+LOOK_INSIDE = (
+    "".join(f"#define latbench_{name} copy_{name}\n" for name in NAMES)
+    + """
 #include <stdlib.h>
 static void watch_free(void *memory);
 #define free watch_free
@@ -71,6 +73,7 @@ LATBENCH_API int latbench_run(latbench_model *model, const float *x, int64_t bat
     return latbench_linear(model, 0, x, batch, inputs, y, outputs, threads, error);
 }
 """
+)
 
 if not list_host_levels():
     pytest.skip("no CPU level for which kernels are compiled ahead of time", allow_module_level=True)
