@@ -143,7 +143,7 @@ def changed(traced: fx.GraphModule, modules: dict[str, nn.Module]) -> set[fx.Nod
     for node in traced.graph.nodes:
         if (out := node.kwargs.get("out")) is not None and isinstance(out, fx.Node):
             mark(out, None)
-        if _mutates(node, modules) and node.args and isinstance(node.args[0], fx.Node):
+        if mutates(node, modules) and node.args and isinstance(node.args[0], fx.Node):
             mark(node.args[0], node)
     return found
 
@@ -158,7 +158,7 @@ _NEW_MODULES = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvg
 
 def _is_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether a node certainly gives memory of its own, and no view or other name of what it reads."""
-    if _mutates(node, modules) or node.op == "call_method":
+    if mutates(node, modules) or node.op == "call_method":
         return False
     if node.op == "call_module":
         module = modules[str(node.target)]
@@ -171,7 +171,7 @@ def _is_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return node.target in _NEW_FUNCTIONS or element_wise(node, modules)
 
 
-def _mutates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+def mutates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether a node changes its first argument in place, as far as its name and settings tell."""
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))

@@ -48,6 +48,7 @@ def generate_chain(chain: ModelChain) -> str:
     """Return the C file of the model's function."""
     places, floats = _place_values(chain)
     memory = "".join(f"    float *v{value} = memory + batch * {place};\n" for value, place in places.items())
+    most = max(floats, *map(chain.count_floats, range(len(chain.shapes))))
     names = {0: "x", chain.result: "y", **{value: f"v{value}" for value in places}}
     numbers = {layer.name: number for number, layer in enumerate(chain.layers)}
     calls = "".join(
@@ -68,7 +69,14 @@ int latbench_run(latbench_model *model, const float *x, int64_t batch, int64_t i
         }}
         return LATBENCH_BAD_ARGUMENT;
     }}
-    float *memory = latbench_borrow(model, batch * {max(floats, 1)}, error);
+    if (batch < 0 || batch > PTRDIFF_MAX / (int64_t)sizeof(float) / {most}) {{
+        if (error) {{
+            error->code = LATBENCH_BAD_ARGUMENT;
+            snprintf(error->text, sizeof error->text, "there cannot be a batch of %lld", (long long)batch);
+        }}
+        return LATBENCH_BAD_ARGUMENT;
+    }}
+    float *memory = latbench_borrow(model, batch * {floats}, error);
     if (!memory) return LATBENCH_UNUSABLE;
 {memory}    int code = LATBENCH_OK;
 {calls}    latbench_give_back(model, memory);
@@ -137,12 +145,17 @@ int main(int count, char **arguments) {{
     latbench_error error;
     if (count < 3) return fprintf(stderr, "usage: main INPUTS OUTPUTS [THREADS]\\n"), LATBENCH_BAD_ARGUMENT;
     int threads = count > 3 ? atoi(arguments[3]) : 1;
+    const long each = MODEL_INPUTS * (long)sizeof(float);
     FILE *file = fopen(arguments[1], "rb");
     if (!file || fseek(file, 0, SEEK_END)) return perror(arguments[1]), LATBENCH_UNUSABLE;
-    long bytes = ftell(file);
-    int64_t batch = bytes / (long)sizeof(float) / MODEL_INPUTS;
+    const long bytes = ftell(file);
+    if (bytes <= 0 || bytes % each)
+        return fprintf(stderr, "%s: it has %ld bytes, and must hold whole inputs of %ld bytes\\n",
+                       arguments[1], bytes, each), LATBENCH_BAD_FILE;
+    const int64_t batch = bytes / each;
+    const size_t results = (size_t)batch * MODEL_OUTPUTS;
     rewind(file);
-    float *x = malloc((size_t)bytes + 1), *y = malloc((size_t)batch * MODEL_OUTPUTS * sizeof *y + 1);
+    float *x = malloc((size_t)bytes), *y = malloc(results * sizeof *y);
     if (!x || !y || fread(x, 1, (size_t)bytes, file) != (size_t)bytes) return perror(arguments[1]), LATBENCH_UNUSABLE;
     fclose(file);
     latbench_model *model = latbench_open("{PACKED}", NULL, &error);
@@ -150,9 +163,11 @@ int main(int count, char **arguments) {{
     int code = latbench_run(model, x, batch, MODEL_INPUTS, y, MODEL_OUTPUTS, threads, &error);
     if (code) return fprintf(stderr, "%s\\n", error.text), code;
     latbench_close(model);
-    if (!(file = fopen(arguments[2], "wb")) || fwrite(y, sizeof *y, (size_t)batch * MODEL_OUTPUTS, file) == 0)
-        return perror(arguments[2]), LATBENCH_UNUSABLE;
-    return fclose(file) ? LATBENCH_UNUSABLE : LATBENCH_OK;
+    if (!(file = fopen(arguments[2], "wb")) || fwrite(y, sizeof *y, results, file) != results || fclose(file))
+        return perror(arguments[2]), LATBENCH_UNUSABLE; /* also of a full disk, which fclose may find */
+    free(x);
+    free(y);
+    return LATBENCH_OK;
 }}
 """
 

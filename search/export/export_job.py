@@ -10,10 +10,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latbench.base.files import hash_file
-from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
+from latbench.base.files import hash_file, is_left_behind
+from latbench.errors import EnvironmentUnusable, UsageError
 from search.artifacts.profile import read_profile
 from search.export.chain_source import (
     LIBRARY,
@@ -34,13 +37,22 @@ from search.export.chain_source import (
     generate_python_example,
 )
 from search.export.model_chain import ModelChain, trace_chain
-from search.pruning.storage.model_folder import load_pruned
+from search.pruning.storage.model_folder import list_hidden_siblings, load_pruned
 from search.task import Task
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
-from sparse_kernels.cpu.export.exported_library import ExportedLibrary, LibraryError
+from sparse_kernels.cpu.export.exported_library import UNUSABLE, ExportedLibrary, LibraryError
 from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
-from sparse_kernels.cpu.export.packed_weights import VERSION, build_packed_file
-from sparse_kernels.cpu.export.shared_library import HEADER, NoCompiler, find_compiler, link_library
+from sparse_kernels.cpu.export.library_id import VERSION
+from sparse_kernels.cpu.export.packed_weights import build_packed_file
+from sparse_kernels.cpu.export.shared_library import (
+    HEADER,
+    NoCompiler,
+    check_compiler,
+    find_needed_libc,
+    link_library,
+)
+from sparse_kernels.prunable_layers import bake_weights
 from sparse_kernels.same_results import CONVERTED, same_results
 
 MANIFEST = "manifest.json"
@@ -91,19 +103,21 @@ def export_model(
     UsageError
         The model is no chain of supported layers, or the request cannot be met.
     EnvironmentUnusable
-        There is no C compiler, or this machine lacks a CPU level.
+        There is no C compiler, or this machine lacks a CPU level, memory or disk.
     BadData
         The pruned folder is damaged or of another model.
+    RuntimeError
+        The exported model does not run, or gives other results: a fault of latbench.
     """
     levels = _choose_levels(request.levels)
     _check_compiler()
     _check_output(output)
     model, choices = load_pruned(pruned, task.model())
+    bake_weights(model)
     x = _read_example(task)
-    chain = trace_chain(model, choices, x)
-    profile = read_profile(pruned / "profile.json")
+    chain, results = trace_chain(model, choices, x), PrunedResults(model, _convert(model, choices, x))
     batches = sorted({1, *(request.batches or (len(x),))})
-    threads = sorted({1, *(request.threads or (profile.threads,))})
+    threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
     compiled = []
     for level in levels:
         progress(f"compiling for {level.name}")
@@ -111,10 +125,12 @@ def export_model(
     facts = {"levels": [each.name for each in levels], "batches": batches, "threads": threads}
     with _replace_folder(output) as folder:
         progress("linking")
-        _write_files(folder, chain, compiled)
+        with _explain_writes(output):
+            _write_files(folder, chain, compiled)
         progress("checking results")
-        error = _check_results(folder, chain, model, x, [(each.name, count) for each in levels for count in threads])
-        return _write_manifest(folder, chain, facts | {"error": error})
+        error = _check_results(folder, chain, results, spread_batches(x, batches), facts)
+        with _explain_writes(output):
+            return _write_manifest(folder, chain, facts | {"error": error})
 
 
 def is_exported(folder: Path) -> bool:
@@ -143,7 +159,7 @@ def _choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:
 
 def _check_compiler() -> None:
     try:
-        find_compiler()
+        check_compiler()
     except NoCompiler as error:
         raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
 
@@ -161,19 +177,26 @@ def _read_example(task: Task) -> Tensor:
     return given[0]
 
 
+def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor) -> nn.Module:
+    """Return the converted model: its layers round as the exported ones do."""
+    try:
+        return convert(model, choices, (x.clone(),))
+    except ValueError as error:
+        raise UsageError(f"the model cannot be exported: {error}") from error
+
+
 def _compile(chain: ModelChain, level: CpuLevel, batches: Sequence[int], threads: Sequence[int]) -> CompiledLevel:
     """Compile the layers of a chain; a layer that sees several tokens of an input is compiled for their number."""
-    tokens = {
-        step.layer: chain.count_floats(step.output) // layer.weight.shape[0] if layer.image is None else 1
-        for step in chain.steps
-        for layer in chain.layers
-        if layer.name == step.layer
-    }
-    sizes = sorted({1, *(batch * each for batch in batches for each in tokens.values())})
+    floats = {step.layer: chain.count_floats(step.output) for step in chain.steps}
+    sizes = {}
+    for layer in chain.layers:
+        tokens = floats[layer.name] // layer.weight.shape[0] if layer.image is None else 1
+        sizes[layer.name] = sorted({1, *(batch * tokens for batch in batches)})
     try:
         return compile_level(LevelRequest(level, chain.layers, sizes, threads))
     except LevelFailure as error:
-        raise LatbenchError(f"the model could not be compiled for {level.name}: {error}") from error
+        said = f"the model could not be compiled for {level.name}: {error}"
+        raise (EnvironmentUnusable if error.by_machine else RuntimeError)(said) from error
 
 
 def _write_files(folder: Path, chain: ModelChain, levels: Sequence[CompiledLevel]) -> None:
@@ -183,35 +206,72 @@ def _write_files(folder: Path, chain: ModelChain, levels: Sequence[CompiledLevel
     }  # fmt: skip
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / PACKED).write_bytes(build_packed_file(levels))
+    sources = [folder / "model.h", folder / "model.c"]
+    (folder / PACKED).write_bytes(build_packed_file(levels, sources))
     try:
-        link_library(folder / LIBRARY, levels, [folder / "model.c"])
+        link_library(folder / LIBRARY, levels, sources)
     except NoCompiler as error:
         raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
 
 
-def _check_results(
-    folder: Path, chain: ModelChain, model: nn.Module, x: Tensor, ways: Sequence[tuple[str, int]]
-) -> float:
-    """Return how far deployed results are from the pruned model's, as a share of its largest; raise if that is far.
+@dataclass(frozen=True)
+class PrunedResults:
+    """What an exported model is compared with: the pruned model, and its conversion, which rounds as the export."""
 
-    ways: CPU levels, and numbers of threads.
+    model: nn.Module
+    converted: nn.Module
+
+    def compare(self, found: Tensor, x: Tensor) -> tuple[bool, float]:
+        """Return whether results for x are right, and how far they lie from the converted model's, of its largest.
+
+        Layers in eight bits and in bfloat16 round their inputs. An input near the middle of two steps may go to the
+        other one here, for its own roundings. All roundings together are what separates the converted model from the
+        pruned one, so they bound what some of them do.
+        """
+        with torch.no_grad():
+            expected = self.converted(x.clone())
+            rounded = float((expected - self.model(x.clone())).abs().max())
+        apart = float((found - expected).abs().max()) if found.shape == expected.shape else math.inf
+        right = apart <= rounded or same_results(found, expected, CONVERTED)
+        return right, apart / (float(expected.abs().max()) or 1.0)
+
+
+def spread_batches(x: Tensor, batches: Sequence[int]) -> list[Tensor]:
+    """Return inputs of these batches, and of one more, which runs as a sum of them.
+
+    They are the example's, each a little smaller than the one before it: no two are equal, and none leaves the range
+    that an input was calibrated for.
     """
-    with torch.no_grad():
-        expected = model(x)
-    worst, largest = 0.0, float(expected.abs().max()) or 1.0
-    for level, threads in ways:
-        try:
-            library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
-            found = torch.from_numpy(library.run(x.numpy(), chain.shapes[chain.result], threads))
-        except LibraryError as error:
-            raise LatbenchError(f"the exported model does not run: {error}: a fault of latbench") from error
-        if not same_results(found, expected, CONVERTED):
-            raise LatbenchError(
-                f"the exported model gives other results than the pruned one at CPU level {level}, with {threads} "
-                "threads: a fault of latbench, please report it"
-            )
-        worst = max(worst, float((found - expected).abs().max()) / largest)
+    found = []
+    for batch in (*batches, batches[-1] + 1):
+        each = x.repeat(-(-batch // len(x)), *[1] * (x.ndim - 1))[:batch]
+        found.append(each * torch.linspace(1, 0.5, batch).reshape(-1, *[1] * (x.ndim - 1)))
+    return found
+
+
+def _check_results(
+    folder: Path, chain: ModelChain, results: PrunedResults, inputs: Sequence[Tensor], facts: dict[str, Any]
+) -> float:
+    """Return how far deployed results are from the converted model's, as a share of its largest; raise if far.
+
+    facts: the CPU levels and numbers of threads.
+    """
+    worst = 0.0
+    for level, threads in itertools.product(facts["levels"], facts["threads"]):
+        for x in inputs:
+            try:
+                library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
+                found = torch.from_numpy(library.run(x.numpy(), chain.shapes[chain.result], threads))
+            except LibraryError as error:
+                kind = EnvironmentUnusable if error.code == UNUSABLE else RuntimeError
+                raise kind(f"the exported model does not run: {error}") from error
+            right, apart = results.compare(found, x)
+            if not right:
+                raise RuntimeError(
+                    f"the exported model gives other results than the pruned one at CPU level {level}, with "
+                    f"{threads} threads, for a batch of {len(x)}"
+                )
+            worst = max(worst, apart)
     return worst
 
 
@@ -232,6 +292,7 @@ def _write_manifest(folder: Path, chain: ModelChain, facts: dict[str, Any]) -> d
     manifest = {
         "version": VERSION,
         **facts,
+        "libc": find_needed_libc(folder / LIBRARY),
         "input": chain.shapes[0],
         "output": chain.shapes[chain.result],
         "layers": layers,
@@ -243,23 +304,32 @@ def _write_manifest(folder: Path, chain: ModelChain, facts: dict[str, Any]) -> d
 
 
 @contextmanager
+def _explain_writes(output: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+
+
+@contextmanager
 def _replace_folder(output: Path) -> Iterator[Path]:
     """Yield an empty folder, whose files then take the place of those in `output`, the manifest last.
 
     Each is renamed, so a process that has the old ones open keeps them.
     """
-    try:
+    with _explain_writes(output):
         output.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in filter(is_left_behind, list_hidden_siblings(output, r"\d+\.\w+\.tmp")):
+            shutil.rmtree(leftover, ignore_errors=True)
         # A name of its own each time: a process gets the library that it has loaded from this path before.
-        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as error:
-        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+        prefix = f".{output.name}.{os.getpid()}."
+        temporary = Path(tempfile.mkdtemp(".tmp", prefix, output.parent))
     try:
         yield temporary
-        output.mkdir(exist_ok=True)
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
-            path.replace(output / path.name)
-    except OSError as error:
-        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+        with _explain_writes(output):
+            output.mkdir(exist_ok=True)
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+                path.replace(output / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

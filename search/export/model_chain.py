@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -20,9 +19,11 @@ from latbench.errors import UsageError
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.formats.int8 import quantize_packed
+from sparse_kernels.fx_graphs import activation, drop_identities, hooked, mutates
 from sparse_kernels.nn.sparse_layer import INT8, pack_layer
 from sparse_kernels.patterns import Dense
 from sparse_kernels.prunable_layers import find_geometry, survey_layers
+from sparse_kernels.same_results import FOLDED, same_results
 from sparse_kernels.shapes import Conv2dShape
 
 LAYER, ADD, RELU = "layer", "add", "relu"
@@ -43,7 +44,11 @@ class ChainStep:
 
 @dataclass
 class ModelChain:
-    """The steps of a model. shapes: of each value, without the batch; the first value is x. result: the last one."""
+    """The steps of a model.
+
+    shapes: of each value as its step gives it, or of the model's result, without the batch. The first value is x.
+    result: the value that the model returns.
+    """
 
     layers: list[ExportedLayer] = field(default_factory=list)
     steps: list[ChainStep] = field(default_factory=list)
@@ -81,19 +86,30 @@ def trace_chain(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor
         graph = fx.symbolic_trace(model)
     except Exception as error:
         raise UsageError(f"the model cannot be exported: torch.fx cannot trace it ({error})") from error
+    with torch.no_grad():  # a model may change its input, so each call has a copy
+        if not same_results(graph(x.clone()), model(x.clone()), FOLDED):
+            raise UsageError(
+                "the model cannot be exported: what torch.fx traces gives other results than the model, as where "
+                "y += x changes a value that is read afterwards; write y = y + x"
+            )
+    drop_identities(graph)
     with torch.no_grad():
-        ShapeProp(graph).propagate(x)
+        ShapeProp(graph).propagate(x.clone())
     return _ChainBuilder(graph, choices).build()
 
 
 class _ChainBuilder:
-    """Reads a traced graph node by node."""
+    """Reads a traced graph node by node.
+
+    Several nodes may be names of one value: a layer, the activation that became part of it, and what flattens it.
+    """
 
     def __init__(self, graph: fx.GraphModule, choices: Mapping[str, LayerPattern]) -> None:
         self._graph, self._choices = graph, choices
-        self._modules = dict(graph.named_modules())
+        self._modules = dict(graph.named_modules(remove_duplicate=False))
         self._left_out = survey_layers(graph).left_out
         self._values: dict[fx.Node, int] = {}
+        self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
         self._chain = ModelChain()
 
     def build(self) -> ModelChain:
@@ -106,8 +122,11 @@ class _ChainBuilder:
                 if not isinstance(node.args[0], fx.Node):
                     raise UsageError("the model cannot be exported: its result is no single tensor")
                 chain.result = self._values[node.args[0]]
+                if chain.result:
+                    chain.shapes[chain.result] = _read_shape(node.args[0])
                 break
             shape = _read_shape(node)
+            self._refuse_late_readers(node)
             self._values[node] = self._new_value(shape) if node.op == "placeholder" else self._read(node, shape)
         if not chain.layers or chain.result == 0:
             raise UsageError("the model cannot be exported: no layer of it computes its result")
@@ -119,18 +138,57 @@ class _ChainBuilder:
 
     def _read(self, node: fx.Node, shape: Shape) -> int:
         """Return the value of a node, whose steps are added to the chain."""
-        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        module = self._get_module(node)
+        if module is not None and hooked(module):
+            raise UsageError(f"the model cannot be exported to C: {node.target} has hooks; remove them first")
+        if not node.args or not isinstance(node.args[0], fx.Node) or (module is not None and node.kwargs):
+            raise self._refuse(node, module)
         if isinstance(module, nn.Linear | nn.Conv2d):
             return self._add_layer(node, module, shape)
-        if _is_identity(module):
-            return self._values[node.args[0]]  # type: ignore[index]
-        if _is_flatten(node, module):
-            return self._add_view(node, shape)
-        if (name := _name_activation(node, module)) is not None:
+        if self._is_flatten(node):
+            return self._values[node.args[0]]  # the same floats under another name
+        if (name := activation(node, self._modules)) is not None:
             return self._add_activation(node, name, shape)
         if _is_sum(node):
             return self._add_sum(node, shape)
         raise self._refuse(node, module)
+
+    def _get_module(self, node: fx.Node) -> nn.Module | None:
+        return self._modules.get(str(node.target)) if node.op == "call_module" else None
+
+    def _is_flatten(self, node: fx.Node) -> bool:
+        """Return whether a node flattens everything but the batch."""
+        module = self._get_module(node)
+        if isinstance(module, nn.Flatten):
+            return module.start_dim == 1 and module.end_dim == -1
+        called = node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten")
+        return called and node.kwargs == {} and tuple(node.args[1:]) == (1,)
+
+    def _list_readers(self, value: int) -> set[fx.Node]:
+        """Return the nodes that read a value under any of its names. To give it another name is no reading."""
+        names = [node for node, number in self._values.items() if number == value]
+        return {reader for name in names for reader in self._follow(name)} - {*names}
+
+    def _follow(self, name: fx.Node) -> Iterator[fx.Node]:
+        for user in name.users:
+            if self._is_flatten(user):
+                yield from self._follow(user)
+            else:
+                yield user
+
+    def _refuse_late_readers(self, node: fx.Node) -> None:
+        """Raise UsageError if a node changes in place what a later node reads under another name."""
+        if node.op == "placeholder" or not mutates(node, self._modules):
+            return
+        changed = node.args[0] if node.args else None
+        if not isinstance(changed, fx.Node):
+            raise self._refuse(node, self._get_module(node))
+        late = [each for each in self._list_readers(self._values[changed]) if self._order[each] > self._order[node]]
+        if late:
+            raise UsageError(
+                f"the model cannot be exported to C: {node.name} changes a value in place, which {late[0].name} "
+                "reads afterwards; let it return a new value"
+            )
 
     def _refuse(self, node: fx.Node, module: nn.Module | None) -> UsageError:
         what = f"{node.target} ({type(module).__name__})" if module is not None else _name_function(node)
@@ -146,29 +204,27 @@ class _ChainBuilder:
             raise self._refuse(node, module)
         if any(each.name == name for each in self._chain.layers):
             raise UsageError(f"the model cannot be exported to C: it calls layer {name} twice, and a chain once")
-        source = self._values[node.args[0]]  # type: ignore[index]
-        self._chain.layers.append(_export_layer(name, module, self._choices.get(name), self._chain.shapes[source]))
+        before = node.args[0]
+        assert isinstance(before, fx.Node)
+        source, x_shape = self._values[before], _read_shape(before)
+        if isinstance(module, nn.Conv2d) and len(x_shape) != 3:
+            raise UsageError(f"the model cannot be exported to C: convolution {name} gets an image without a batch")
+        self._chain.layers.append(_export_layer(name, module, self._choices.get(name), x_shape))
         output = self._new_value(shape)
         self._chain.steps.append(ChainStep(LAYER, (source,), output, name))
         return output
-
-    def _add_view(self, node: fx.Node, shape: Shape) -> int:
-        """Flattening changes no memory; so a value of the same number stands for both shapes."""
-        source = self._values[node.args[0]]  # type: ignore[index]
-        self._chain.shapes[source] = shape
-        return source
 
     def _add_activation(self, node: fx.Node, name: str, shape: Shape) -> int:
         before, chain = node.args[0], self._chain
         assert isinstance(before, fx.Node)
         source = self._values[before]
         last = chain.steps[-1] if chain.steps else None
-        alone = len(before.users) == 1 and last is not None and last.output == source
+        alone = self._list_readers(source) == {node} and last is not None and last.output == source
         if alone and last is not None and last.kind == LAYER and chain.layers[-1].activation is None:
             chain.layers[-1] = replace(chain.layers[-1], activation=name)
             return source
         if name != "relu":
-            raise self._refuse(node, self._modules.get(str(node.target)))
+            raise self._refuse(node, self._get_module(node))
         if alone and last is not None and last.kind == ADD:
             chain.steps[-1] = replace(last, relu=True)
             return source
@@ -212,30 +268,6 @@ def _read_shape(node: fx.Node) -> Shape:
             f"the model cannot be exported to C: {node.target} is no float32 tensor of two or more dimensions"
         )
     return tuple(int(side) for side in shape[1:])
-
-
-def _is_identity(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d)
-
-
-def _is_flatten(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether a node flattens everything but the batch."""
-    if isinstance(module, nn.Flatten):
-        return module.start_dim == 1 and module.end_dim == -1
-    called = node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten")
-    return called and node.kwargs == {} and tuple(node.args[1:]) == (1,)
-
-
-_RELUS: tuple[Callable[..., Any] | str, ...] = (F.relu, torch.relu, "relu")
-
-
-def _name_activation(node: fx.Node, module: nn.Module | None) -> str | None:
-    """Return the activation that a node applies, as layers know it; None for any other node."""
-    if isinstance(module, nn.ReLU) or (node.op != "call_module" and node.target in _RELUS):
-        return "relu"
-    if isinstance(module, nn.GELU) and module.approximate == "none":
-        return "gelu"
-    return "gelu" if node.target is F.gelu and node.kwargs in ({}, {"approximate": "none"}) else None
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ def _read_counts(option: str, texts: list[str] | None) -> list[int] | None:
 
     if texts is None:
         return None
-    if wrong := [text for text in texts if not text.isdigit() or int(text) < 1]:
+    if wrong := [text for text in texts if not (text.isascii() and text.isdigit()) or int(text) < 1]:
         raise UsageError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}")
     return [int(text) for text in texts]
 
@@ -61,5 +61,5 @@ def _describe(manifest: dict[str, Any]) -> str:
     ]
     counts = ", ".join(map(str, manifest["batches"])), ", ".join(map(str, manifest["threads"]))
     lines.append(f"\nCPU levels {', '.join(manifest['levels'])}; batches {counts[0]}; threads {counts[1]}")
-    lines.append(f"results differ from the pruned model's by {manifest['error']:.1e} of the largest at most")
+    lines.append(f"results differ from the converted model's by {manifest['error']:.1e} of the largest at most")
     return "\n".join(lines)

@@ -25,7 +25,8 @@ _NOT_REPORTED = frozenset({"64bit", "sse", "cx8", "fxsr", "sahf", "mmx", "cmov"}
 # What the library asks the processor for, and the bits by which it knows it (`cpu_features.c`).
 FEATURE_BITS = {
     "avx2": 0, "fma": 1, "bmi": 2, "bmi2": 3, "f16c": 4, "avx512f": 5, "avx512bw": 6, "avx512cd": 7, "avx512dq": 8,
-    "avx512vl": 9, "avx512vnni": 10, "avx512bf16": 11, "lzcnt": 12, "popcnt": 13,
+    "avx512vl": 9, "avx512vnni": 10, "avx512bf16": 11, "lzcnt": 12, "popcnt": 13, "movbe": 14, "xsave": 15,
+    "cx16": 16,
 }  # fmt: skip
 
 
@@ -49,8 +50,10 @@ class CpuLevel:
     @property
     def llvm_features(self) -> str:
         """The features as LLVM takes them: those of the level, and none of the others that this processor has."""
-        others = sorted({*binding.get_host_cpu_features()} - {*self.features})
-        return ",".join([*(f"+{each}" for each in self.features), *(f"-{each}" for each in others)])
+        others = {*binding.get_host_cpu_features()} - {*self.features}
+        if "avx512f" in self.features:
+            others.discard("evex512")  # LLVM 18 to 20 name the long registers of AVX-512 so
+        return ",".join([*(f"+{each}" for each in self.features), *(f"-{each}" for each in sorted(others))])
 
 
 LEVELS = (

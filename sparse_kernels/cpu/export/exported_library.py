@@ -15,7 +15,7 @@ import numpy as np
 
 from sparse_kernels.plan_protocol import Array
 
-BAD_ARGUMENT, BAD_FILE = 2, 5
+BAD_ARGUMENT, UNUSABLE, BAD_FILE = 2, 3, 5
 
 
 class LibraryError(Exception):
@@ -55,22 +55,27 @@ class ExportedLibrary:
     @property
     def level(self) -> str:
         """The CPU level in use."""
-        name: bytes = self._library.latbench_level(self._handle)
+        name: bytes = self._library.latbench_level(self._get_handle())
         return name.decode()
 
     @property
     def layers(self) -> list[str]:
         """The names of the layers."""
-        return [self._describe(i).name.decode() for i in range(self._library.latbench_count_layers(self._handle))]
+        return [
+            self._describe(i).name.decode() for i in range(self._library.latbench_count_layers(self._get_handle()))
+        ]
 
     def name_kernel(self, name: str, size: int, threads: int = 1) -> str:
-        """Return the name of the kernel that runs so many tokens or images of a layer."""
-        found: bytes = self._library.latbench_kernel(self._handle, self._find(name), size, threads)
+        """Return the name of the kernel that runs so many tokens or images of a layer. Raises LibraryError."""
+        layer = self._find(name)
+        found: bytes | None = self._library.latbench_kernel(self._handle, layer, size, threads)
+        if found is None:
+            raise LibraryError(BAD_ARGUMENT, f"no kernel runs {size} tokens or images in {threads} threads")
         return found.decode()
 
     def linear(self, name: str, x: Array, threads: int = 1) -> Array:
         """Return the result of a linear layer for x (tokens, features). Raises LibraryError."""
-        layer, x = self._find(name), np.ascontiguousarray(x, np.float32)
+        layer, x = self._find(name), _read_floats(x, "tokens, features")
         y, error = np.empty((x.shape[0], self._describe(layer).outputs), np.float32), _Error()
         if self._library.latbench_linear(
             self._handle, layer, x.ctypes.data, *x.shape, y.ctypes.data, y.shape[1], threads, byref(error)
@@ -80,7 +85,7 @@ class ExportedLibrary:
 
     def conv2d(self, name: str, x: Array, threads: int = 1) -> Array:
         """Return the result of a convolution for images (batch, channels, height, width). Raises LibraryError."""
-        layer, x = self._find(name), np.ascontiguousarray(x, np.float32)
+        layer, x = self._find(name), _read_floats(x, "batch, channels, height, width")
         y, error = np.empty((x.shape[0], *self._describe(layer).y), np.float32), _Error()
         if self._library.latbench_conv2d(
             self._handle, layer, x.ctypes.data, *x.shape, y.ctypes.data, y.size, threads, byref(error)
@@ -90,11 +95,12 @@ class ExportedLibrary:
 
     def run(self, x: Array, outputs: tuple[int, ...], threads: int = 1) -> Array:
         """Return the results of the whole chain for x (batch, ...), `outputs` each. Raises LibraryError."""
+        handle = self._get_handle()
         x = np.ascontiguousarray(x, np.float32)
         y, error = np.empty((x.shape[0], *outputs), np.float32), _Error()
         inputs = math.prod(x.shape[1:])
         if self._library.latbench_run(
-            self._handle, x.ctypes.data, x.shape[0], inputs, y.ctypes.data, math.prod(outputs), threads, byref(error)
+            handle, x.ctypes.data, x.shape[0], inputs, y.ctypes.data, math.prod(outputs), threads, byref(error)
         ):
             _refuse(error)
         return y
@@ -108,8 +114,13 @@ class ExportedLibrary:
     def __del__(self) -> None:
         self.close()
 
+    def _get_handle(self) -> int:
+        if self._handle is None:
+            raise LibraryError(BAD_ARGUMENT, "the model is closed: open it again")
+        return self._handle
+
     def _find(self, name: str) -> int:
-        layer: int = self._library.latbench_find(self._handle, name.encode())
+        layer: int = self._library.latbench_find(self._get_handle(), name.encode())
         if layer < 0:
             raise LibraryError(BAD_ARGUMENT, f"there is no layer {name!r}: the model has {', '.join(self.layers)}")
         return layer
@@ -136,6 +147,13 @@ def _declare(library: Any) -> None:
     library.latbench_conv2d.argtypes = [c_void_p, c_int, floats, *[c_int64] * 4, floats, c_int64, c_int, error]
     if hasattr(library, "latbench_run"):  # only of whole models
         library.latbench_run.argtypes = [c_void_p, floats, *[c_int64] * 2, floats, c_int64, c_int, error]
+
+
+def _read_floats(x: Array, sides: str) -> Array:
+    """Return x as C takes it. Raises LibraryError unless it has these sides."""
+    if x.ndim != sides.count(",") + 1:
+        raise LibraryError(BAD_ARGUMENT, f"x has {x.ndim} dimensions, and the layer takes ({sides})")
+    return np.ascontiguousarray(x, np.float32)
 
 
 def _refuse(error: _Error) -> None:

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,26 +25,40 @@ from sparse_kernels.cpu.export.weight_section import SectionWriter
 
 @dataclass(frozen=True)
 class LevelRequest:
-    """What to compile. sizes: tokens or images of a call. threads: numbers of threads."""
+    """What to compile. sizes: tokens or images of a call, by layer. threads: numbers of threads."""
 
     level: CpuLevel
     layers: Sequence[ExportedLayer]
-    sizes: Sequence[int]
+    sizes: Mapping[str, Sequence[int]]
     threads: Sequence[int]
 
 
 @dataclass(frozen=True)
 class CompiledLevel:
-    """The section of a level, and its objects. symbols: the functions that the section calls, by number."""
+    """The section of a level, and its objects.
+
+    symbols: the functions that the section calls, by number. layers: a line on each layer, with its name and shape.
+    """
 
     level: CpuLevel
     section: bytes
     objects: list[KernelObject]
     symbols: list[str]
+    layers: list[str]
 
 
 class LevelFailure(Exception):
-    """A process that did not compile its level. The message is the last line that it said."""
+    """A process that did not compile its level. The message is the last line that it said.
+
+    by_machine: whether the machine ended it, for want of memory or disk.
+    """
+
+    def __init__(self, text: str, by_machine: bool) -> None:
+        super().__init__(text)
+        self.by_machine = by_machine
+
+
+_NO_ROOM = 3  # exit code of a process that lacks memory or disk
 
 
 def compile_level(request: LevelRequest) -> CompiledLevel:
@@ -57,7 +71,10 @@ def compile_level(request: LevelRequest) -> CompiledLevel:
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines()
-            raise LevelFailure(said[-1] if said else f"the process ended with {done.returncode}")
+            by_machine = done.returncode < 0 or done.returncode == _NO_ROOM
+            if done.returncode < 0:
+                said = [f"signal {-done.returncode} ended the process: is there memory enough?"]
+            raise LevelFailure(said[-1] if said else f"the process ended with {done.returncode}", by_machine)
         answer: CompiledLevel = pickle.loads((folder / "answer.pickle").read_bytes())
         return answer
 
@@ -89,14 +106,19 @@ def build_level(request: LevelRequest) -> CompiledLevel:
     """Compile a level in this process, which must compile for it."""
     table = KernelTable(request.level)
     writer = SectionWriter(table.find_functions)
-    layers = [(each, record_programs(each, request.sizes, request.threads)) for each in request.layers]
+    layers = [(each, record_programs(each, request.sizes[each.name], request.threads)) for each in request.layers]
     section = writer.finish(layers, lambda: len(table.symbols))
-    return CompiledLevel(request.level, section, table.objects, table.symbols)
+    facts = [f"{each.name!r} {each.weight.shape} {each.activation} {each.image}" for each in request.layers]
+    return CompiledLevel(request.level, section, table.objects, table.symbols, facts)
 
 
 def _run(folder: Path) -> None:
-    request: LevelRequest = pickle.loads((folder / "request.pickle").read_bytes())
-    (folder / "answer.pickle").write_bytes(pickle.dumps(build_level(request)))
+    try:
+        request: LevelRequest = pickle.loads((folder / "request.pickle").read_bytes())
+        (folder / "answer.pickle").write_bytes(pickle.dumps(build_level(request)))
+    except (MemoryError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(_NO_ROOM)
 
 
 if __name__ == "__main__":

@@ -9,28 +9,25 @@ The file is a multiple of 4096 bytes. Its checksum is that of the file in which 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from sparse_kernels.cpu.export.checksum import ROW_BYTES, compute_checksum
 from sparse_kernels.cpu.export.level_job import CompiledLevel
+from sparse_kernels.cpu.export.library_id import VERSION, compute_library_id
 
 MAGIC = int.from_bytes(b"LATBENCH", "little")
-VERSION = 1
 CHECKSUM_WORD = 3
 _HEAD_BYTES, _LEVEL_BYTES, _NAME_BYTES = 64, 64, 32
 
 
-def compute_library_id(levels: Sequence[CompiledLevel]) -> int:
-    """Return the number by which a packed file knows its library: its functions and their order."""
-    text = "\n".join([str(VERSION), *(symbol for each in levels for symbol in each.symbols)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+def build_packed_file(levels: Sequence[CompiledLevel], sources: Sequence[Path] = ()) -> bytes:
+    """Return the content of the packed file of these levels, from the least to the most able.
 
-
-def build_packed_file(levels: Sequence[CompiledLevel]) -> bytes:
-    """Return the content of the packed file of these levels, from the least to the most able."""
+    sources: the C files that are part of its library.
+    """
     at = -(-(_HEAD_BYTES + _LEVEL_BYTES * len(levels)) // ROW_BYTES) * ROW_BYTES
     table, sections, first = b"", b"", 0
     for each in levels:
@@ -39,7 +36,8 @@ def build_packed_file(levels: Sequence[CompiledLevel]) -> bytes:
         table += name + words.tobytes()
         sections += each.section.ljust(-(-len(each.section) // ROW_BYTES) * ROW_BYTES, b"\0")
         first += len(each.symbols)
-    head = np.array([MAGIC, VERSION, at + len(sections), 0, compute_library_id(levels), len(levels), 0, 0], np.uint64)
+    library = compute_library_id(levels, sources)
+    head = np.array([MAGIC, VERSION, at + len(sections), 0, library, len(levels), 0, 0], np.uint64)
     return seal((head.tobytes() + table).ljust(at, b"\0") + sections)
 
 

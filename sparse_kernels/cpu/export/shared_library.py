@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -10,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparse_kernels.cpu.export.level_job import CompiledLevel
-from sparse_kernels.cpu.export.packed_weights import compute_library_id
+from sparse_kernels.cpu.export.library_id import RUNTIME, compute_library_id
 
-RUNTIME = Path(__file__).parent / "runtime"
 HEADER = RUNTIME / "latbench.h"
 _COMPILERS = ("cc", "gcc", "g++", "clang")
 _FLAGS = (
@@ -24,6 +25,7 @@ _FLAGS = (
     "-shared",
     "-Wl,-z,noexecstack",
     "-Wl,-z,defs",
+    "-Wl,-Bsymbolic",  # another exported library in the process has functions of the same names
 )
 
 
@@ -31,14 +33,24 @@ class NoCompiler(Exception):
     """A machine without a C compiler, or one that refused. The message is one sentence."""
 
 
-def find_compiler() -> str:
-    """Return the path of a C compiler: that of CC, else the first of the usual names. Raises NoCompiler."""
+def find_compiler() -> list[str]:
+    """Return the command of a C compiler: that of CC, else the first of the usual names. Raises NoCompiler."""
     wanted = os.environ.get("CC", "").strip()
-    for name in [wanted] if wanted else _COMPILERS:
+    try:
+        first, *settings = shlex.split(wanted) or [""]
+    except ValueError as error:
+        raise NoCompiler(f"CC={wanted} is no command: {error}") from None
+    for name in [first] if wanted else _COMPILERS:
         if found := shutil.which(name):
-            return found
+            return [found, *settings]
     missing = f"CC={wanted} is not" if wanted else f"none of {', '.join(_COMPILERS)} is"
     raise NoCompiler(f"no C compiler was found: {missing} on the PATH; install g++, or set CC")
+
+
+def check_compiler() -> None:
+    """Build a library without kernels, which says early whether kernels can be linked. Raises NoCompiler."""
+    with tempfile.TemporaryDirectory(prefix="latbench-check-") as name:
+        link_library(Path(name) / "library.so", [])
 
 
 def link_library(path: Path, levels: Sequence[CompiledLevel], sources: Sequence[Path] = ()) -> None:
@@ -46,30 +58,42 @@ def link_library(path: Path, levels: Sequence[CompiledLevel], sources: Sequence[
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="latbench-link-") as name:
         folder = Path(name)
-        (folder / "kernel_table.c").write_text(generate_kernel_table(levels), encoding="utf-8")
+        table = generate_kernel_table(levels, compute_library_id(levels, sources))
+        (folder / "kernel_table.c").write_text(table, encoding="utf-8")
         files = [folder / "kernel_table.c", *sorted(RUNTIME.glob("*.c")), *sources]
         for number, each in enumerate(each for level in levels for each in level.objects):
             files.append(folder / f"kernel_{number}.o")
             files[-1].write_bytes(each.content)
-        language = ("-x", "c") if Path(compiler).name.endswith("++") else ()
+        language = ("-x", "c") if compiler[-1].endswith("++") else ()
         compiled = [file for file in files if file.suffix == ".c"]
         objects = [file for file in files if file.suffix == ".o"]
-        command = [compiler, *_FLAGS, f"-I{RUNTIME}", "-o", str(path), *language, *map(str, compiled)]
+        command = [*compiler, *_FLAGS, f"-I{RUNTIME}", "-o", str(path), *language, *map(str, compiled)]
         command += [*(("-x", "none") if language else ()), *map(str, objects), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line] or ["no reason"]
-        raise NoCompiler(f"{compiler} could not build the library: {said[0]}")
+        raise NoCompiler(f"{shlex.join(compiler)} could not build the library: {said[0]}")
 
 
-def generate_kernel_table(levels: Sequence[CompiledLevel]) -> str:
-    """Return the C file that lists the functions of all kernels, by the numbers that the packed file has."""
+def find_needed_libc(library: Path) -> str:
+    """Return the C library that a shared library needs: "glibc" and its least version, or "no glibc"."""
+    versions = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    if not versions:
+        return "no glibc"
+    return "glibc {}.{}".format(*max((int(major), int(minor)) for major, minor in versions))
+
+
+def generate_kernel_table(levels: Sequence[CompiledLevel], library: int) -> str:
+    """Return the C file that lists the functions of all kernels, by the numbers that the packed file has.
+
+    library: its number, as `compute_library_id` gives it.
+    """
     symbols = [symbol for each in levels for symbol in each.symbols]
     declared = "\n".join(f"void {each}(int64_t, int64_t);" for each in symbols)
-    listed = ", ".join(symbols)
+    listed = ", ".join(symbols) or "0"
     return f"""#include "packed_file.h"
 {declared}
 const kernel_part latbench_functions[] = {{{listed}}};
 const uint64_t latbench_function_count = {len(symbols)};
-const uint64_t latbench_library = {compute_library_id(levels):#x}ULL;
+const uint64_t latbench_library = {library:#x}ULL;
 """

@@ -31,7 +31,7 @@ from sparse_kernels.plan_protocol import ACTIVATIONS
 LINEAR, CONV2D = 1, 2
 HEAD_WORDS = 8
 
-# Elements behind an array that a vector may read: its longest, so that no read leaves the file.
+# Bytes behind an array that a vector may read: its longest, so that no read leaves the file.
 _BEHIND = 64
 
 

@@ -29,6 +29,7 @@ from search.artifacts.profile import LayerChoice, Profile
 from search.export.export_job import ExportRequest, export_model
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
+from sparse_kernels.cpu.export.shared_library import find_compiler
 from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import set_weight_matrix, survey_layers, weight_matrix
 
@@ -38,6 +39,8 @@ BURST, WARMING, STARTS = 40, 20, 11
 def main() -> None:
     """Prune where nothing is pruned yet, export, time, print."""
     given = _arguments()
+    if given.task.endswith(".py"):
+        given.task = str(Path(given.task).resolve())  # programs run in other folders
     task = load_task(given.task)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -140,16 +143,25 @@ def _serve(pipe: Connection, call: Any) -> None:
 
 def compare_starts(task: str, pruned: Path, deploy: Path, batch: int, folder: Path) -> None:
     """Time whole processes, and print the medians."""
-    command = ["cc", "-O2", "-I.", "main.c", "-o", "main", "-L.", "-lmodel", "-Wl,-rpath,$ORIGIN"]
+    command = [*find_compiler(), "-O2", "-I.", "main.c", "-o", "main", "-L.", "-lmodel", "-Wl,-rpath,$ORIGIN"]
     subprocess.run(command, cwd=deploy, check=True)
-    _repeat(load_task(task), batch).numpy().tofile(deploy / "inputs.bin")
+    x = _repeat(load_task(task), batch)
+    x.numpy().tofile(deploy / "inputs.bin")
     code = (
-        "import sys, latbench as lb; from search.task import load_task; task = load_task(sys.argv[1]); "
-        "x, = task.example().arguments; lb.load(sys.argv[2], task.model(), x)(x).numpy().tofile(sys.argv[3])"
+        "import sys, numpy as np, torch, latbench as lb; from search.task import load_task; "
+        "task = load_task(sys.argv[1]); example, = task.example().arguments; "
+        "x = torch.from_numpy(np.fromfile('inputs.bin', np.float32)).reshape(-1, *example.shape[1:]); "
+        "lb.load(sys.argv[2], task.model(), x)(x).numpy().tofile(sys.argv[3])"
+    )
+    (deploy / "batch.py").write_text(
+        (deploy / "example.py").read_text().rsplit("print(", 1)[0]
+        + "y = run(np.fromfile('inputs.bin', np.float32).reshape(-1, *SHAPE))\ny.tofile('outputs.bin')\n".replace(
+            "SHAPE", repr(tuple(x.shape[1:]))
+        )
     )
     ways = {
         "C": ["./main", "inputs.bin", "outputs.bin", "1"],
-        "NumPy and ctypes": [sys.executable, "example.py"],
+        "NumPy and ctypes": [sys.executable, "batch.py"],
         "torch module": [sys.executable, "-P", "-c", code, task, str(pruned), str(folder / "outputs.bin")],
     }
     for way, words in ways.items():
@@ -177,7 +189,7 @@ def _read_outputs(deploy: Path) -> list[int]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", default="digits")
-    parser.add_argument("--pruned", type=Path)
+    parser.add_argument("--pruned", type=lambda path: Path(path).resolve())
     parser.add_argument("--pattern", default="vector:16")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=128)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from latbench.errors import UsageError
@@ -54,6 +57,127 @@ def test_activations_become_part_of_their_layers() -> None:
     assert (chain.shapes[0], chain.shapes[chain.result]) == ((4,), (3,))
 
 
+class Readers(nn.Module):
+    """A layer, and what `read` makes of its result y, with x and a second layer."""
+
+    def __init__(self, read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.fc, self.fc2, self.drop, self.relu = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Dropout(),
+            nn.ReLU(inplace=True),
+        )
+        self._read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._read(self, x, self.fc(x))
+
+
+def count_reads(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    return y + torch.relu(self.drop(y))
+
+
+def flatten_before(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    flat = torch.flatten(y, 1)
+    return flat + torch.relu(y)
+
+
+def flatten_behind(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    z = torch.relu(y)
+    return z + y.flatten(1)
+
+
+def sum_twice(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    z = x + y
+    return torch.relu(self.drop(z)) + z.flatten(1)
+
+
+@pytest.mark.parametrize("read", [count_reads, flatten_before, flatten_behind, sum_twice])
+def test_what_another_name_of_a_value_reads_has_no_activation(read: Callable[..., Tensor]) -> None:
+    chain = trace(Readers(read), 2, 4)
+    assert chain.layers[0].activation is None
+    assert not any(step.relu for step in chain.steps if step.kind == ADD)
+    assert [step.kind for step in chain.steps].count(RELU) == 1
+
+
+def relu_in_place(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    z = self.relu(y)
+    return z + y
+
+
+def add_in_place(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    return self.fc2(y.add_(x)) + y
+
+
+def keep_the_old_name(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    torch.relu_(y.flatten(1))
+    return y
+
+
+def change_the_input(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    z = x
+    z += y
+    return self.fc2(z) + x
+
+
+def read_flat(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+    flat = y.flatten(1)
+    F.relu(y, True)
+    return self.fc2(flat)
+
+
+@pytest.mark.parametrize("read", [relu_in_place, add_in_place, keep_the_old_name, read_flat])
+def test_a_change_in_place_that_others_see_is_refused(read: Callable[..., Tensor]) -> None:
+    with pytest.raises(UsageError, match=r"changes a value in place, which \w+ reads afterwards"):
+        trace(Readers(read), 2, 4)
+
+
+def test_a_change_in_place_that_a_trace_loses_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"what torch\.fx traces gives other results than the model"):
+        trace(Readers(change_the_input), 2, 4)
+
+
+def test_a_change_in_place_that_nobody_else_sees_is_a_step() -> None:
+    def read(self: Readers, x: Tensor, y: Tensor) -> Tensor:
+        y += x
+        return self.fc2(self.relu(y))
+
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    chain = trace_chain(Readers(read).eval(), {}, x)
+    assert [(step.kind, step.relu) for step in chain.steps] == [(LAYER, False), (ADD, True), (LAYER, False)]
+    trace_chain(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)).eval(), {}, x)
+    assert torch.equal(x, before)
+
+
+def test_a_value_keeps_its_shape_beside_its_flat_name() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.conv2 = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+            self.fc = nn.Linear(4 * 20, 4 * 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.fc(y.flatten(1)) + self.conv2(y).flatten(1)
+
+    chain = trace(Both(), 2, 3, 4, 5)
+    image = chain.layers[-1].image
+    assert image is not None and (image.c_in, image.h, image.w) == (4, 4, 5)
+    assert chain.shapes[chain.result] == (80,)
+    flat = trace(nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), 2, 3, 4)
+    assert flat.shapes[0] == (3, 4)
+    assert trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten()), 2, 3, 4, 5).shapes[1] == (80,)
+
+
+def test_a_layer_with_a_hook_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda module, given, result: result + 1)
+    with pytest.raises(UsageError, match="0 has hooks"):
+        trace(model, 2, 4)
+
+
 def test_an_activation_of_a_value_that_others_read_stays_a_step() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -92,6 +216,9 @@ def test_a_layer_sees_each_token_of_an_input() -> None:
         (Residual(), (2, 6), "is no float32 tensor"),
         (Twice(), (2, 6), "calls layer fc twice"),
         (Branch(), (2, 6), "torch.fx cannot trace it"),
+        (Readers(lambda self, x, y: self.fc2(input=y)), (2, 4), "fc2 \\(Linear\\) is not supported"),
+        (Readers(lambda self, x, y: torch.relu(input=y)), (2, 4), "relu is not supported"),
+        (nn.Sequential(nn.Conv2d(3, 4, 1)), (3, 5, 6), "gets an image without a batch"),
         (nn.Sequential(nn.Identity()), (2, 6), "no layer of it computes its result"),
     ],
 )

@@ -64,8 +64,14 @@ def export_layers(
     folder: Path, layers: Sequence[ExportedLayer], levels: Sequence[CpuLevel], sizes: Sequence[int] = (1, 7)
 ) -> ExportedFiles:
     """Export layers for these levels, one and two threads."""
-    compiled = [compile_level(LevelRequest(level, layers, sizes, (1, 2))) for level in levels]
+    of_layers = {each.name: sizes for each in layers}
+    compiled = [compile_level(LevelRequest(level, layers, of_layers, (1, 2))) for level in levels]
     files = ExportedFiles(folder / "liblayers.so", folder / "layers.latbench", compiled)
-    files.packed.write_bytes(build_packed_file(compiled))
-    link_library(files.library, compiled)
+    write_files(files)
     return files
+
+
+def write_files(files: ExportedFiles, sources: Sequence[Path] = ()) -> None:
+    """Write the library, of which these C files are part, and its packed file."""
+    files.packed.write_bytes(build_packed_file(files.levels, sources))
+    link_library(files.library, files.levels, sources)

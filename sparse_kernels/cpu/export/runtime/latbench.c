@@ -10,6 +10,7 @@
 #include "thread_team.h"
 
 enum { SLOTS = 64, MOST_THREADS = 1024, LINE = 64, SHARE_FLOATS = 16384 };
+static const int64_t MOST_FLOATS = PTRDIFF_MAX / (int64_t)sizeof(float);
 
 /* What a call needs for itself. Later calls take it over. */
 typedef struct {
@@ -71,9 +72,11 @@ static void empty_slot(const latbench_model *model, call_slot *slot) {
 
 void latbench_close(latbench_model *model) {
     if (!model) return;
+    /* What is taken still belongs to a call in another thread of a process that forked: it has no one here, and may be
+     * half changed. */
     for (int i = 0; i < SLOTS; i++) {
-        empty_slot(model, &model->slots[i]);
-        free(model->lent[i].memory);
+        if (!atomic_flag_test_and_set(&model->slots[i].taken)) empty_slot(model, &model->slots[i]);
+        if (!atomic_flag_test_and_set(&model->lent[i].taken)) free(model->lent[i].memory);
     }
     unmap_packed_file(&model->file);
     free(model);
@@ -223,14 +226,24 @@ static int run_program(const latbench_model *model, const program_entry *program
     return code;
 }
 
+/* Floats of one token or image, and of its result. */
+static int64_t count_inputs(const layer_entry *layer) {
+    return (int64_t)(layer->kind == LATBENCH_CONV2D ? layer->x[0] * layer->x[1] * layer->x[2] : layer->inputs);
+}
+
+static int64_t count_outputs(const layer_entry *layer) {
+    return (int64_t)(layer->kind == LATBENCH_CONV2D ? layer->y[0] * layer->y[1] * layer->y[2] : layer->outputs);
+}
+
+static int64_t count_more(const layer_entry *layer) {
+    int64_t inputs = count_inputs(layer), outputs = count_outputs(layer);
+    return inputs > outputs ? inputs : outputs;
+}
+
 /* Run any number of tokens or images, the largest exported numbers first. */
 static int run_layer(latbench_model *model, const layer_entry *layer, const float *x, float *y, int64_t size,
                      int threads, latbench_error *error) {
-    int64_t x_each = (int64_t)layer->inputs, y_each = (int64_t)layer->outputs;
-    if (layer->kind == LATBENCH_CONV2D) {
-        x_each = (int64_t)(layer->x[0] * layer->x[1] * layer->x[2]);
-        y_each = (int64_t)(layer->y[0] * layer->y[1] * layer->y[2]);
-    }
+    int64_t x_each = count_inputs(layer), y_each = count_outputs(layer);
     call_slot own, *slot = take_slot(model);
     if (!slot) {
         memset(&own, 0, sizeof own);
@@ -248,11 +261,14 @@ static int run_layer(latbench_model *model, const layer_entry *layer, const floa
     return code;
 }
 
-static int check_call(const void *x, const void *y, int64_t size, int threads, latbench_error *error) {
+/* each: floats of one input or result, the more of both. */
+static int check_call(const void *x, const void *y, int64_t size, int64_t each, int threads, latbench_error *error) {
     set_error(error, LATBENCH_OK, "%s", "");
     if (threads < 1 || threads > MOST_THREADS)
         return set_error(error, LATBENCH_BAD_ARGUMENT, "threads must be 1 to %d, not %d", MOST_THREADS, threads);
     if (size < 0) return set_error(error, LATBENCH_BAD_ARGUMENT, "there cannot be %lld inputs", (long long)size);
+    if (size > MOST_FLOATS / each)
+        return set_error(error, LATBENCH_BAD_ARGUMENT, "%lld inputs are more than memory can have", (long long)size);
     if (size && (!x || !y)) return set_error(error, LATBENCH_BAD_ARGUMENT, "x and y must not be NULL");
     return LATBENCH_OK;
 }
@@ -268,7 +284,7 @@ int latbench_linear(latbench_model *model, int layer, const float *x, int64_t to
         return set_error(error, LATBENCH_BAD_ARGUMENT,
                          "layer %s takes %lld features and gives %lld, not %lld and %lld", name,
                          (long long)entry->inputs, (long long)entry->outputs, (long long)features, (long long)outputs);
-    int code = check_call(x, y, tokens, threads, error);
+    int code = check_call(x, y, tokens, count_more(entry), threads, error);
     return code ? code : run_layer(model, entry, x, y, tokens, threads, error);
 }
 
@@ -284,8 +300,8 @@ int latbench_conv2d(latbench_model *model, int layer, const float *x, int64_t ba
                          "layer %s was exported for images of %lldx%lldx%lld, not %lldx%lldx%lld", name,
                          (long long)entry->x[0], (long long)entry->x[1], (long long)entry->x[2], (long long)channels,
                          (long long)height, (long long)width);
-    int code = check_call(x, y, batch, threads, error);
-    int64_t each = (int64_t)(entry->y[0] * entry->y[1] * entry->y[2]);
+    int code = check_call(x, y, batch, count_more(entry), threads, error);
+    int64_t each = count_outputs(entry);
     if (!code && batch && y_size / batch < each)
         return set_error(error, LATBENCH_BAD_ARGUMENT, "layer %s gives %lld floats an image: y has room for %lld", name,
                          (long long)each, (long long)y_size);
@@ -295,7 +311,7 @@ int latbench_conv2d(latbench_model *model, int layer, const float *x, int64_t ba
 typedef struct { const float *a, *b; float *y; int64_t size; int relu; int64_t parts; } add_job;
 
 #ifdef __x86_64__
-__attribute__((target_clones("avx512f", "avx2", "default")))
+__attribute__((target("avx2"))) /* of every CPU level, so of every machine that opens a model */
 #endif
 static void add_floats(const float *a, const float *b, float *y, int64_t size, int relu) {
     for (int64_t i = 0; i < size; i++) {
@@ -312,7 +328,7 @@ static void add_part(void *given, int64_t part) {
 
 int latbench_add(latbench_model *model, const float *a, const float *b, float *y, int64_t size, int relu, int threads,
                  latbench_error *error) {
-    int code = check_call(a, y, size, threads, error);
+    int code = check_call(a, y, size, 1, threads, error);
     if (code) return code;
     int64_t parts = size / SHARE_FLOATS < threads ? size / SHARE_FLOATS : threads;
     add_job job = {a, b, y, size, relu, parts < 1 ? 1 : parts};
@@ -329,7 +345,7 @@ static float *allocate_floats(int64_t floats) {
 }
 
 float *latbench_borrow(latbench_model *model, int64_t floats, latbench_error *error) {
-    if (floats < 0 || floats >> 58) {
+    if (floats < 0 || floats > MOST_FLOATS) {
         set_error(error, LATBENCH_BAD_ARGUMENT, "there is no memory of %lld floats", (long long)floats);
         return NULL;
     }
@@ -339,7 +355,8 @@ float *latbench_borrow(latbench_model *model, int64_t floats, latbench_error *er
             lent_memory *each = model->lent + i;
             if (atomic_flag_test_and_set_explicit(&each->taken, memory_order_acquire)) continue;
             if (each->floats < floats && growing) {
-                free(each->memory);
+                /* First out of the slot: once freed, the address may be another call's, which gives it back. */
+                free(atomic_exchange(&each->memory, NULL));
                 each->memory = allocate_floats(floats);
                 each->floats = each->memory ? floats : 0;
             }

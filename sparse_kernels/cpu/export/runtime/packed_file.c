@@ -74,6 +74,11 @@ static int fits(const packed_file *file, uint64_t place, uint64_t count, uint64_
     return place % 8 == 0 && place <= size && count <= size / each && count * each <= size - place;
 }
 
+/* Whether a text of this length and the zero behind it lie in the section. */
+static int holds_text(const packed_file *file, uint64_t place, uint64_t length) {
+    return length < file->head->bytes && fits(file, place, length + 1, 1) && !file->section[place + length];
+}
+
 static int check_varying(const step_entry *step, const program_entry *program, const varying_entry *each) {
     if (each->word >= step->words) return 0;
     if (each->where >= PLACE_BUFFER) return each->where - PLACE_BUFFER < program->buffer_count;
@@ -98,16 +103,17 @@ static int check_step(const packed_file *file, const program_entry *program, con
     return 1;
 }
 
-static int check_program(const packed_file *file, const program_entry *program) {
+static int check_program(packed_file *file, const program_entry *program) {
     if (program->size == 0 || program->size >> 40 || program->threads == 0 || program->scratch_bytes >> 44 ||
-        !fits(file, program->kernel, program->kernel_length + 1, 1) ||
+        !holds_text(file, program->kernel, program->kernel_length) ||
         !fits(file, program->buffers, program->buffer_count, sizeof(buffer_entry)) ||
-        !fits(file, program->steps, program->step_count, sizeof(step_entry)) ||
-        file->section[program->kernel + program->kernel_length])
+        !fits(file, program->steps, program->step_count, sizeof(step_entry)))
         return 0;
     const buffer_entry *buffers = (const buffer_entry *)(file->section + program->buffers);
     for (uint64_t i = 0; i < program->buffer_count; i++) {
-        if (buffers[i].bytes >> 44 || buffers[i].kept > file->head->kept) return 0;
+        if (buffers[i].bytes >> 44) return 0;
+        /* Each kept buffer is one program's, numbered in the order of the tables: no other one is as long. */
+        if (buffers[i].kept && buffers[i].kept != ++file->kept) return 0;
         if (!buffers[i].kept && (buffers[i].place > program->scratch_bytes ||
                                  buffers[i].bytes > program->scratch_bytes - buffers[i].place))
             return 0;
@@ -118,16 +124,18 @@ static int check_program(const packed_file *file, const program_entry *program) 
     return 1;
 }
 
-static int check_layer(const packed_file *file, const layer_entry *layer) {
+static int check_layer(packed_file *file, const layer_entry *layer) {
     uint64_t most = 1ULL << 31;
     if ((layer->kind != LATBENCH_LINEAR && layer->kind != LATBENCH_CONV2D) || layer->outputs == 0 ||
         layer->outputs > most || layer->inputs == 0 || layer->inputs > most || layer->program_count == 0 ||
-        !fits(file, layer->name, layer->name_length + 1, 1) || file->section[layer->name + layer->name_length] ||
+        !holds_text(file, layer->name, layer->name_length) ||
         !fits(file, layer->bias, layer->outputs, 4) ||
         !fits(file, layer->programs, layer->program_count, sizeof(program_entry)))
         return 0;
     for (int i = 0; i < 3; i++)
-        if (layer->x[i] > 1 << 20 || layer->y[i] > 1 << 20) return 0;
+        if (layer->x[i] > 1 << 20 || layer->y[i] > 1 << 20 ||
+            (layer->kind == LATBENCH_CONV2D && (layer->x[i] == 0 || layer->y[i] == 0)))
+            return 0;
     if (layer->kind == LATBENCH_CONV2D && layer->y[0] != layer->outputs) return 0;
     const program_entry *programs = (const program_entry *)(file->section + layer->programs);
     int first = 0; /* whether one image or token can be run, so that any number can */
@@ -154,7 +162,7 @@ static int check_section(packed_file *file) {
     const layer_entry *layers = (const layer_entry *)(file->section + file->head->layers);
     for (uint64_t i = 0; i < file->head->layer_count; i++)
         if (!check_layer(file, layers + i)) return 0;
-    return 1;
+    return file->kept == file->head->kept;
 }
 
 /* Take the level of this name, or the last one that this machine has. */
@@ -181,7 +189,7 @@ static int choose_level(packed_file *file, const char *path, const char *name, l
 int map_packed_file(const char *path, const char *level, packed_file *file, latbench_error *error) {
     struct stat facts;
     memset(file, 0, sizeof *file);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK /* or a pipe waits for a writer */);
     if (descriptor < 0 || fstat(descriptor, &facts)) {
         int reason = errno;
         if (descriptor >= 0) close(descriptor);

@@ -40,6 +40,7 @@ typedef struct {
     const level_entry *level;
     const unsigned char *section;
     const section_head *head;
+    uint64_t kept; /* kept buffers that were checked */
 } packed_file;
 
 /* Map a file, check all of it, and take a level. Returns a code; what it maps `unmap_packed_file` gives back. */

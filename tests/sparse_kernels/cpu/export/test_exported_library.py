@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exported_cases import ExportedFiles, build_image_layer, build_int8, build_linear, export_layers
+from forked_processes import start_child, wait_for
 
 from sparse_kernels import Conv2dShape, oracle
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
@@ -162,7 +162,7 @@ def test_code_of_a_level_uses_no_instruction_beyond_it(tmp_path: Path) -> None:
     beyond = {"x86-64-v3": r"%zmm|%k[1-7]", "x86-64-v4": r"vpdpbusd|vdpbf16ps", "x86-64-v4-vnni-bf16": "vpdpwsud|tdp"}
     uses = {"x86-64-v3": r"%ymm", "x86-64-v4": r"%zmm", "x86-64-v4-vnni-bf16": r"vpdpbusd[^z]*%zmm"}
     for level in list_host_levels():
-        compiled = compile_level(LevelRequest(level, layers, (1, 64), (1,)))
+        compiled = compile_level(LevelRequest(level, layers, {"int8": (1, 64), "pairs": (1, 64)}, (1,)))
         text = ""
         for number, each in enumerate(compiled.objects):
             path = tmp_path / f"{number}.o"
@@ -199,15 +199,10 @@ def test_a_forked_process_goes_on_with_an_open_model(library: ExportedLibrary, r
     layer = some_layers()[1]
     x = draw_input(rng, layer, 16)
     expected = run_layer(library, layer, x, 2)  # the threads of the parent have started
-    children = []
-    for _ in range(4):
-        child = os.fork()
-        if child == 0:  # nothing of the test may run on in the child
-            right = all(np.array_equal(run_layer(library, layer, x, 2), expected) for _ in range(20))
-            os._exit(0 if right else 1)
-        children.append(child)
+    same = lambda: np.array_equal(run_layer(library, layer, x, 2), expected)  # noqa: E731
+    children = [start_child(lambda: all(same() for _ in range(20))) for _ in range(4)]
     assert np.array_equal(run_layer(library, layer, x, 2), expected)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert [wait_for(child) for child in children] == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -233,6 +228,32 @@ def test_a_layer_of_the_other_kind_is_refused(library: ExportedLibrary) -> None:
         library.conv2d("linear", np.zeros((1, 1, 1, 37), np.float32))
     with pytest.raises(LibraryError, match="is a convolution: call latbench_conv2d"):
         library.linear("conv", np.zeros((1, 37), np.float32))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("linear", (37,)), ("linear", (2, 3, 37)), ("conv", (5, 9, 7))])
+def test_an_input_of_other_dimensions_is_refused(library: ExportedLibrary, name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(LibraryError, match=f"x has {len(shape)} dimensions") as caught:
+        (library.linear if name == "linear" else library.conv2d)(name, np.zeros(shape, np.float32))
+    assert caught.value.code == BAD_ARGUMENT
+
+
+@pytest.mark.parametrize(("size", "threads"), [(0, 1), (-1, 1), (1, 0)])
+def test_no_kernel_runs_no_tokens(library: ExportedLibrary, size: int, threads: int) -> None:
+    with pytest.raises(LibraryError, match=f"no kernel runs {size} tokens or images in {threads} threads"):
+        library.name_kernel("linear", size, threads)
+
+
+def test_a_closed_model_is_refused(files: ExportedFiles) -> None:
+    closed = ExportedLibrary(files.library, files.packed)
+    closed.close()
+    closed.close()
+    x, image = np.zeros((1, 37), np.float32), np.zeros((1, 5, 9, 7), np.float32)
+    for use in (
+        lambda: closed.level, lambda: closed.layers, lambda: closed.linear("linear", x), lambda: closed.run(x, (53,)),
+        lambda: closed.conv2d("conv", image), lambda: closed.name_kernel("linear", 1),
+    ):  # fmt: skip
+        with pytest.raises(LibraryError, match="the model is closed"):
+            use()
 
 
 def test_a_model_says_its_layers_and_kernels(library: ExportedLibrary) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from exported_cases import ExportedFiles, build_linear, export_layers
+from exported_cases import ExportedFiles, build_image_layer, build_linear, export_layers
 
+from sparse_kernels import Conv2dShape
 from sparse_kernels.cpu.export.checksum import ROW_BYTES, compute_checksum
 from sparse_kernels.cpu.export.cpu_levels import FEATURE_BITS, list_host_levels
 from sparse_kernels.cpu.export.exported_library import BAD_ARGUMENT, BAD_FILE, ExportedLibrary, LibraryError
-from sparse_kernels.cpu.export.packed_weights import seal
+from sparse_kernels.cpu.export.layer_programs import ExportedLayer
+from sparse_kernels.cpu.export.packed_weights import build_packed_file, seal
 
 UNUSABLE = 3
 FILES = 200
@@ -24,9 +28,18 @@ if not list_host_levels():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> ExportedFiles:
-    """A layer, exported for the least level."""
-    layer = build_linear(np.random.default_rng(49), "linear", "vector:8", (24, 30))
-    return export_layers(tmp_path_factory.mktemp("packed"), [layer], list_host_levels()[:1])
+    """Two layers, exported for the least level."""
+    return export_layers(tmp_path_factory.mktemp("packed"), some_layers(), list_host_levels()[:1])
+
+
+def some_layers() -> list[ExportedLayer]:
+    """A linear layer, and a convolution that keeps the padding of its images."""
+    rng = np.random.default_rng(49)
+    shape = Conv2dShape(1, 5, 9, 7, 24, 3, 3, padding=(1, 1))
+    return [
+        build_linear(rng, "linear", "vector:8", (24, 30)),
+        build_image_layer(rng, "conv", "vector:8", shape),
+    ]
 
 
 def refuse(files: ExportedFiles, path: Path, level: str | None = None) -> LibraryError:
@@ -46,9 +59,12 @@ def write_words(files: ExportedFiles, path: Path, words: dict[int, int], sealed:
 
 
 def test_two_files_of_the_same_layers_are_equal(files: ExportedFiles, tmp_path: Path) -> None:
-    layer = build_linear(np.random.default_rng(49), "linear", "vector:8", (24, 30))
-    again = export_layers(tmp_path, [layer], list_host_levels()[:1])
-    assert again.packed.read_bytes() == files.packed.read_bytes()
+    """With kernels from the cache, which `files` has filled: fresh code has other names."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        export_layers(folder, some_layers(), list_host_levels()[:1])
+    assert (first / "layers.latbench").read_bytes() == (second / "layers.latbench").read_bytes()
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 4095, 4096, -ROW_BYTES, -1])
@@ -117,6 +133,59 @@ def test_another_version_is_refused(files: ExportedFiles, tmp_path: Path) -> Non
 def test_the_file_of_another_library_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
     error = refuse(files, write_words(files, tmp_path / "layers", {4: 1}))
     assert (error.code, "the library is of another export" in str(error)) == (BAD_FILE, True)
+
+
+def test_the_file_of_other_code_or_layers_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
+    """The kernels are the same; what calls them, or which layers they are of, is not."""
+    source = tmp_path / "model.c"
+    source.write_text("int one_model;\n")
+    (level,) = files.levels
+    renamed = replace(level, layers=[each.replace("linear", "stem") for each in level.layers])
+    assert renamed.layers != level.layers
+    for number, content in enumerate((build_packed_file([level], [source]), build_packed_file([renamed]))):
+        path = tmp_path / str(number)
+        path.write_bytes(content)
+        assert "the library is of another export" in str(refuse(files, path))
+
+
+def find_words(words: np.ndarray) -> tuple[int, list[int]]:
+    """Return the words at which the section and the programs of all its layers begin."""
+    section = int(words[13]) // 8
+    layers, programs = section + int(words[section + 2]) // 8, []
+    for layer in range(layers, layers + 16 * int(words[section + 1]), 16):
+        first = section + int(words[layer + 13]) // 8
+        programs += range(first, first + 10 * int(words[layer + 14]), 10)
+    return section, programs
+
+
+def test_a_text_without_an_end_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
+    """Lengths of which one more is 0, and one that leads out of the section."""
+    words = np.frombuffer(files.packed.read_bytes(), np.uint64)
+    section, programs = find_words(words)
+    layer = section + int(words[section + 2]) // 8
+    assert words[section:].tobytes()[int(words[layer]) :][: int(words[layer + 1])] == b"linear"
+    for at in (layer + 1, programs[0] + 3):
+        for length in (2**64 - 1, int(words[section + 4])):
+            error = refuse(files, write_words(files, tmp_path / "layers", {at: length}))
+            assert (error.code, "contradict each other" in str(error)) == (BAD_FILE, True)
+
+
+def test_a_kept_buffer_of_two_programs_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
+    """Two programs may need more and less of it."""
+    words = np.frombuffer(files.packed.read_bytes(), np.uint64)
+    section, programs = find_words(words)
+    kept = []
+    for program in programs:
+        buffers = section + int(words[program + 4]) // 8
+        kept += [at + 1 for at in range(buffers, buffers + 4 * int(words[program + 5]), 4) if words[at + 1]]
+    assert [int(words[at]) for at in kept] == [*range(1, int(words[section + 3]) + 1)] and len(kept) > 1
+    error = refuse(files, write_words(files, tmp_path / "layers", {kept[1]: 1}))
+    assert (error.code, "contradict each other" in str(error)) == (BAD_FILE, True)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(files: ExportedFiles, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert refuse(files, tmp_path / "pipe").code == BAD_FILE
 
 
 def test_a_level_that_the_machine_lacks_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
