@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -464,7 +463,7 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
     column_places = locate_columns(one, widen(target), x, y)
     cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
-    vectors = shape.batch * grid.x_starts.size / numba.get_num_threads()
+    vectors = shape.batch * grid.x_starts.size / count_threads()
     if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
     # The gain is twice the speed at most. It is less where longer vectors cover the image less well, or reach beyond

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,6 +59,7 @@ from sparse_kernels.cpu.layouts.vector_grid import (
     build_token_blocked_grid,
 )
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_to_cache_line, give_back
+from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.formats import DenseWeight, Packed, round_packed
 from sparse_kernels.formats.int8 import Int8Weight
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS
@@ -118,7 +118,7 @@ class LinearLayer(NamedTuple):
 
 def describe_layer(packed: Packed, layout: str, n: int, precision: str = "float32") -> LinearLayer:
     """Return what the choice of a kernel needs to know of a layer, worked out once; threads are Numba's of now."""
-    return LinearLayer(packed, layout, n, precision, count_group_rows(packed), numba.get_num_threads())
+    return LinearLayer(packed, layout, n, precision, count_group_rows(packed), count_threads())
 
 
 @dataclass(frozen=True, eq=False)

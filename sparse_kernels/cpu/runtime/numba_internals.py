@@ -115,10 +115,12 @@ def serialize(value: Any) -> bytes:
 
 
 def find_thread_counter() -> Callable[[], int]:
-    """Return the function that counts Numba's threads without taking its locks; the public one where it is gone."""
+    """Return the function that counts Numba's threads without taking its locks; the public one where it is gone.
+
+    The quick one takes for granted that the threads have started.
+    """
     from numba.np.ufunc import parallel
 
-    numba.get_num_threads()  # starts the threads, which the quick function takes for granted
     return getattr(parallel, "_get_num_threads", numba.get_num_threads)
 
 

@@ -39,6 +39,7 @@ def count_threads() -> int:
     """
     global _ask
     if _ask is None:
+        start_threads()
         _ask = find_thread_counter()
     return _ask()
 
@@ -56,9 +57,24 @@ _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 @cache
-def link_openmp() -> bool:
-    """Start Numba's threads, which kernels take for granted, and let kernels call GNU's OpenMP if they are its."""
+def start_threads() -> None:
+    """Start Numba's threads, which kernels take for granted.
+
+    In an OpenMP that torch shares, Numba then sets its own number for the calling thread. The number that the caller
+    has set is put back: kernels of torch modules follow `torch.set_num_threads`.
+    """
+    seen = ctypes.CDLL(None)
+    shared = all(hasattr(seen, name) for name in ("omp_get_max_threads", "omp_set_num_threads"))
+    wanted = seen.omp_get_max_threads() if shared else 0
     numba.get_num_threads()
+    if shared:
+        seen.omp_set_num_threads(wanted)
+
+
+@cache
+def link_openmp() -> bool:
+    """Start Numba's threads, and let kernels call GNU's OpenMP if they are its."""
+    start_threads()
     # Look where the loader looks. Torch shows its own OpenMP to all, and a second pool beside it would compete with
     # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
     seen = ctypes.CDLL(None)

@@ -136,9 +136,9 @@ def test_a_function_without_a_wrapper_is_called_by_compiled_code_alone() -> None
 
 
 def test_the_quick_count_of_threads_is_the_slow_one() -> None:
+    before = numba.get_num_threads()  # starts them
     count = numba_internals.find_thread_counter()
     assert count is not numba.get_num_threads, "numba.np.ufunc.parallel has no _get_num_threads: calls take longer"
-    before = numba.get_num_threads()
     try:
         for threads in range(1, before + 1):
             numba.set_num_threads(threads)
