@@ -35,9 +35,10 @@ def variables(text: str) -> set[str]:
 
 
 def test_every_variable_of_latbench_has_its_row() -> None:
+    of_c = variables((ROOT / "sparse_kernels/cpu/export/runtime/latbench.h").read_text())  # no variables of a shell
     files = [ROOT / "Makefile", ROOT / "tests/conftest.py"]
     files += [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
-    read = {name for path in files for name in variables(path.read_text())}
+    read = {name for path in files for name in variables(path.read_text())} - of_c
     page = (DOCS / "reference" / "environment_variables.md").read_text()
     assert read == variables(page) >= {"LATBENCH_CACHE", "LATBENCH_LOCKS"}
 

@@ -70,7 +70,7 @@ def test_a_good_file_is_read(kind: str, tmp_path: Path) -> None:
         ("limits", "a: 0.5", "a: 0.5, a: 0.6", "", "'a' is given twice"),
         ("recipe", "steps: 3", "steps: 3\nsteps: 3", "", "'steps' is given twice"),
         # an unknown key
-        ("workload", "name: w", "nam: w", "unknown key 'nam' (name?)", "known are name, source, layers"),
+        ("workload", "name: w", "nam: w", "unknown key 'nam' (name?)", "known are name, source, standard, layers"),
         ("workload", "m: 3", "mm: 3", "layer 'a': unknown key 'mm' (m?)", "known are name, op, count, m, k, n"),
         ("limits", "minimum", "min", "unknown key 'min' (minimum?)", "known are tied, tied_in_each, fixed, minimum,"),
         ("recipe", "steps", "step", "unknown key 'step' (steps?)", "known are method, settings, start, steps,"),

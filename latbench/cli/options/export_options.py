@@ -31,8 +31,8 @@ ExportBatches = Annotated[
         "--batch",
         metavar="COUNT,...",
         callback=split_list,
-        help="Batches for which kernels are chosen, beside 1. Others run as sums of them. Default: the batch of the "
-        "task's example.",
+        help="Batches for which kernels are chosen beside 1, comma-separated or repeated. Others run as sums "
+        "of them. Default: the batch of the task's example.",
     ),
 ]
 ExportThreads = Annotated[
@@ -41,6 +41,7 @@ ExportThreads = Annotated[
         "--threads",
         metavar="COUNT,...",
         callback=split_list,
-        help="Numbers of threads for which work is split, beside 1. Default: the threads of the profile.",
+        help="Numbers of threads for which work is split beside 1, comma-separated or repeated. Default: the threads "
+        "of the profile.",
     ),
 ]
