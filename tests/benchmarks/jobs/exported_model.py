@@ -67,15 +67,15 @@ def prune_by_magnitude(folder: Path, task: Task, pattern: str, sparsity: float) 
         masks[name] = torch.from_numpy(parse(pattern).mask(matrix.square().numpy(), sparsity))
         set_weight_matrix(module, torch.where(masks[name], matrix, 0.0))
     choices = {name: LayerChoice(pattern, sparsity, 1e-3, 1e-3, 1e-3, 0.0) for name in layers}
-    numbers = dict.fromkeys([
+    facts: dict[str, Any] = dict.fromkeys([  # of a search that there was not
         "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
         "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
         "confidence", "additivity_before", "additivity_after", "target",
     ], 1.0)  # fmt: skip
-    texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "inputs"], "none")
+    facts |= dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "inputs"], "none")
     profile = Profile(
         task=task.name, layers=choices, backend="numba", threads=torch.get_num_threads(), batch=1, ceiling=None,
-        seed=0, model_hash=hash_model(model), **numbers, **texts,
+        seed=0, model_hash=hash_model(model), **facts,
     )  # fmt: skip
     save_pruned(folder, model, masks, profile, {"task": task.name})
     return folder
@@ -83,7 +83,8 @@ def prune_by_magnitude(folder: Path, task: Task, pattern: str, sparsity: float) 
 
 def compare_calls(task: str, pruned: Path, deploy: Path, batch: int, threads: int, rounds: int) -> None:
     """Time both in turns, and print the medians."""
-    context, found = get_context("spawn"), {}
+    context = get_context("spawn")
+    found: dict[str, list[float]] = {}
     workers = {}
     for side, work in (("torch module", serve_module), ("C library", serve_library)):
         here, there = context.Pipe()
@@ -176,7 +177,8 @@ def compare_starts(task: str, pruned: Path, deploy: Path, batch: int, folder: Pa
 def _repeat(task: Task, batch: int) -> torch.Tensor:
     """Return the task's example, repeated or cut to a batch."""
     (x,) = task.example().arguments
-    return x.repeat(-(-batch // len(x)), *[1] * (x.ndim - 1))[:batch].contiguous()
+    repeated: torch.Tensor = x.repeat(-(-batch // len(x)), *[1] * (x.ndim - 1))[:batch]
+    return repeated.contiguous()
 
 
 def _read_outputs(deploy: Path) -> list[int]:
