@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -86,6 +87,29 @@ def is_left_behind(path: Path) -> bool:
     """
     named = re.search(r"\.(\d{1,9})(\.\w+)?\.tmp$", path.name)
     return named is not None and (int(named[1]) == os.getpid() or not psutil.pid_exists(int(named[1])))
+
+
+def list_hidden_siblings(folder: Path, ending: str) -> list[Path]:
+    """List the hidden files beside the folder: the folder's name between dots, then the regular expression."""
+    name = re.compile(rf"\.{re.escape(folder.name)}\.{ending}")
+    return [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
+
+
+@contextlib.contextmanager
+def stage_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`, whose files the caller moves into it; remove it at the end.
+
+    The parents are made, and what killed processes left behind is removed. Its name is new each time: a process that
+    has loaded a library gets the same one again from the same path. Raises OSError where the disk refuses.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in filter(is_left_behind, list_hidden_siblings(folder, r"\d+(\.\w+)?\.tmp")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(".tmp", f".{folder.name}.{os.getpid()}.", folder.parent))
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_left_behind(folder: Path, name: str = "*") -> None:

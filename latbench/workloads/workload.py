@@ -172,10 +172,12 @@ def _select_tokens(workload: Workload, tokens: int) -> Workload:
     """Return the layers of a workload on one of its token counts."""
     counts = workload.token_counts
     if tokens not in counts:
-        which = f"is for {_join(counts)} tokens" if counts else "has one shape for each layer"
-        raise UsageError(
-            f"workload {workload.name} {which}, not for {tokens}: copy its file and list the count there (n: [...])"
+        which = (
+            f"the token counts {_join(counts)}, not {tokens}"
+            if counts
+            else f"no token counts, so there is no @{tokens}"
         )
+        raise UsageError(f"workload {workload.name} lists {which}: copy its file, and list {tokens} there (n: [...])")
     layers = tuple(layer for layer in workload.layers if layer.shape.n == tokens)
     return replace(workload, name=f"{workload.name}{AT}{tokens}", layers=layers)
 

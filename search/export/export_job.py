@@ -13,11 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latbench.base.files import hash_file, is_left_behind
+from latbench.base.files import hash_file, stage_folder
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.artifacts.profile import read_profile
 from search.export.chain_source import (
@@ -37,7 +34,7 @@ from search.export.chain_source import (
     generate_python_example,
 )
 from search.export.model_chain import ModelChain, trace_chain
-from search.pruning.storage.model_folder import list_hidden_siblings, load_pruned
+from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
@@ -257,14 +254,12 @@ def _check_results(
     facts: the CPU levels and numbers of threads.
     """
     worst = 0.0
-    for level, threads in itertools.product(facts["levels"], facts["threads"]):
-        for x in inputs:
-            try:
-                library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
+    for level in facts["levels"]:
+        with _explain_refusals():
+            library = ExportedLibrary(folder / LIBRARY, folder / PACKED, level)
+        for threads, x in itertools.product(facts["threads"], inputs):
+            with _explain_refusals():
                 found = torch.from_numpy(library.run(x.numpy(), chain.shapes[chain.result], threads))
-            except LibraryError as error:
-                kind = EnvironmentUnusable if error.code == UNUSABLE else RuntimeError
-                raise kind(f"the exported model does not run: {error}") from error
             right, apart = results.compare(found, x)
             if not right:
                 raise RuntimeError(
@@ -304,6 +299,16 @@ def _write_manifest(folder: Path, chain: ModelChain, facts: dict[str, Any]) -> d
 
 
 @contextmanager
+def _explain_refusals() -> Iterator[None]:
+    """Turn what the library refuses into a sentence."""
+    try:
+        yield
+    except LibraryError as error:
+        kind = EnvironmentUnusable if error.code == UNUSABLE else RuntimeError
+        raise kind(f"the exported model does not run: {error}") from error
+
+
+@contextmanager
 def _explain_writes(output: Path) -> Iterator[None]:
     """Turn what the disk refuses into a sentence."""
     try:
@@ -318,18 +323,11 @@ def _replace_folder(output: Path) -> Iterator[Path]:
 
     Each is renamed, so a process that has the old ones open keeps them.
     """
-    with _explain_writes(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in filter(is_left_behind, list_hidden_siblings(output, r"\d+\.\w+\.tmp")):
-            shutil.rmtree(leftover, ignore_errors=True)
-        # A name of its own each time: a process gets the library that it has loaded from this path before.
-        prefix = f".{output.name}.{os.getpid()}."
-        temporary = Path(tempfile.mkdtemp(".tmp", prefix, output.parent))
-    try:
+    with ExitStack() as stack:
+        with _explain_writes(output):
+            temporary = stack.enter_context(stage_folder(output))
         yield temporary
         with _explain_writes(output):
             output.mkdir(exist_ok=True)
             for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
                 path.replace(output / path.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

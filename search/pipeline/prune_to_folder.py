@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latbench.base.files import hash_file, is_left_behind
+from latbench.base.files import hash_file, is_left_behind, list_hidden_siblings
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
 from search.check_task import check_task
@@ -102,7 +102,7 @@ def _prune(
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts, result.quantizations)
     # Checkpoints of earlier recipes go, too.
-    for left in model_folder.list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
+    for left in list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
         if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True

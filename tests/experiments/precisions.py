@@ -1,7 +1,7 @@
 """Accuracy at the same measured time: profiles in float32 beside profiles that mix float32 and eight bits.
 
     python tests/experiments/precisions.py tests/tasks/resnet20.py -o FOLDER [--float32 1.2,1.5,2]
-        [--mixed 1.1,1.4,1.8] [--seeds 3] [--evaluations 200]
+        [--mixed 0.8,0.95,1.1] [--seeds 3] [--evaluations 200]
 
 Layers are timed as `latbench run --precision int8` times them. Then profiles are searched in float32 alone, for
 speedups over the fastest dense engine in float32, and in float32 and eight bits, for speedups over the fastest dense
@@ -151,11 +151,20 @@ def compare(outcomes: Sequence[Outcome]) -> None:
         gains.append(gain)
         ratios.append(ratio)
         print(
-            f"{one.wanted.name:>28} {1e3 * one.seconds:8.3f} {one.score:8.4f} {gain:+17.4f} {ratio:8.2f}x", flush=True
+            f"{one.wanted.name:>28} {1e3 * one.seconds:8.3f} {one.score:8.4f} {format_known(gain, '+.4f'):>17} "
+            f"{format_known(ratio, '.2f'):>9}",
+            flush=True,
         )
+    middle, share = (float(np.nanmedian(each)) if not np.isnan(each).all() else np.nan for each in (gains, ratios))
     print(
-        f"median gain at the same time {np.nanmedian(gains):+.4f}, time at the same score {np.nanmedian(ratios):.2f}x"
+        f"median gain at the same time {format_known(middle, '+.4f')}, speedup at the same score "
+        f"{format_known(share, '.2f')}"
     )
+
+
+def format_known(number: float, form: str) -> str:
+    """A number as text; `none` where no mixed profile is as fast, or as good."""
+    return "none" if np.isnan(number) else format(number, form)
 
 
 def numbers(text: str) -> list[float]:
@@ -168,7 +177,7 @@ def main() -> None:
     parser.add_argument("task")
     parser.add_argument("-o", "--output", required=True, type=Path)
     parser.add_argument("--float32", type=numbers, default=[1.2, 1.5, 2.0])
-    parser.add_argument("--mixed", type=numbers, default=[1.1, 1.4, 1.8])
+    parser.add_argument("--mixed", type=numbers, default=[0.8, 0.95, 1.1])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--evaluations", type=int, default=200)
     given = parser.parse_args()

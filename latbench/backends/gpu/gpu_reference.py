@@ -5,6 +5,7 @@ torch does the products, our kernels the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,12 +107,12 @@ def _build_byte_product(dtype: str) -> Call | None:
     size = gpu_ceilings.PRODUCT_SIZE
     left, right = (torch.zeros(size, size, dtype=torch.int8, device="cuda") for _ in range(2))
     if dtype == INT8:
-        call: Call = lambda: torch._int_mm(left, right.t())  # noqa: E731
+        call: Call = functools.partial(torch._int_mm, left, right.t())
     else:
         left, right = (each.view(torch.float8_e4m3fn) for each in (left, right))
         one = torch.ones((), device="cuda")
-        call = lambda: torch._scaled_mm(  # noqa: E731
-            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        call = functools.partial(
+            torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     try:
         call()

@@ -49,7 +49,7 @@ def _read_counts(option: str, texts: list[str] | None) -> list[int] | None:
     if texts is None:
         return None
     if wrong := [text for text in texts if not (text.isascii() and text.isdigit()) or int(text) < 1]:
-        raise UsageError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}")
+        raise UsageError(f"{option} takes whole numbers of at least 1, not {wrong[0]!r}")
     return [int(text) for text in texts]
 
 

@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
-from latbench.base.files import hash_file, is_left_behind, write_text_atomically
+from latbench.base.files import hash_file, stage_folder, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.pruning.storage.tied_tensors import find_tied, read_state, separate_tensors
@@ -98,19 +95,12 @@ def save_pruned(
     model, _ = unwrap_model(model)
     check_writable(folder := Path(folder).resolve())
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in filter(is_left_behind, list_hidden_siblings(folder, r"\d+\.tmp")):  # of an interrupted write
-            shutil.rmtree(leftover, ignore_errors=True)
-        temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
-        temporary.mkdir()
-        try:
+        with stage_folder(folder) as temporary:
             manifest = _write_files(temporary, model, masks, profile, facts, quantizations)
             folder.mkdir(exist_ok=True)
             (folder / PACKED).unlink(missing_ok=True)  # it holds the old weights
             for name in (*FILES, "manifest.json"):
                 (temporary / name).replace(folder / name)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise EnvironmentUnusable(f"cannot write {folder}: {error}") from error
     return manifest
@@ -264,12 +254,6 @@ def is_pruned(folder: Path) -> bool:
         return isinstance(manifest["version"], int) and set(FILES) <= set(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def list_hidden_siblings(folder: Path, ending: str) -> list[Path]:
-    """List the hidden files beside the folder: the folder's name between dots, then the regular expression."""
-    name = re.compile(rf"\.{re.escape(folder.name)}\.{ending}")
-    return [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def is_unchanged(folder: Path, inputs: str) -> bool:

@@ -129,11 +129,11 @@ def test_a_token_count_selects_layers_of_any_file(tmp_path: Path) -> None:
     path.write_text(GOOD.replace("n: 7", "n: [7, 3]"))
     assert [layer.shape.n for layer in read_workload(path).layers[:2]] == [7, 3]
     assert read_workload(f"{path}@3").shapes() == {"a": LinearShape(3, 5, 3)}
-    with pytest.raises(UsageError, match="is for 3, 7 tokens, not for 5"):
+    with pytest.raises(UsageError, match="lists the token counts 3, 7, not 5: copy its file, and list 5 there"):
         read_workload(f"{path}@5")
     with pytest.raises(UsageError, match=r"is for 3, 7 tokens, and each layer needs one shape here.*two@3"):
         read_workload(path).shapes()
-    with pytest.raises(UsageError, match="has one shape for each layer, not for 16"):
+    with pytest.raises(UsageError, match="lists no token counts, so there is no @16"):
         read_workload("bert-base@16")
     with pytest.raises(UsageError, match="unknown workload 'llama-4'"):
         read_workload("llama-4@16")

@@ -224,9 +224,9 @@ def test_a_level_that_does_not_compile_is_no_missed_promise(
     [
         ({"to": "java"}, UsageError, "unknown form 'java': known are c"),
         ({"level": ["x86-64-v9"]}, UsageError, "unknown CPU level 'x86-64-v9'"),
-        ({"batch": ["0"]}, UsageError, "--batch takes whole numbers from 1 on, not '0'"),
-        ({"threads": ["²"]}, UsageError, "--threads takes whole numbers from 1 on, not '²'"),
-        ({"threads": ["two"]}, UsageError, "--threads takes whole numbers from 1 on, not 'two'"),
+        ({"batch": ["0"]}, UsageError, "--batch takes whole numbers of at least 1, not '0'"),
+        ({"threads": ["²"]}, UsageError, "--threads takes whole numbers of at least 1, not '²'"),
+        ({"threads": ["two"]}, UsageError, "--threads takes whole numbers of at least 1, not 'two'"),
     ],
 )
 def test_a_wrong_request_is_refused_in_a_sentence(

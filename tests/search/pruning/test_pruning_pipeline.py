@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from latbench.base.files import list_hidden_siblings
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, hash_model
@@ -32,7 +33,6 @@ from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_a
 from search.pruning.one_shot.stitch import stitch
 from search.pruning.storage.model_folder import (
     FILES,
-    list_hidden_siblings,
     load_pruned,
     save_pruned,
 )

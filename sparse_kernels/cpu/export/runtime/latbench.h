@@ -2,8 +2,7 @@
  *
  * A model is opened from its packed file and holds no state that a caller sees. Any number of threads may call it at
  * once: each call has scratch memory and threads of its own, which later calls take over. A process may fork after it
- * has opened a model, and parent and child go on with it. The library has no
- * state of its own but a count of forks.
+ * has opened a model, and parent and child go on with it. The library has no state of its own but a count of forks.
  *
  * Every function that can fail says why in `error`, which may be NULL. Results must not overlap what is read.
  */
