@@ -60,7 +60,7 @@ def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     pattern: str, n: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     monkeypatch.setattr(linear, "find_cpu_target", lambda: AVX512)
-    monkeypatch.setattr("numba.get_num_threads", lambda: threads)
+    monkeypatch.setattr(linear, "count_threads", lambda: threads)
     kind = patterns.parse(pattern)
     weight = rng.standard_normal((64, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), 0.0 if pattern == "dense" else 0.5), kind)

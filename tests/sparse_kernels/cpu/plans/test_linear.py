@@ -717,7 +717,7 @@ def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_seco
 
 def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_has_several(monkeypatch, rng):
     monkeypatch.setattr(linear, "find_cpu_target", lambda: ZEN_5)
-    monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(linear, "count_threads", lambda: 2)
     packed = packed_of(ShflBW(32), rng.standard_normal((768, 768), np.float32))
     kernels = [
         linear.choose_vector_kernel(linear.describe_layer(packed, "token_major", n)).kernel
