@@ -21,7 +21,7 @@ three linear shapes both are 18% off.
 
 Not modelled are cache lines that another core has just written, and threads that wait for each other. Small batches,
 where each thread packs all of x, are not modelled either, and neither is the choice of a matrix unit
-(`sparse_kernels.cpu.kernels.amx_linear`).
+(`sparse_kernels.cpu.matrix_unit.third_linear`).
 Terms for matrix units were tried. They brought unseen shapes no nearer: trees on 29 shapes learn as much.
 """
 

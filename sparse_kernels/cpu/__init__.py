@@ -16,7 +16,7 @@ The kernels:
 - unstructured_rows: the same for rows that share no columns
 - token_blocks: the same for token-major x, a block of tokens at a time
 - small_batch: at most one vector of tokens
-- amx_linear, amx_conv2d: the matrix unit that some processors have
+- matrix_unit: linear layers and convolutions by the matrix unit that some processors have
 - attention: dense attention of a converted model
 - transpose_tiles, image_layout: x and y as the kernels want them, and back
 """

@@ -10,15 +10,16 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter
+from sparse_kernels.cpu.matrix_unit import third_tiles
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
 LEAST_READ = 2**23  # floats that a thread reads at least: what is smaller is read again
-PRODUCTS_PER_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of float32
+PRODUCTS_PER_FLOAT = len(third_tiles.PRODUCTS)  # products of bfloat16 that make one of float32
 
 
 @with_literals
@@ -62,12 +63,12 @@ def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any
 
 @with_literals
 def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
-    """Multiply `steps` times four tiles of zeros; `saved` is as `amx.configure_tiles` takes it."""
+    """Multiply `steps` times four tiles of zeros; `saved` is as `tile_registers.configure_tiles` takes it."""
     signature = types.void(types.intp, types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         emit = Emitter(builder, _LANES, True)
-        tiles = amx.AmxTileRegisters(emit)
+        tiles = tile_registers.AmxTileRegisters(emit)
         tiles.begin(args[0])
         for tile in range(8):
             tiles.zero(tile)
@@ -127,7 +128,7 @@ def run_matrix_products(threads: int) -> int:
     The factors are zeros, which may allow a higher clock than numbers do.
     """
     _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
-    return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads
+    return 4 * 2 * tile_registers.ROWS * tile_registers.ROWS * third_tiles.STEP * STEPS * threads
 
 
 def run_multiply_adds(threads: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT
 from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 
@@ -18,7 +18,7 @@ class CpuTarget:
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
     adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
-    matrix unit beside it (`amx_tiles`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as
+    matrix unit beside it (`tile_registers`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as
     float32. quads: how it multiplies quads of bytes best.
     """
 
@@ -73,8 +73,8 @@ def find_cpu_target() -> CpuTarget:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
         return CpuTarget(
-            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.is_available(),
-            pairs={"avx512bf16", "avx512bw"} <= has,
+            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd,
+            matrix=tile_registers.is_available(), pairs={"avx512bf16", "avx512bw"} <= has,
             quads=quads if "avx512bw" in has or quads == QUADS_BY_UNIT else QUADS_BY_BYTE,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:

@@ -261,11 +261,32 @@ class NextTile(NamedTuple):
     x: Word
 
 
+class QuadInput(NamedTuple):
+    """Quads of x of two vectors of 16 tokens or positions.
+
+    first, second: addresses, from which offsets of columns count.
+    """
+
+    first: Word
+    second: Word
+
+
+class NextQuads(NamedTuple):
+    """What the tile of bytes after this one begins with.
+
+    columns: address of its columns. first, second: addresses of its quads of x.
+    """
+
+    columns: Word
+    first: Word
+    second: Word
+
+
 class GatherBuffers(NamedTuple):
     """Room for gathered columns: two buffers in turns.
 
-    address: of GATHERED_BYTES twice, and an unread tile. phase: its lowest bit names the buffer that this tile begins
-    with.
+    address: of GATHERED_BYTES twice, and for thirds an unread tile. phase: its lowest bit names the buffer that this
+    tile begins with.
     """
 
     address: Word
@@ -273,7 +294,7 @@ class GatherBuffers(NamedTuple):
 
 
 class MatrixSums(NamedTuple):
-    """Where a matrix tile leaves its sums, 32 float32 a row.
+    """Where a matrix tile leaves its sums, 32 float32 or int32 a row.
 
     address: of the sums. halves: 1 or 2, of 16 tokens each.
     """

@@ -78,12 +78,7 @@ class Panels:
     @cached_property
     def has_quads(self) -> bool:
         """Whether each four rows are those of one quad of results, in order, as far as they exist."""
-        if self.width % QUAD:
-            return False
-        fours = self.row_ids.reshape(-1, QUAD)
-        wanted = fours[:, :1] + np.arange(QUAD)
-        alike = (fours == wanted) | (fours < 0)
-        return bool(alike.all() and ((fours[:, 0] % QUAD == 0) | (fours < 0).all(axis=1)).all())
+        return self.width % QUAD == 0 and holds_quads(self.row_ids)
 
     @property
     def stages(self) -> int:
@@ -177,6 +172,13 @@ class Panels:
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
         """Return the same panels with offsets[c] in place of each column c."""
         return replace(self, columns=offsets[self.columns])
+
+
+def holds_quads(row_ids: NDArray[np.int32]) -> bool:
+    """Return whether each four of these rows, -1 for none, are those of one quad of results, in order."""
+    fours = row_ids.reshape(-1, QUAD)
+    alike = (fours == fours[:, :1] + np.arange(QUAD)) | (fours < 0)
+    return bool(alike.all() and ((fours[:, 0] % QUAD == 0) | (fours < 0).all(axis=1)).all())
 
 
 def count_group_rows(packed: Packed) -> int:

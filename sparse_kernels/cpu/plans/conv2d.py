@@ -7,9 +7,9 @@ channel and tap together, is an element offset from the position. Where position
 - Row by row: images are laid out (`image_layout`). A vector never leaves a row of the output, and is stored directly.
 - Flat: images are laid out. Vectors run over the ends of rows; the valid positions are collected afterwards.
 
-`row_panels` multiplies them, `unstructured_rows` where rows share no columns, or the matrix unit (`amx_conv2d`) where
-that pays. Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, `row_panels` takes
-pairs of columns: x is always laid out then, and rounded on the way.
+`row_panels` multiplies them, `unstructured_rows` where rows share no columns, or the matrix unit (`third_conv2d`)
+where that pays. Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, `row_panels`
+takes pairs of columns: x is always laid out then, and rounded on the way.
 
 x and y may also lie in frames (`padded_images`). A convolution that keeps the size of its images then reads x in
 place and writes y directly. Vectors that run over the ends of rows write zeros there. For convolutions in eight
@@ -25,13 +25,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
 from sparse_kernels.cpu.codegen.register_tiles import LEAVES_BOTH, LEAVES_QUADS
+from sparse_kernels.cpu.codegen.tile_registers import ROWS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
-from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
-from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
+from sparse_kernels.cpu.kernels import image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
 from sparse_kernels.cpu.kernels.product_settings import ProductSettings
 from sparse_kernels.cpu.kernels.row_panels import PanelReading
@@ -42,6 +41,8 @@ from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
 from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays, QuadLayout, build_reading
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
+from sparse_kernels.cpu.matrix_unit import third_conv2d, third_linear
+from sparse_kernels.cpu.matrix_unit.third_linear import MatrixPanels
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
 from sparse_kernels.cpu.runtime.threads import count_threads
@@ -98,7 +99,7 @@ class BatchPlacement:
     grid: Positions
     columns: int
     prefetched: NDArray[np.int64] = field(default_factory=lambda: row_panels.NOTHING)
-    blocks: amx_conv2d.Blocks | None = None
+    blocks: third_conv2d.Blocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +338,7 @@ class CpuConv2dPlan:
             return unstructured_rows.bind_product(weights, grid, placement.offsets, settings)
         if isinstance(weights, MatrixPanels):
             assert placement.blocks is not None
-            return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, settings.threads, self.emulated)
+            return third_conv2d.bind_product(weights, placement.blocks, grid, x_size, settings.threads, self.emulated)
         reading = PanelReading(self.tile[1], placement.columns, apart)
         return row_panels.bind_product(weights, grid, reading, settings, lambda: placement.prefetched)
 
@@ -381,7 +382,7 @@ class CpuConv2dPlan:
                 self.panels, column_places.offsets, column_places.phase_layout, grid, column_places.count
             )
         if isinstance(self.panels, MatrixPanels):
-            cut = amx_conv2d.cut_blocks(
+            cut = third_conv2d.cut_blocks(
                 grid.x_starts, shape.batch, column_places.planes, column_places.taps, column_places.plane_size
             )
             return BatchPlacement(
@@ -448,7 +449,7 @@ def pays_by_pairs(shape: Conv2dShape) -> bool:
 def accepts_weight(packed: Packed) -> bool:
     """Return whether the matrix unit can multiply this weight, if there is one: its rows fill tiles, it has
     thirds."""
-    return amx_linear.count_row_tiles(packed) is not None and has_thirds(packed.values)
+    return third_linear.count_row_tiles(packed) is not None and has_thirds(packed.values)
 
 
 def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
@@ -462,9 +463,11 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     one, target = replace(shape, batch=1), find_cpu_target()
     grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
     column_places = locate_columns(one, widen(target), x, y)
-    cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
+    cut = third_conv2d.cut_blocks(
+        grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size
+    )
     vectors = shape.batch * grid.x_starts.size / count_threads()
-    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
+    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > third_linear.SECOND_LEVEL_BYTES:
         return False
     # The gain is twice the speed at most. It is less where longer vectors cover the image less well, or reach beyond
     # its end.
@@ -473,19 +476,19 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
         column_places.count * cut.segment / (cut.size * grid.lanes)
     )  # split again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
-    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
+    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if third_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit
 
 
 def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> CpuConv2dPlan:
     """Return the plan by the matrix unit, for a weight that `accepts_weight`."""
-    tiles = amx_linear.count_row_tiles(packed)
+    tiles = third_linear.count_row_tiles(packed)
     assert tiles is not None
-    weights = amx_linear.build_matrix_panels(order_by_channel(build_groups(packed), shape), tiles, shape.c_out)
+    weights = third_linear.build_matrix_panels(order_by_channel(build_groups(packed), shape), tiles, shape.c_out)
     size = tiles * ROWS
-    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
+    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{third_conv2d.LANES}"
     return CpuConv2dPlan(
-        shape, weights, (size, amx_conv2d.LANES // ROWS), find_cpu_target(), name, layout,
+        shape, weights, (size, third_conv2d.LANES // ROWS), find_cpu_target(), name, layout,
         lambda: build_vector_plan(packed, shape, layout), emulated,
     )  # fmt: skip
 
@@ -527,7 +530,7 @@ def order_by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
 
 def widen(target: CpuTarget) -> CpuTarget:
     """Return a target with vectors as long as those of the matrix unit."""
-    return replace(target, lanes=amx_conv2d.LANES, halves=False)
+    return replace(target, lanes=third_conv2d.LANES, halves=False)
 
 
 @dataclass(frozen=True, eq=False)

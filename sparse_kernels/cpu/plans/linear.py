@@ -2,7 +2,7 @@
 
 tokens   token-major x as it lies, outputs along the vector (`token_major`): needs groups of rows as tall as a vector,
          or of few tokens as half a vector.
-amx      the matrix unit, where the processor has one and threads have tokens enough (`amx_linear`).
+amx      the matrix unit, where the processor has one and threads have tokens enough (`third_linear`).
 rows     tokens along the vector, panels of rows (`row_panels`). x is feature-major or blocked as it lies, or laid out
          so: of few tokens by every thread for itself (`small_batch`), block by block where every thread gets tokens
          (`token_blocks`), else in a pass of its own (`transpose_tiles`). Rows that share no columns have a kernel of
@@ -25,11 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.amx_tiles import ROWS, TOKENS
 from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget, find_cpu_target
+from sparse_kernels.cpu.codegen.tile_registers import ROWS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import (
-    amx_linear,
     row_panels,
     small_batch,
     token_blocks,
@@ -37,7 +36,6 @@ from sparse_kernels.cpu.kernels import (
     transpose_tiles,
     unstructured_rows,
 )
-from sparse_kernels.cpu.kernels.amx_linear import MatrixPlan
 from sparse_kernels.cpu.kernels.product_settings import ProductSettings
 from sparse_kernels.cpu.kernels.row_panels import PanelReading
 from sparse_kernels.cpu.kernels.token_blocks import BlockSettings
@@ -58,6 +56,9 @@ from sparse_kernels.cpu.layouts.vector_grid import (
     build_tiled_grid,
     build_token_blocked_grid,
 )
+from sparse_kernels.cpu.matrix_unit import third_linear
+from sparse_kernels.cpu.matrix_unit.third_linear import MatrixPlan
+from sparse_kernels.cpu.matrix_unit.third_tiles import TOKENS
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, copy_to_cache_line, give_back
 from sparse_kernels.cpu.runtime.threads import count_threads
 from sparse_kernels.formats import DenseWeight, Packed, round_packed
@@ -317,8 +318,8 @@ def _pays_by_matrix(layer: LinearLayer) -> bool:
 def choose_matrix_kernel(layer: LinearLayer) -> Choice | None:
     """Return the matrix unit's kernel; None where there is no such unit, or it cannot multiply this weight."""
     wanted = find_cpu_target().matrix and layer.precision != "bfloat16-weights"
-    possible = wanted and amx_linear.accepts_weight(layer.packed)
-    tiles = amx_linear.count_row_tiles(layer.packed) if possible else None
+    possible = wanted and third_linear.accepts_weight(layer.packed)
+    tiles = third_linear.count_row_tiles(layer.packed) if possible else None
     return None if tiles is None else Choice("amx", (tiles * ROWS, TOKENS // ROWS, ROWS))
 
 
@@ -428,7 +429,7 @@ def _build_matrix_plan(layer: LinearLayer) -> MatrixPlan:
         exact = describe_layer(packed, layer.layout, layer.n)
         return build_plan(exact, choose_vector_kernel(exact))
 
-    panels = amx_linear.build_linear_panels(packed)
+    panels = third_linear.build_linear_panels(packed)
     return MatrixPlan(packed.shape, layer.layout, panels, packed.pattern.format, build_vector_plan)
 
 

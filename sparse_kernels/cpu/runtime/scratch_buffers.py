@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-LINE = ALIGNMENT // 4  # elements of a cache line; longer vectors (`amx_tiles`) are read and written by halves
+LINE = ALIGNMENT // 4  # elements of a cache line; longer vectors (`third_tiles`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 

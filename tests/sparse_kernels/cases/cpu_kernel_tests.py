@@ -22,6 +22,6 @@ OF_EACH_WIDTH = (
 
 def run_kernel_tests(environment: Mapping[str, str], *chosen: str) -> None:
     """Run them, or those `chosen` of them, in a process with these variables; raise AssertionError if one fails."""
-    others = ("test_amx_linear", "test_amx_conv2d", "test_autotune")
+    others = ("test_third_linear", "test_third_conv2d", "test_autotune")
     every = (TESTS / "sparse_kernels/cpu").rglob("test_*.py")
     run_pytest(environment, "-m", "not slow", *chosen, *(path for path in every if path.stem not in others))

@@ -6,14 +6,15 @@ from dataclasses import replace
 import numba
 import numpy as np
 import pytest
+from int8_cases import draw_on_steps, draw_weight
 
-from sparse_kernels import Pattern, parse
+from sparse_kernels import parse
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT
 from sparse_kernels.cpu.plans import int8_linear
 from sparse_kernels.cpu.plans.int8_linear import prepare_int8_linear
 from sparse_kernels.formats import unpack
-from sparse_kernels.formats.int8 import InputRange, Int8Weight, find_scales, pack_int8, unpack_int8
+from sparse_kernels.formats.int8 import InputRange, find_scales, pack_int8, unpack_int8
 from sparse_kernels.int8.int8_oracle import check_int8
 from sparse_kernels.oracle import WrongResult
 
@@ -37,29 +38,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     target = find_cpu_target()
     if request.param == "unit" and target.quads != QUADS_BY_UNIT:
         pytest.skip("this processor has no unit that multiplies quads of bytes")
-    own = replace(target, quads=WAYS[request.param])
+    own = replace(target, quads=WAYS[request.param], matrix=False)
     monkeypatch.setattr(int8_linear, "find_cpu_target", lambda: own)
     return str(request.param)
-
-
-def draw_weight(
-    rng: np.random.Generator, pattern: Pattern, m: int, k: int, reading: InputRange | None, sparsity: float = 0.7
-) -> Int8Weight:
-    """Whole numbers from -127 to 127, whose rows are worth powers of two."""
-    weight = rng.integers(-127, 128, (m, k)).astype(np.float32)
-    own = getattr(pattern, "sparsity", 0.0 if pattern.format == "dense" else sparsity)
-    mask = pattern.mask(weight.astype(float) ** 2, own)
-    scales = (2.0 ** rng.integers(-6, 2, m)).astype(np.float32)
-    return pack_int8(weight * scales[:, None], mask, pattern, scales, reading)
-
-
-def draw_on_steps(rng: np.random.Generator, n: int, k: int, reading: InputRange | None) -> np.ndarray:
-    """x (n, k) that lies on steps, of all values that there are."""
-    if reading is None:
-        q = rng.integers(-127, 128, (n, k))
-        q[:, 0] = 127  # the largest of each token is 127 of its steps
-        return (q * (2.0 ** rng.integers(-6, 6, (n, 1)))).astype(np.float32)
-    return ((rng.integers(0, 256, (n, k)) - reading.zero) * reading.scale).astype(np.float32)
 
 
 @pytest.mark.parametrize("reading", [InputRange(0.25, 0), InputRange(0.25, 201), None], ids=str)

@@ -1,30 +1,17 @@
-"""The matrix unit of Intel's server processors since 2023 (AMX): what its tiles do, emitted, and emulated elsewhere.
+"""Products of float32 by the matrix unit (`tile_registers`): thirds of x, products of tiles, results.
 
-There are eight tiles of 16 rows of 64 bytes. A multiplication of bfloat16 (TDPBF16PS) takes 16 cycles:
-
-    c[i, j] += sum over p of a[i, p, 0] * b[p, j, 0] + a[i, p, 1] * b[p, j, 1]      c float32 (16, 16)
-                                                                                  a, b bfloat16 (16, 16, 2)
-
-which is 16 times what the vector unit multiplies and adds in float32. A product of float32 takes six of bfloat16
-(`bf16_split`), so the unit is 2.7 times as fast. In practice it is twice as fast: the clock falls by a quarter unless
-all numbers are 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
-
-The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
-then on a signal's alternative stack must be large enough to hold them, in all of the process.
-
-Emulated tiles do the same with vectors and memory, slowly, on any processor, but for the order of sums and what is
-below 2**-126: for tests of everything around them.
+A product of float32 takes six of bfloat16 (`bf16_split`). The unit multiplies 16 times as much bfloat16 as the vector
+unit multiplies float32, so it is 2.7 times as fast. In practice it is twice as fast: the clock falls by a quarter
+unless all numbers are 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
 """
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.bf16_split import HALF, UPPER
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
@@ -41,167 +28,9 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     TokenRows,
     WaitingSums,
 )
+from sparse_kernels.cpu.codegen.tile_registers import ROW_BYTES, ROWS, TILE_BYTES, select_tile_registers
 from sparse_kernels.cpu.codegen.vector_emitter import I16, I32, I64, Emitter
-from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_target
-
-# Rows of a tile, its bytes, and those of a row.
-ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
-
-# Bytes that `configure_tiles` keeps: 64 of LDTILECFG, and a cache line more, so that threads do not share one.
-SAVED_BYTES = 128
-
-# The system call of Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-
-# Palette 1 (16 rows of 64 bytes in every tile), in the layout that LDTILECFG reads. Bytes 16 to 31 hold the bytes of
-# a row as int16. Bytes 48 to 55 hold the numbers of rows.
-_CONFIGURATION = bytes([1] + [0] * 15 + [ROW_BYTES, 0] * 8 + [0] * 16 + [ROWS] * 8 + [0] * 8)
-
-I8 = ir.IntType(8)
-
-
-@cache
-def is_available() -> bool:
-    """Return whether code of this process may use the tiles; asks the operating system for them, once a process."""
-    triple, _, has = read_compile_target()
-    if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
-        return False
-    status: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
-    return status == 0
-
-
-class AmxTileRegisters:
-    """Eight tile registers: what the processor has, in assembly. A stride is in bytes, from one row to the next."""
-
-    def __init__(self, emit: Emitter) -> None:
-        self.emit = emit
-        # LLVM does not initialize its assembly parser by itself.
-        binding.initialize_native_asmparser()
-
-    def zero(self, tile: int) -> None:
-        """Set tile = 0."""
-        self._assembly(f"tilezero %tmm{tile}", [])
-
-    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """Read a tile from an integer address."""
-        self._assembly(f"tileloadd ($0,$1,1), %tmm{tile}", [address, stride])
-
-    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """Write a tile to an integer address."""
-        self._assembly(f"tilestored %tmm{tile}, ($0,$1,1)", [address, stride])
-
-    def multiply(self, c: int, a: int, b: int) -> None:
-        """Add: c += a b, as above."""
-        self._assembly(f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}", [])
-
-    def begin(self, saved: ir.Value) -> None:
-        """Configure the tiles of this thread; what they were is kept in 64 bytes at an integer address."""
-        module = self.emit.builder.module
-        name = "sparse_kernels_tile_configuration"
-        kind = ir.ArrayType(I8, len(_CONFIGURATION))
-        place = module.globals.get(name)
-        if place is None:
-            place = ir.GlobalVariable(module, kind, name)
-            place.initializer = ir.Constant(kind, bytearray(_CONFIGURATION))
-            place.global_constant, place.linkage = True, "internal"
-        self._assembly("sttilecfg ($0)", [saved])
-        self._assembly("ldtilecfg ($0)", [self.emit.builder.ptrtoint(place, I64)])
-
-    def end(self, saved: ir.Value) -> None:
-        """Configure the tiles as they were: other libraries may count on it, and unused tiles cost nothing."""
-        self._assembly("ldtilecfg ($0)", [saved])
-
-    def _assembly(self, text: str, operands: list[ir.Value]) -> None:
-        kind = ir.FunctionType(ir.VoidType(), [I64] * len(operands))
-        constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
-        self.emit.builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), operands)
-
-
-class EmulatedTileRegisters(AmxTileRegisters):
-    """The same with vectors of 16 float32 and memory of this call."""
-
-    def __init__(self, emit: Emitter) -> None:
-        self.emit = emit
-        builder = emit.builder
-        kind = ir.ArrayType(I8, TILE_BYTES)
-        self.places = [builder.ptrtoint(cgutils.alloca_once(builder, kind), I64) for _ in range(8)]
-
-    def zero(self, tile: int) -> None:
-        """Set tile = 0."""
-        for row in range(ROWS):
-            self.emit.store(self.emit.zeros(1)[0], self._row(tile, row), 0)
-
-    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """Read a tile from an integer address."""
-        for row in range(ROWS):
-            self.emit.store(self.emit.load(self._far(address, stride, row), 0), self._row(tile, row), 0)
-
-    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """Write a tile to an integer address."""
-        for row in range(ROWS):
-            self.emit.store(self.emit.load(self._row(tile, row), 0), self._far(address, stride, row), 0)
-
-    def multiply(self, c: int, a: int, b: int) -> None:
-        """Add: c += a b."""
-        emit, builder = self.emit, self.emit.builder
-        wide = ir.VectorType(I32, emit.lanes)
-        shift, upper = ir.Constant(wide, [16] * emit.lanes), ir.Constant(wide, [UPPER] * emit.lanes)
-
-        def both(pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
-            first, second = builder.shl(pairs, shift), builder.and_(pairs, upper)
-            return builder.bitcast(first, emit.vector), builder.bitcast(second, emit.vector)
-
-        def row(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            behind = builder.mul(i, emit.integer(ROW_BYTES))
-            there = emit.pointer(builder.add(self.places[c], behind))
-            factors = emit.pointer(builder.add(self.places[a], behind), kind=I32)
-            total = emit.load(there, 0)
-            for p in range(ROWS):
-                pair = emit.splat(builder.load(builder.gep(factors, [emit.integer(p)])))
-                others = builder.bitcast(emit.load(self._row(b, p), 0), wide)
-                for factor, other in zip(both(pair), both(others), strict=True):
-                    total = builder.fadd(total, builder.fmul(factor, other))
-            emit.store(total, there, 0)
-            return []
-
-        emit.loop(emit.integer(ROWS), [], row)
-
-    def begin(self, saved: ir.Value) -> None:
-        """Do nothing: vectors need no configuration."""
-
-    def end(self, saved: ir.Value) -> None:
-        """Do nothing: vectors need no configuration."""
-
-    def _row(self, tile: int, row: int) -> ir.Value:
-        return self.emit.pointer(self.emit.builder.add(self.places[tile], self.emit.integer(row * ROW_BYTES)))
-
-    def _far(self, address: ir.Value, stride: ir.Value, row: int) -> ir.Value:
-        builder = self.emit.builder
-        return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
-
-
-def select_tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
-    """Return the tile registers of the processor, or emulated ones."""
-    return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
-
-
-class UnitForm(NamedTuple):
-    """Which matrix unit runs. emulated: by vectors and memory."""
-
-    emulated: int
-
-
-@vector_code(UnitForm)
-def configure_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles of this thread; saved: address of 64 bytes for `restore_tiles`."""
-    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).begin(saved)
-
-
-@vector_code(UnitForm)
-def restore_tiles(builder: ir.IRBuilder, form: UnitForm, saved: ir.Value) -> None:
-    """Configure the tiles as they were before `configure_tiles`."""
-    select_tile_registers(Emitter(builder, ROWS, True), form.emulated).end(saved)
-
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 
 # ------------------------------------------------------------------------------------------------ thirds of x
 

@@ -8,10 +8,11 @@ import pytest
 from numba import njit
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.codegen import amx_tiles
+from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.bf16_split import TOO_LARGE, has_thirds, split_thirds
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
-from sparse_kernels.cpu.kernels import amx_linear, transpose_tiles
+from sparse_kernels.cpu.kernels import transpose_tiles
+from sparse_kernels.cpu.matrix_unit import third_linear
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, VectorWise
@@ -40,8 +41,8 @@ def plan_of(packed, layout, emulated=False):
     def refused():
         raise AssertionError("everything has thirds here")
 
-    panels = amx_linear.build_linear_panels(packed)
-    return amx_linear.MatrixPlan(packed.shape, layout, panels, packed.pattern.format, refused, emulated)
+    panels = third_linear.build_linear_panels(packed)
+    return third_linear.MatrixPlan(packed.shape, layout, panels, packed.pattern.format, refused, emulated)
 
 
 def run(plan, x, bias=None, activation=None):
@@ -95,13 +96,13 @@ def test_what_has_no_thirds_is_told(value):
 def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout, emulated):
     if (
         emulated
-        and (layout, amx_linear.count_row_tiles(packed_of(pattern, np.ones((64, 64), np.float32)))) not in EMULATED
+        and (layout, third_linear.count_row_tiles(packed_of(pattern, np.ones((64, 64), np.float32)))) not in EMULATED
     ):
         pytest.skip("the emulated unit runs less: each kernel takes seconds to compile")
     for m, k, n in ((64, 48, 150), (48, 131, 70), (61, 17, 33)):
         weight, x = oracle.build_exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight)
-        if not amx_linear.accepts_weight(packed):
+        if not third_linear.accepts_weight(packed):
             continue
         plan = plan_of(packed, layout, emulated)
         expected = unpack(packed).astype(float) @ x
@@ -117,7 +118,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout, emulated):
 @pytest.mark.parametrize("pattern", [ShflBW(32), VectorWise(16)], ids=str)
 def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, layout, emulated):
     packed = packed_of(pattern, rng.standard_normal((96, 130)).astype(np.float32))
-    if emulated and (layout, amx_linear.count_row_tiles(packed)) not in EMULATED:
+    if emulated and (layout, third_linear.count_row_tiles(packed)) not in EMULATED:
         pytest.skip("the emulated unit runs less: each kernel takes seconds to compile")
     x = rng.standard_normal((130, 77)).astype(np.float32)
     bias = rng.standard_normal(96).astype(np.float32)
@@ -183,7 +184,7 @@ def test_blocks_of_tokens_give_the_same_bits_as_one(rng, monkeypatch):
     x = rng.standard_normal((100, 300)).astype(np.float32)
     whole = run(plan_of(packed, "token_major", emulated=not find_cpu_target().matrix), x)
     for constant in ("CACHED_BYTES", "SECOND_LEVEL_BYTES"):  # one tile at a time, then two
-        monkeypatch.setattr(amx_linear, constant, 1)
+        monkeypatch.setattr(third_linear, constant, 1)
         np.testing.assert_array_equal(
             run(plan_of(packed, "token_major", emulated=not find_cpu_target().matrix), x), whole
         )
@@ -192,7 +193,7 @@ def test_blocks_of_tokens_give_the_same_bits_as_one(rng, monkeypatch):
 @pytest.mark.parametrize("n, threads, tiles", [(33, 1, 2), (65, 2, 2), (80, 2, 2), (64, 2, 1), (1, 1, 1)])
 def test_a_thread_has_room_for_all_of_its_tokens(n, threads, tiles):
     packed = packed_of(VectorWise(32), np.ones((32, 32), np.float32))
-    assert amx_linear.plan_scratch(amx_linear.build_linear_panels(packed), 32, n, threads).tiles == tiles
+    assert third_linear.plan_scratch(third_linear.build_linear_panels(packed), 32, n, threads).tiles == tiles
 
 
 def test_only_the_result_is_written(rng):
@@ -302,21 +303,21 @@ def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
     ids=str,
 )
 def test_weights_that_are_small_or_would_fill_tiles_with_zeros_are_not_taken(pattern, m, k, taken):
-    assert amx_linear.accepts_weight(packed_of(pattern, np.ones((m, k), np.float32))) is taken
+    assert third_linear.accepts_weight(packed_of(pattern, np.ones((m, k), np.float32))) is taken
 
 
 @by_the_unit
 def test_tiles_are_left_configured_as_they_were():
     @njit
     def nested(saved):
-        amx_tiles.configure_tiles(0, saved.ctypes.data)
-        amx_tiles.configure_tiles(0, saved.ctypes.data + 64)
-        amx_tiles.restore_tiles(0, saved.ctypes.data + 64)
-        amx_tiles.configure_tiles(0, saved.ctypes.data + 128)
-        amx_tiles.restore_tiles(0, saved.ctypes.data + 128)
-        amx_tiles.restore_tiles(0, saved.ctypes.data)
-        amx_tiles.configure_tiles(0, saved.ctypes.data + 192)
-        amx_tiles.restore_tiles(0, saved.ctypes.data + 192)
+        tile_registers.configure_tiles((0,), saved.ctypes.data)
+        tile_registers.configure_tiles((0,), saved.ctypes.data + 64)
+        tile_registers.restore_tiles((0,), saved.ctypes.data + 64)
+        tile_registers.configure_tiles((0,), saved.ctypes.data + 128)
+        tile_registers.restore_tiles((0,), saved.ctypes.data + 128)
+        tile_registers.restore_tiles((0,), saved.ctypes.data)
+        tile_registers.configure_tiles((0,), saved.ctypes.data + 192)
+        tile_registers.restore_tiles((0,), saved.ctypes.data + 192)
 
     saved = np.zeros((4, 64), np.uint8)
     nested(saved)

@@ -1,4 +1,5 @@
-"""Convolutions by the matrix unit (`amx_tiles`): vectors of 32 positions along its columns; threads share positions.
+"""Convolutions by the matrix unit (`third_tiles`): vectors of 32 positions along its columns; threads share
+positions.
 
 A thread takes a block of positions at a time: part of an image, or a few whole ones. It splits what they read of x
 into thirds, plane by plane (a plane is a channel, or one phase of it: `images`), which then stay in the second-level
@@ -17,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
-from sparse_kernels.cpu.codegen.amx_tiles import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
+from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.tile_operands import (
     WORTH_OF_FLOATS,
     GatherBuffers,
@@ -30,11 +30,14 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     RowEpilogue,
     SplitInput,
 )
-from sparse_kernels.cpu.kernels.amx_linear import AmxArrays, MatrixPanels
+from sparse_kernels.cpu.codegen.tile_registers import ROWS, TILE_BYTES
 from sparse_kernels.cpu.launch.kernel_calls import ScratchProductCall
 from sparse_kernels.cpu.launch.linear_call import Product
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.vector_grid import VectorGrid
+from sparse_kernels.cpu.matrix_unit import third_tiles
+from sparse_kernels.cpu.matrix_unit.third_linear import AmxArrays, MatrixPanels
+from sparse_kernels.cpu.matrix_unit.third_tiles import GATHERED_BYTES, TOKENS
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 
@@ -46,7 +49,7 @@ CACHED_BYTES = 1_000_000
 
 # Bytes that a thread needs beside split x: the tiles' configuration, gathered columns, an unread tile, sums of 32
 # rows.
-FIXED_BYTES = amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + 4 * TILE_BYTES
+FIXED_BYTES = tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + 4 * TILE_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +194,9 @@ def split_images(
         for p in range(cut.planes):
             source = start + p * cut.plane_size
             target_at = thirds_at + (p * cut.plane + number * cut.segment) * 2
-            amx.split_run(x_at + source * 4, runs, layer.x_size - source, target_at, cut.planes * cut.plane * 2)
+            third_tiles.split_run(
+                x_at + source * 4, runs, layer.x_size - source, target_at, cut.planes * cut.plane * 2
+            )
         for v in range(begin, behind):
             sources[v - first] = thirds_at + (number * cut.segment + x_starts[v] - x_starts[begin]) * 2
         begin = behind
@@ -224,7 +229,7 @@ def multiply_positions(
     panels, rows, distance = table.shape[0], row_tiles * ROWS, layer.cut.planes * layer.cut.plane * 2
     first, stop = vectors
     phase = 0
-    amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, sources[0], distance, buffers.gathered_at)
+    third_tiles.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, sources[0], distance, buffers.gathered_at)
     for panel in range(panels):
         all_steps = table[panel, 3]
         weights = MatrixWeights(
@@ -240,12 +245,14 @@ def multiply_positions(
                 values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0, sources[next_v]
             )
             x, gathered = SplitInput(sources[v - first], distance), GatherBuffers(buffers.gathered_at, phase)
-            amx.matrix_tile((emulated, row_tiles), weights, x, following, gathered, MatrixSums(buffers.sums_at, 2))
+            third_tiles.matrix_tile(
+                (emulated, row_tiles), weights, x, following, gathered, MatrixSums(buffers.sums_at, 2)
+            )
             phase += all_steps
             start = y_starts[v] * 4
             added_at = call.added_at + start if call.added_at else 0
             y = PositionOutput(call.y_at + start, layer.y_stride, keep[v], added_at)
-            amx.finish_positions((framed,), PositionSums(buffers.sums_at, rows), y, finish, buffers.flag_at)
+            third_tiles.finish_positions((framed,), PositionSums(buffers.sums_at, rows), y, finish, buffers.flag_at)
 
 
 @cache
@@ -254,7 +261,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
 
     It is called with `ScratchProductCall` and `PositionLayer`, and returns whether all sums were finite.
     """
-    if not (emulated or amx.is_available()):
+    if not (emulated or tile_registers.is_available()):
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     form, unit_form = (row_tiles, int(framed), int(emulated)), (int(emulated),)
 
@@ -264,12 +271,12 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
         flags = np.zeros(1, np.int32)
         sources = np.empty(cut.images * cut.per_image, np.int64)
         saved_at = call.scratch_at + part * cut.thread_bytes
-        gathered_at = saved_at + amx.SAVED_BYTES
+        gathered_at = saved_at + tile_registers.SAVED_BYTES
         sums_at = gathered_at + 2 * GATHERED_BYTES + TILE_BYTES
         thirds_at = sums_at + 4 * TILE_BYTES
         buffers = PartBuffers(gathered_at, sums_at, flags.ctypes.data)
         first, end = total * part // layer.parts, total * (part + 1) // layer.parts
-        amx.configure_tiles(unit_form, saved_at)
+        tile_registers.configure_tiles(unit_form, saved_at)
         while first < end:
             # Whole images, or as many as the thread has left. An image that is cut is taken in even blocks.
             stop = min((first // cut.per_image + cut.images) * cut.per_image, end)
@@ -278,7 +285,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
             split_images(call.x_at, layer, (first, stop), thirds_at, sources)
             multiply_positions(form, call, layer, (first, stop), sources, buffers)
             first = stop
-        amx.restore_tiles(unit_form, saved_at)
+        tile_registers.restore_tiles(unit_form, saved_at)
         not_finite: int = flags[0]
         return not_finite
 

@@ -1,4 +1,4 @@
-"""Linear layers by the matrix unit (`amx_tiles`), a block of tokens at a time; threads share tokens.
+"""Linear layers by the matrix unit (`third_tiles`), a block of tokens at a time; threads share tokens.
 
 A thread splits a block's x into thirds, with tokens along the vector. It passes the panels over them and writes y; to
 put permuted rows (Shfl-BW) back costs nothing. The x of a block stays in the second-level cache while weights pass
@@ -18,17 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
-from sparse_kernels.cpu.codegen.amx_tiles import (
-    FEATURE_BYTES,
-    GATHERED_BYTES,
-    NARROW_STEP,
-    ROW_BYTES,
-    ROWS,
-    STEP,
-    TILE_BYTES,
-    TOKENS,
-)  # fmt: skip
+from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds, split_thirds
 from sparse_kernels.cpu.codegen.tile_operands import (
     WORTH_OF_FLOATS,
@@ -41,11 +31,14 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     TokenRows,
     WaitingSums,
 )
+from sparse_kernels.cpu.codegen.tile_registers import ROW_BYTES, ROWS, TILE_BYTES
 from sparse_kernels.cpu.launch.kernel_calls import LinearCall
 from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, build_parallel_kernel
 from sparse_kernels.cpu.layouts.panels import Groups, build_groups, count_group_rows
 from sparse_kernels.cpu.layouts.vector_grid import TILE, build_column_offsets
+from sparse_kernels.cpu.matrix_unit import third_tiles
+from sparse_kernels.cpu.matrix_unit.third_tiles import FEATURE_BYTES, GATHERED_BYTES, NARROW_STEP, STEP, TOKENS
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
 from sparse_kernels.formats import Packed
@@ -70,8 +63,8 @@ class AmxArrays(NamedTuple):
 class MatrixPanels:
     """Panels of 16 or 32 rows that share their columns, as tiles of thirds.
 
-    row_tiles: 1 or 2. values: uint16, panel after panel as `amx.matrix_tile` takes them. columns: int32, those of
-    each group, or once they are `placed` where they lie in split x, in bfloat16. table: int64 (panels, 4), where
+    row_tiles: 1 or 2. values: uint16, panel after panel as `matrix_tile` takes them. columns: int32, those of each
+    group, or once they are `placed` where they lie in split x, in bfloat16. table: int64 (panels, 4), where
     values (in bytes) and columns start, steps before narrow ones, all steps (at least one). row_ids: int32 (rows of
     all panels), the row of the matrix that each is, -1 for none. positions: uint32 (m), where each row of the matrix
     lies among them.
@@ -106,12 +99,7 @@ class MatrixPanels:
 
 def count_row_tiles(packed: Packed) -> int | None:
     """Return the tiles of rows in a panel of this weight; None where they would be filled up by over a quarter."""
-    height = count_group_rows(packed)
-    for tiles in (2, 1):
-        rows = tiles * ROWS
-        if 0 < -(-height // rows) * rows * 4 <= height * 5:
-            return tiles
-    return None
+    return tile_registers.count_row_tiles(count_group_rows(packed))
 
 
 def accepts_weight(packed: Packed) -> bool:
@@ -200,7 +188,10 @@ def plan_scratch(weights: MatrixPanels, k: int, n: int, threads: int) -> ThreadS
     least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
     tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
     return ThreadScratch(
-        tiles, x_bytes, y_bytes, amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
+        tiles,
+        x_bytes,
+        y_bytes,
+        tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes),
     )
 
 
@@ -293,12 +284,12 @@ def split_block(form: Any, call: LinearCall, layer: AmxLayer, tokens: tuple[int,
     for token in range(tokens[0], tokens[1], TOKENS):
         left = tokens[1] - token
         if by_token:
-            amx.split_tokens(call.x_at + token * k * 4, k, left, k, target_at)
+            third_tiles.split_tokens(call.x_at + token * k * 4, k, left, k, target_at)
         elif blocked:
             start = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
-            amx.split_features(call.x_at + start * 4, BLOCK_TOKENS, left, k, target_at)
+            third_tiles.split_features(call.x_at + start * 4, BLOCK_TOKENS, left, k, target_at)
         else:
-            amx.split_features(call.x_at + token * 4, n, left, k, target_at)
+            third_tiles.split_features(call.x_at + token * 4, n, left, k, target_at)
         target_at += layer.scratch.x_bytes
 
 
@@ -312,7 +303,7 @@ def multiply_block(
     values_at, columns_at = values.ctypes.data, columns.ctypes.data
     x_bytes, y_bytes, panels = layer.scratch.x_bytes, layer.scratch.y_bytes, table.shape[0]
     phase = 0
-    amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_at, ROW_BYTES, gathered_at)
+    third_tiles.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_at, ROW_BYTES, gathered_at)
     for panel in range(panels):
         all_steps = table[panel, 3]
         weights = MatrixWeights(
@@ -327,7 +318,7 @@ def multiply_block(
             )
             sums = MatrixSums(y_tile, 2 if tokens[1] - token > ROWS else 1)
             x, buffers = SplitInput(x_tile, ROW_BYTES), GatherBuffers(gathered_at, phase)
-            amx.matrix_tile((emulated, row_tiles), weights, x, following, buffers, sums)
+            third_tiles.matrix_tile((emulated, row_tiles), weights, x, following, buffers, sums)
             phase += all_steps
             x_tile = next_x
             y_tile += y_bytes
@@ -347,14 +338,14 @@ def finish_block(
             for half in range(token, min(token + TOKENS, tokens[1]), ROWS):
                 sums = WaitingSums(sums_at + (half - token) * 4, positions_at, m)
                 y = TokenRows(call.y_at + half * m * 4, m, tokens[1] - half)
-                amx.finish_tokens(sums, y, finish, flag)
+                third_tiles.finish_tokens(sums, y, finish, flag)
         elif blocked:
             start = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
             y = TokenRows(call.y_at + start * 4, BLOCK_TOKENS, left)
-            amx.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
+            third_tiles.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
         else:
             y = TokenRows(call.y_at + token * 4, n, left)
-            amx.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
+            third_tiles.finish_features(WaitingSums(sums_at, positions_at, m), y, finish, flag)
         sums_at += layer.scratch.y_bytes
 
 
@@ -364,7 +355,7 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
 
     It is called with `LinearCall` and `AmxLayer`, and returns whether all sums were finite; else y means nothing.
     """
-    if not (emulated or amx.is_available()):
+    if not (emulated or tile_registers.is_available()):
         raise RuntimeError("this process has no matrix unit: use the vector unit, or emulate the matrix unit")
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     form = tuple(
@@ -380,18 +371,18 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
         units = (n + unit - 1) // unit
         flags = np.zeros(1, np.int32)
         saved_at = call.scratch_at + part * scratch.thread_bytes
-        gathered_at = saved_at + amx.SAVED_BYTES
+        gathered_at = saved_at + tile_registers.SAVED_BYTES
         x_at = gathered_at + 2 * GATHERED_BYTES + TILE_BYTES
         y_at = x_at + scratch.tiles * scratch.x_bytes
         first, end = units * part // layer.parts * unit, min(units * (part + 1) // layer.parts * unit, n)
-        amx.configure_tiles(unit_form, saved_at)
+        tile_registers.configure_tiles(unit_form, saved_at)
         while first < end:
             tokens = first, min(first + scratch.tiles * TOKENS, end)
             split_block(form, call, layer, tokens, x_at)
             multiply_block(form, layer, tokens, gathered_at, x_at, y_at)
             finish_block(form, call, layer, tokens, y_at, flags.ctypes.data)
             first = tokens[1]
-        amx.restore_tiles(unit_form, saved_at)
+        tile_registers.restore_tiles(unit_form, saved_at)
         not_finite: int = flags[0]
         return not_finite
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
-from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear
+from sparse_kernels.cpu.matrix_unit import third_conv2d, third_linear
 from sparse_kernels.cpu.plans import conv2d
 from sparse_kernels.cpu.runtime import scratch_buffers
 from sparse_kernels.formats import pack, unpack
@@ -61,7 +61,7 @@ def room(monkeypatch):
 def blocks(request, monkeypatch):
     """As the cache has it, and one vector at a time."""
     if request.param is not None:
-        monkeypatch.setattr(amx_conv2d, "CACHED_BYTES", request.param)
+        monkeypatch.setattr(third_conv2d, "CACHED_BYTES", request.param)
 
 
 def by_the_unit_alone(packed, shape, emulated=HERE):
@@ -137,7 +137,7 @@ def test_any_shape(batch, channels, size, kernel, stride, padding, dilation, pat
     shape = Conv2dShape(batch, channels[0], *size, channels[1], *kernel, stride, padding, dilation)
     packed, x = operands(np.random.default_rng([batch, *size, *kernel]), shape, pattern)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(amx_conv2d, "CACHED_BYTES", cached)
+        patch.setattr(third_conv2d, "CACHED_BYTES", cached)
         y = by_the_unit_alone(packed, shape)(x)
     np.testing.assert_array_equal(y, by_torch(packed, shape, x))
 
@@ -172,7 +172,7 @@ def test_no_vector_reads_or_writes_outside_of_its_array(blocks, shape):
             starts = at.x_starts[: cut.per_image]
             longest = max(int(starts[i : i + cut.size].max()) - int(starts[i]) for i in range(starts.size))
             assert cut.offsets.min() >= 0 and (cut.offsets % cut.plane).max() <= cut.reach
-            assert longest + amx_conv2d.LANES + cut.reach <= cut.segment
+            assert longest + third_conv2d.LANES + cut.reach <= cut.segment
             assert cut.images * cut.segment <= cut.plane
             assert cut.images == 1 or cut.size == cut.per_image
             # Of y: halves of vectors, where any of their positions is kept.
@@ -369,4 +369,4 @@ def test_nbytes_are_those_of_three_thirds(rng):
     packed, _ = operands(rng, Conv2dShape(1, 64, 8, 8, 64, 3, 3), ShflBW(32), 0.0)
     values = conv2d.build_matrix_plan(packed, Conv2dShape(1, 64, 8, 8, 64, 3, 3), "nchw", HERE).panels.values
     assert values.nbytes == 3 * 2 * unpack(packed).size
-    assert amx_linear.count_row_tiles(packed) == 2
+    assert third_linear.count_row_tiles(packed) == 2
