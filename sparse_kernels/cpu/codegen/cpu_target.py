@@ -69,13 +69,13 @@ def find_cpu_target() -> CpuTarget:
     if triple.startswith(("aarch64", "arm64")):
         return CpuTarget("neon", 4, 32, fused=True)
     quads = QUADS_BY_UNIT if {"avx512vnni", "avx512vl"} <= has or "avxvnni" in has else QUADS_BY_PAIRS
-    if {"avx512f", "avx512vl", "avx512dq"} <= has:
+    if {"avx512f", "avx512vl", "avx512dq", "avx512bw"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
         return CpuTarget(
             "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd,
-            matrix=tile_registers.is_available(), pairs={"avx512bf16", "avx512bw"} <= has,
-            quads=quads if "avx512bw" in has or quads == QUADS_BY_UNIT else QUADS_BY_BYTE,
+            matrix=tile_registers.is_available(), pairs="avx512bf16" in has,
+            quads=quads,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:
         return CpuTarget("avx2", 8, 16, fused=True, quads=quads)

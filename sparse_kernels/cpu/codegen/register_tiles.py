@@ -40,6 +40,14 @@ from llvmlite import ir
 from numba import types
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code, with_literals
+from sparse_kernels.cpu.codegen.row_results import (
+    LEAVES_QUADS,
+    LEAVES_SUMS,
+    QuadStore,
+    RowResults,
+    convert_row_sums,
+    finish_row_sums,
+)
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     FramedOutput,
@@ -85,9 +93,6 @@ ROW_AHEAD = 128
 # How token_tile leaves its sums: finished in their rows (bias and activation), as sums in rows, or as sums in fours
 # of tokens.
 FINISHED, ROWS, FOURS = 0, 1, 2
-
-# What a tile of positions leaves: its sums, the bytes of four rows together, or both.
-LEAVES_SUMS, LEAVES_QUADS, LEAVES_BOTH = 0, 1, 2
 
 # Binary digits of a pace, which is a fraction.
 PACE_BITS = 32
@@ -244,21 +249,6 @@ def _convert_token_sums(
     return emit.either(worth.token_scales, by_token, lambda: valued)
 
 
-def convert_row_sums(emit: Emitter, sums: list[ir.Value], n_vectors: int, worth: QuadWorth) -> list[ir.Value]:
-    """Return what sums of quads are worth, by vectors of positions for one row after the other."""
-    builder, n_rows = emit.builder, len(sums) // n_vectors
-    places = [emit.pointer(address) for address in (worth.offsets, worth.scales)]
-    by_row = [[emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for at in places] for r in range(n_rows)]
-    valued = [emit.worth(total, *by_row[i // n_vectors]) for i, total in enumerate(sums)]
-
-    def by_token() -> list[ir.Value]:
-        at = emit.pointer(worth.token_scales)
-        factors = [emit.load(at, v) for v in range(n_vectors)]
-        return [builder.fmul(total, factors[i % n_vectors]) for i, total in enumerate(valued)]
-
-    return emit.either(worth.token_scales, by_token, lambda: valued)
-
-
 @vector_code()
 def fetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Fetch the cache line at an address, which may be any, to the second-level cache."""
@@ -307,14 +297,12 @@ def row_tile(
     With quads a column is four columns of bytes, in the place of a float32. What sums are worth hangs on the row, and
     on the token: a lane of a vector.
     """
-    n_rows, n_lanes, kind, frames = form.rows, form.lanes, form.numbers, form.framed
+    n_rows, n_lanes, kind = form.rows, form.lanes, form.numbers
     emit = Emitter(builder, n_lanes, bool(form.fused))
 
     def tile(n_vectors: int) -> None:
         inputs = [emit.pointer(x.address, at) for at in emit.load_integers(x.starts, n_vectors, I64)]
-        starts = emit.load_integers(y.starts, n_vectors, I64)
         ids = emit.load_integers(finish.row_ids, n_rows, I32)
-        written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
         values, offsets = emit.pointer(weights.values), emit.pointer(weights.columns, kind=I32)
 
         # Columns take turns with sets of sums, as many as keep the unit busy.
@@ -369,59 +357,9 @@ def row_tile(
             sums = [emit.add(a, b, kind) for a, b in zip(sums, other, strict=True)]
         if kind in QUADS:
             sums = convert_row_sums(emit, sums, n_vectors, finish.worth)
-        # For a row that is not written, the bias of row 0 is read.
-        known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
-        bias_pointer = emit.pointer(finish.bias)
-
-        def positions(r: int, array: ir.Value) -> list[ir.Value]:
-            row = builder.mul(known[r], y.stride)
-            return [emit.pointer(array, builder.add(row, start)) for start in starts]
-
-        if frames:
-            sums = emit.continued(
-                y.added, sums, lambda: [emit.load(at, 0) for r in range(n_rows) for at in positions(r, y.added)]
-            )
-
-        def biases() -> list[ir.Value]:
-            each = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in known]
-            return [each[r] for r in range(n_rows) for _ in range(n_vectors)]
-
-        def store(sums: list[ir.Value]) -> None:
-            bits = emit.load_integers(y.keep, n_vectors, I64) if frames else []
-            if form.leaves != LEAVES_SUMS:
-                leave = _QuadStore(emit, y, n_vectors, bits)
-                for r in range(0, n_rows, QUAD):
-                    with builder.if_then(written[r]):
-                        leave.store(builder.ashr(known[r], emit.integer(2)), sums[r * n_vectors :])
-            for r, exists in enumerate(written) if form.leaves != LEAVES_QUADS else ():
-                with builder.if_then(exists):
-                    for v, at in enumerate(positions(r, y.address)):
-                        total = sums[r * n_vectors + v]
-                        emit.store(emit.kept(total, bits[v]) if frames else total, at, 0)
-
-        emit.finish(finish.activation, sums, biases, store)
+        finish_row_sums(emit, RowResults(form.framed, form.leaves), sums, n_vectors, ids, y, finish)
 
     emit.choose(x.width, {n: partial(tile, n) for n in {form.vectors, 1}})
-
-
-class _QuadStore:
-    """Stores results of four rows at `n_vectors` vectors of positions as quads."""
-
-    def __init__(self, emit: Emitter, y: FramedOutput, n_vectors: int, keep: list[ir.Value]) -> None:
-        builder, reading = emit.builder, emit.pointer(y.quads.reading)
-        self._emit, self._y, self._keep = emit, y, keep
-        self._starts = emit.load_integers(y.quads.starts, n_vectors, I64)
-        self._step = [emit.splat(builder.load(builder.gep(reading, [emit.integer(i)]))) for i in range(2)]
-        self._padding = emit.splat(builder.bitcast(builder.trunc(y.quads.padding, I32), F32))
-
-    def store(self, row: ir.Value, sums: list[ir.Value]) -> None:
-        """Store row `row` of quads; sums: of its four rows, vectors of one row after the other."""
-        emit, size = self._emit, len(self._starts)
-        below = emit.builder.mul(row, self._y.stride)
-        for v, start in enumerate(self._starts):
-            quads = emit.join_quads([sums[i * size + v] for i in range(QUAD)], *self._step)
-            at = emit.pointer(self._y.quads.address, emit.builder.add(below, start))
-            emit.store(emit.kept(quads, self._keep[v], self._padding), at, 0)
 
 
 class TransposeForm(NamedTuple):
@@ -595,7 +533,7 @@ def finish_rows(
         bits = emit.load_integers(y.keep, vectors, I64)
 
         together = 1 if form.leaves == LEAVES_SUMS else QUAD
-        leave = None if together == 1 else _QuadStore(emit, y, vectors, bits)
+        leave = None if together == 1 else QuadStore(emit, y, vectors, bits)
 
         def rows(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             numbers = [first]

@@ -283,10 +283,10 @@ class NextQuads(NamedTuple):
 
 
 class GatherBuffers(NamedTuple):
-    """Room for gathered columns: two buffers in turns.
+    """Room for gathered columns: buffers in turns.
 
-    address: of GATHERED_BYTES twice, and for thirds an unread tile. phase: its lowest bit names the buffer that this
-    tile begins with.
+    address: of the buffers, and for thirds an unread tile. phase: its lowest bits name the buffer that this tile
+    begins with.
     """
 
     address: Word
@@ -294,12 +294,22 @@ class GatherBuffers(NamedTuple):
 
 
 class MatrixSums(NamedTuple):
-    """Where a matrix tile leaves its sums, 32 float32 or int32 a row.
+    """Where a matrix tile leaves its sums, 32 float32 a row.
 
     address: of the sums. halves: 1 or 2, of 16 tokens each.
     """
 
     address: Word
+    halves: Word
+
+
+class TileSums(NamedTuple):
+    """Sums that stay in tile registers.
+
+    registers: address of REGISTERS_BYTES, for registers that are emulated. halves: 1 or 2, of 16 tokens each.
+    """
+
+    registers: Word
     halves: Word
 
 

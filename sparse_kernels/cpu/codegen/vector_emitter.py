@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from sparse_kernels.cpu.runtime.numba_internals import cgutils
+from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_target
 
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
@@ -326,18 +326,49 @@ class Emitter:
     def join_quads(self, rows: Sequence[ir.Value], inverse: ir.Value, zero: ir.Value) -> ir.Value:
         """Return four vectors as bytes, x * inverse + zero each, side by side in the 32 bits of every lane."""
         builder, wide, joined = self.builder, ir.VectorType(I32, self.lanes), None
-        for byte, x in enumerate(rows):
-            whole = self.to_whole(self.multiply_add(x, inverse, zero))
-            low = builder.and_(whole, ir.Constant(wide, [255] * self.lanes))
+        read = [self.multiply_add(x, inverse, zero) for x in rows]
+        if self.lanes == 16 and "avx512bw" in read_compile_target()[2]:
+            return self._pack_quads(read)
+        for byte, x in enumerate(read):
+            low = builder.and_(self.to_whole(x), ir.Constant(wide, [255] * self.lanes))
             shifted = builder.shl(low, ir.Constant(wide, [8 * byte] * self.lanes))
             joined = shifted if joined is None else builder.or_(joined, shifted)
         return builder.bitcast(joined, self.vector)
 
-    def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value) -> ir.Value:
-        """Return (sums + offset) * scale as floats; sums and offset: 32-bit whole numbers in the place of floats."""
+    def _pack_quads(self, rows: Sequence[ir.Value]) -> ir.Value:
+        """Do the rest of `join_quads` by instructions that narrow numbers and keep them in their range: half of the
+        steps."""
+        builder, wide = self.builder, ir.VectorType(I32, 16)
+        shorts, narrow = ir.VectorType(I16, 32), ir.VectorType(I8, 64)
+
+        def call(name: str, result: ir.Type, given: list[ir.Value]) -> ir.Value:
+            kind = ir.FunctionType(result, [each.type for each in given])
+            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.{name}")
+            return builder.call(function, given)
+
+        def whole(x: ir.Value) -> ir.Value:
+            # What is no number, or beyond 32 bits, becomes the least number, and then 0. So only what is too large
+            # has to be made less.
+            large = self.constant(2.0**16)
+            x = builder.select(builder.fcmp_ordered(">", x, large), large, x)
+            given = [x, ir.Constant(wide, None), ir.Constant(I16, -1), ir.Constant(I32, 4)]
+            return call("mask.cvtps2dq.512", wide, given)
+
+        a, b, c, d = (whole(x) for x in rows)
+        pairs = [call("packssdw.512", shorts, [a, b]), call("packssdw.512", shorts, [c, d])]
+        # In each 128 bits four bytes of a row follow those of the row before.
+        packed = call("packuswb.512", narrow, pairs)
+        order = [16 * part + 4 * row + lane for part in range(4) for lane in range(4) for row in range(4)]
+        placed = builder.shuffle_vector(packed, packed, ir.Constant(ir.VectorType(I32, 64), order))
+        return builder.bitcast(placed, self.vector)
+
+    def worth(self, sums: ir.Value, offset: ir.Value, scale: ir.Value, bias: ir.Value | None = None) -> ir.Value:
+        """Return (sums + offset) * scale, and a bias more; sums and offset: 32-bit whole numbers in the place of
+        floats."""
         builder, wide = self.builder, ir.VectorType(I32, self.lanes)
         whole = builder.add(builder.bitcast(sums, wide), builder.bitcast(offset, wide))
-        return builder.fmul(builder.sitofp(whole, self.vector), scale)
+        found = builder.sitofp(whole, self.vector)
+        return builder.fmul(found, scale) if bias is None else self.multiply_add(found, scale, bias)
 
     def _lower(self, x: ir.Value) -> ir.Value:
         wide = ir.VectorType(I32, self.lanes)
@@ -466,13 +497,13 @@ class Emitter:
         self,
         activation: ir.Value,
         sums: list[ir.Value],
-        biases: Callable[[], list[ir.Value]],
+        biases: Callable[[], list[ir.Value]] | None,
         store: Callable[[list[ir.Value]], None],
         value: Callable[[list[ir.Value]], list[ir.Value]] = list,
     ) -> None:
         """Store the sums as `activation` (one of the codes above) says, by one piece of code for all of them.
 
-        value: what finished sums become before the bias is added.
+        biases: None where they are added already. value: what finished sums become before the bias is added.
         """
         builder = self.builder
         done = builder.append_basic_block("finished")
@@ -482,7 +513,9 @@ class Emitter:
             block = builder.append_basic_block("activation")
             choice.add_case(self.integer(code), block)
             builder.position_at_end(block)
-            totals = [builder.fadd(total, bias) for total, bias in zip(value(sums), biases(), strict=True)]
+            totals = value(sums)
+            if biases is not None:
+                totals = [builder.fadd(total, bias) for total, bias in zip(totals, biases(), strict=True)]
             ways.append((builder.block, totals if function is None else [function(total) for total in totals]))
             builder.branch(done)
         builder.position_at_end(done)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from sparse_kernels.cpu.codegen.intrinsics import vector_code
-from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ENOUGH, convert_row_sums
+from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ENOUGH
+from sparse_kernels.cpu.codegen.row_results import convert_row_sums
 from sparse_kernels.cpu.codegen.tile_operands import QuadWorth, StreamEpilogue, WeightStream
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, QUADS, Emitter
 

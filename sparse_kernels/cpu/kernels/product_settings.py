@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparse_kernels.cpu.codegen.register_tiles import LEAVES_SUMS
+from sparse_kernels.cpu.codegen.row_results import LEAVES_SUMS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, LEAVES_NONE, QuadArrays, QuadLayout
 

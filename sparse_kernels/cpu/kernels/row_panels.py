@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.quantize import locate_worth
-from sparse_kernels.cpu.codegen.register_tiles import LEAVES_SUMS, RowTileForm, fetch, row_tile
+from sparse_kernels.cpu.codegen.register_tiles import RowTileForm, fetch, row_tile
+from sparse_kernels.cpu.codegen.row_results import LEAVES_SUMS
 from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     LineWalk,

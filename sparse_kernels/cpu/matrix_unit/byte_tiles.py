@@ -15,9 +15,9 @@ from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     GatherBuffers,
-    MatrixSums,
     NextQuads,
     QuadInput,
+    TileSums,
     TileWeights,
     TokenRows,
     WaitingSums,
@@ -25,11 +25,17 @@ from sparse_kernels.cpu.codegen.tile_operands import (
 from sparse_kernels.cpu.codegen.tile_registers import ROW_BYTES, ROWS, TILE_BYTES, select_tile_registers
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, Emitter
 
-# Quads of a step; vectors of 16 tokens or positions that a tile multiplies, and tokens of both; bytes of a step's
-# gathered quads.
+# Quads of a step; vectors of 16 tokens or positions that a tile multiplies, and tokens of both.
 STEP, HALVES = 16, 2
 TOKENS = HALVES * ROWS
-GATHERED_BYTES = HALVES * TILE_BYTES
+
+# How many steps ahead quads are gathered. A tile that was just written can't be read before its stores have left the
+# processor's queue, in turn behind the products before them. So one step ahead takes twice the time of two.
+AHEAD = int(__import__("os").environ.get("AH", "1"))
+
+# Buffers of gathered quads, in turns: a power of 2 above AHEAD. Bytes of one, and of all.
+BUFFERS, BUFFER_BYTES = 4, HALVES * TILE_BYTES
+GATHERED_BYTES = BUFFERS * BUFFER_BYTES
 
 
 class QuadGatherer:
@@ -55,10 +61,13 @@ class QuadGatherer:
 def gather_quads(
     builder: ir.IRBuilder, columns: ir.Value, first: ir.Value, second: ir.Value, target: ir.Value
 ) -> None:
-    """Gather what `byte_tile` has to find gathered when it begins."""
-    gatherer = QuadGatherer(Emitter(builder, ROWS, True), columns, (first, second), target)
-    for number in range(STEP):
-        gatherer.quad(number)
+    """Gather what the first `byte_tile` has to find gathered in the first buffers."""
+    emit = Emitter(builder, ROWS, True)
+    for step in range(AHEAD):
+        here = builder.add(columns, emit.integer(step * STEP * 4))
+        gatherer = QuadGatherer(emit, here, (first, second), builder.add(target, emit.integer(step * BUFFER_BYTES)))
+        for number in range(STEP):
+            gatherer.quad(number)
 
 
 class ByteTileForm(NamedTuple):
@@ -81,20 +90,20 @@ def byte_tile(
     x: QuadInput,
     following: NextQuads,
     gathered: GatherBuffers,
-    y: MatrixSums,
+    y: TileSums,
 ) -> None:
     """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens, as whole numbers of 32 bits.
 
-    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps. columns: int32 (count, 16), see
-    `QuadGatherer`.
+    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps, at least AHEAD. columns: int32 (count, 16),
+    see `QuadGatherer`.
 
-    Quads are gathered while the step before multiplies: `following` says what the tile after this one begins with.
-    What this tile begins with lies in the buffer that `gathered` names. If the steps are odd, the next tile begins
-    with the other buffer.
+    Quads are gathered while steps before multiply: `following` says what the tile after this one begins with. What
+    this tile begins with lies in the buffer that `gathered` names, and the ones after it. The next tile begins with
+    the buffer `count` further.
     """
     n_rows = form.row_tiles
     emit = Emitter(builder, ROWS, True)
-    tile = select_tile_registers(emit, form.emulated)
+    tile = select_tile_registers(emit, form.emulated, y.registers)
     sums, of_w, of_x = range(4), (4, 5), (6, 7)
     row_stride, x_stride = emit.integer(ROW_BYTES), emit.integer(TOKENS * 4)
     both = builder.icmp_signed("==", y.halves, emit.integer(HALVES))
@@ -103,19 +112,23 @@ def byte_tile(
         return builder.add(address, emit.integer(size))
 
     def buffer(step: ir.Value) -> ir.Value:
-        odd = builder.and_(builder.add(step, gathered.phase), emit.integer(1))
-        return builder.add(gathered.address, builder.mul(odd, emit.integer(GATHERED_BYTES)))
+        number = builder.and_(builder.add(step, gathered.phase), emit.integer(BUFFERS - 1))
+        return builder.add(gathered.address, builder.mul(number, emit.integer(BUFFER_BYTES)))
 
     def start_gathering(step: ir.Value) -> QuadGatherer:
-        """Gather what the step after this one multiplies."""
-        behind = builder.add(step, emit.integer(1))
-        is_last = builder.icmp_signed("==", behind, weights.count)
-        columns = builder.add(weights.columns, builder.mul(behind, emit.integer(STEP * 4)))
+        """Gather what the step AHEAD of this one multiplies."""
+        behind = builder.add(step, emit.integer(AHEAD))
+        left = builder.sub(behind, weights.count)
+        is_next = builder.icmp_signed(">=", left, emit.integer(0))
+        columns = builder.add(
+            builder.select(is_next, following.columns, weights.columns),
+            builder.mul(builder.select(is_next, left, behind), emit.integer(STEP * 4)),
+        )
         halves = [
-            builder.select(is_last, then, now)
+            builder.select(is_next, then, now)
             for then, now in ((following.first, x.first), (following.second, x.second))
         ]
-        return QuadGatherer(emit, builder.select(is_last, following.columns, columns), halves, buffer(behind))
+        return QuadGatherer(emit, columns, halves, buffer(behind))
 
     def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         here = builder.add(weights.values, builder.mul(number, emit.integer(n_rows * TILE_BYTES)))
@@ -146,10 +159,21 @@ def byte_tile(
     for each in [2 * r + half for r in range(n_rows) for half in range(HALVES)]:
         tile.zero(sums[each])
     emit.loop(weights.count, [], step)
-    for r in range(n_rows):
+
+
+@vector_code(ByteTileForm)
+def store_byte_sums(builder: ir.IRBuilder, form: ByteTileForm, registers: ir.Value, target: ir.Value) -> None:
+    """Store the sums that `byte_tile` left in registers at an address, 32 int32 a row.
+
+    Best after something that need not wait for them: the products of a tile take as long as hundreds of other
+    instructions, and what stands behind this waits.
+    """
+    emit = Emitter(builder, ROWS, True)
+    tile, stride = select_tile_registers(emit, form.emulated, registers), emit.integer(TOKENS * 4)
+    for r in range(form.row_tiles):
         for half in range(HALVES):
-            at = further(y.address, r * ROWS * TOKENS * 4 + half * ROW_BYTES)
-            tile.store(sums[2 * r + half], at, emit.integer(TOKENS * 4))
+            at = builder.add(target, emit.integer(r * ROWS * TOKENS * 4 + half * ROW_BYTES))
+            tile.store(2 * r + half, at, stride)
 
 
 # Tokens that are finished together: as many rows of y are written at once. With 16, and so many pages, it takes a

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
-from sparse_kernels.cpu.codegen.register_tiles import LEAVES_BOTH, LEAVES_QUADS
+from sparse_kernels.cpu.codegen.row_results import LEAVES_BOTH, LEAVES_QUADS
 from sparse_kernels.cpu.codegen.tile_registers import ROWS
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import image_layout, row_panels, unstructured_rows
@@ -41,7 +41,8 @@ from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
 from sparse_kernels.cpu.layouts.quads import FLOATS_ONLY, QuadArrays, QuadLayout, build_reading
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, build_column_offsets
-from sparse_kernels.cpu.matrix_unit import third_conv2d, third_linear
+from sparse_kernels.cpu.matrix_unit import byte_conv2d, third_conv2d, third_linear
+from sparse_kernels.cpu.matrix_unit.byte_panels import BytePanels
 from sparse_kernels.cpu.matrix_unit.third_linear import MatrixPanels
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, borrow, find_address, give_back
@@ -93,7 +94,7 @@ class BatchPlacement:
     how many vectors of x a vector may read. prefetched: for panels, see `ProductLayer`. blocks: for the matrix unit.
     """
 
-    weights: Panels | SingleRows | MatrixPanels
+    weights: Panels | SingleRows | MatrixPanels | BytePanels
     offsets: NDArray[np.int32]
     phase_layout: image_layout.PhaseLayout | None
     grid: Positions
@@ -113,7 +114,7 @@ class CpuConv2dPlan:
     """
 
     shape: Conv2dShape
-    panels: Panels | SingleRows | MatrixPanels
+    panels: Panels | SingleRows | MatrixPanels | BytePanels
     tile: tuple[int, int]  # rows, vectors
     target: CpuTarget
     kernel: str
@@ -325,10 +326,14 @@ class CpuConv2dPlan:
     def _count_copies(self, placement: BatchPlacement, threads: int) -> int:
         """Return how many of the threads lay out images for themselves: all, or one for all."""
         phase_layout, weights = placement.phase_layout, placement.weights
-        if phase_layout is None or phase_layout.size * threads > MOST_COPIED or not isinstance(weights, Panels):
+        if phase_layout is None or phase_layout.size * threads > MOST_COPIED:
             return 1
-        total = placement.grid.x_starts.size
-        return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads) else 1
+        total, own = placement.grid.x_starts.size, False
+        if isinstance(weights, Panels):
+            own = row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads)
+        elif isinstance(weights, BytePanels):
+            own = byte_conv2d.gives_own_vectors(weights, total, threads)
+        return threads if own else 1
 
     def _bind_multiply(
         self, placement: BatchPlacement, x_size: int, settings: ProductSettings, apart: int = 0
@@ -340,6 +345,8 @@ class CpuConv2dPlan:
             assert placement.blocks is not None
             return third_conv2d.bind_product(weights, placement.blocks, grid, x_size, settings.threads, self.emulated)
         reading = PanelReading(self.tile[1], placement.columns, apart)
+        if isinstance(weights, BytePanels):
+            return byte_conv2d.bind_product(weights, grid, reading, settings, self.emulated)
         return row_panels.bind_product(weights, grid, reading, settings, lambda: placement.prefetched)
 
     @property

@@ -101,7 +101,7 @@ class QuadRowPlan(QuadPlan):
 LEAST_TOKENS = 32
 """Tokens of a thread that fill a tile of the matrix unit; with half as many it is no faster than vectors."""
 
-LEAST_KEPT, LEAST_KEPT_PERMUTED = 200, 70
+LEAST_KEPT, LEAST_KEPT_PERMUTED = 180, 70
 """Weights of a row from which on the matrix unit is faster than vectors, for rows in order and for permuted ones.
 
 Its sums have to be turned before they are finished, which counts for each row, and costs nothing more where rows are
