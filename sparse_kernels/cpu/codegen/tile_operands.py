@@ -283,10 +283,10 @@ class NextQuads(NamedTuple):
 
 
 class GatherBuffers(NamedTuple):
-    """Room for gathered columns: buffers in turns.
+    """Room for gathered columns: two buffers in turns.
 
-    address: of the buffers, and for thirds an unread tile. phase: its lowest bits name the buffer that this tile
-    begins with.
+    address: of GATHERED_BYTES twice, and for thirds an unread tile. phase: its lowest bit names the buffer that this
+    tile begins with.
     """
 
     address: Word

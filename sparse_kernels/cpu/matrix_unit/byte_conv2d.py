@@ -49,7 +49,7 @@ from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 
 # Bytes that a thread needs: the tiles' configuration, gathered quads, sums of 32 rows.
 SUMS_BYTES = 2 * ROWS * TOKENS * 4
-THREAD_BYTES = tile_registers.SAVED_BYTES + GATHERED_BYTES + SUMS_BYTES + tile_registers.REGISTERS_BYTES
+THREAD_BYTES = tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + SUMS_BYTES + tile_registers.REGISTERS_BYTES
 
 
 class BytePositions(NamedTuple):
@@ -159,7 +159,7 @@ def multiply_positions(form: Any, call: ScratchProductCall, layer: BytePositions
     values, columns, table = layer.weights
     x_starts, values_at, columns_at = layer.x_starts, values.ctypes.data, columns.ctypes.data
     first, stop, begin, end, x_at, gathered_at = work
-    sums_at, last = gathered_at + GATHERED_BYTES, stop - 1
+    sums_at, last = gathered_at + 2 * GATHERED_BYTES, stop - 1
     registers_at = sums_at + SUMS_BYTES
     first_at, second_at = x_at + x_starts[first] * 4, x_at + x_starts[min(first + 1, last)] * 4
     phase, before, before_v = 0, -1, first

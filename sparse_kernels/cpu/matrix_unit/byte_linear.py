@@ -89,7 +89,7 @@ def plan_scratch(panels: BytePanels, k: int, n: int, threads: int) -> ByteScratc
     tiles = max(1, min(each, CACHED_BYTES // (x_bytes + y_bytes)))
     # A row is written in whole vectors.
     row_bytes = steps * STEP * QUAD + ROW_BYTES
-    fixed = tile_registers.SAVED_BYTES + tile_registers.REGISTERS_BYTES + GATHERED_BYTES + TOKENS * row_bytes
+    fixed = tile_registers.SAVED_BYTES + tile_registers.REGISTERS_BYTES + 2 * GATHERED_BYTES + TOKENS * row_bytes
     return ByteScratch(tiles, together, row_bytes, x_bytes, y_bytes, fixed + tiles * (x_bytes + y_bytes))
 
 
@@ -255,7 +255,7 @@ def build_kernel(form: ByteLinearForm) -> ParallelKernel:
         saved_at = call.scratch_at + part * scratch.thread_bytes
         registers_at = saved_at + tile_registers.SAVED_BYTES
         gathered_at = registers_at + tile_registers.REGISTERS_BYTES
-        rows_at = gathered_at + GATHERED_BYTES
+        rows_at = gathered_at + 2 * GATHERED_BYTES
         x_at = rows_at + TOKENS * scratch.row_bytes
         buffers = PartBuffers(registers_at, gathered_at, rows_at, x_at, x_at + scratch.tiles * scratch.x_bytes)
         first, end = units * part // layer.parts * ROWS, min(units * (part + 1) // layer.parts * ROWS, n)

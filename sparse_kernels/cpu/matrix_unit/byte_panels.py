@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.tile_registers import ROWS, TILE_BYTES
 from sparse_kernels.cpu.layouts.panels import Groups, holds_quads
-from sparse_kernels.cpu.matrix_unit.byte_tiles import AHEAD, STEP
+from sparse_kernels.cpu.matrix_unit.byte_tiles import STEP
 from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
 
 
@@ -28,7 +28,7 @@ class BytePanels:
 
     row_tiles: 1 or 2. values: four bytes in the place of a float32, panel after panel as `byte_tile` takes them.
     columns: int32, the quads of each group, or once they are `placed` where they lie in x, in 32 bits. table: int64
-    (panels, 3), where values (in bytes) and columns start, and steps (at least AHEAD). row_ids: int32 (rows of all
+    (panels, 3), where values (in bytes) and columns start, and steps (at least one). row_ids: int32 (rows of all
     panels), the row of the matrix that each is, -1 for none. positions: uint32 (m, in whole vectors), where each row
     of the matrix lies among them.
     """
@@ -76,7 +76,7 @@ def build_byte_panels(groups: Groups, tiles: int, m: int) -> BytePanels:
     width = tiles * ROWS
     cuts = -(-groups.height // width)
     counts = np.diff(groups.indptr)
-    steps = np.maximum(AHEAD, -(-counts // STEP))
+    steps = np.maximum(1, -(-counts // STEP))
     step_bytes = tiles * TILE_BYTES
     values_at = np.concatenate([[0], np.cumsum(cuts * steps * step_bytes)])
     columns_at = np.concatenate([[0], np.cumsum(steps * STEP)])

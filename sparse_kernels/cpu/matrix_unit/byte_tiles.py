@@ -29,13 +29,8 @@ from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, Emitter
 STEP, HALVES = 16, 2
 TOKENS = HALVES * ROWS
 
-# How many steps ahead quads are gathered. A tile that was just written can't be read before its stores have left the
-# processor's queue, in turn behind the products before them. So one step ahead takes twice the time of two.
-AHEAD = int(__import__("os").environ.get("AH", "1"))
-
-# Buffers of gathered quads, in turns: a power of 2 above AHEAD. Bytes of one, and of all.
-BUFFERS, BUFFER_BYTES = 4, HALVES * TILE_BYTES
-GATHERED_BYTES = BUFFERS * BUFFER_BYTES
+# Bytes of the gathered quads of a step.
+GATHERED_BYTES = HALVES * TILE_BYTES
 
 
 class QuadGatherer:
@@ -61,13 +56,10 @@ class QuadGatherer:
 def gather_quads(
     builder: ir.IRBuilder, columns: ir.Value, first: ir.Value, second: ir.Value, target: ir.Value
 ) -> None:
-    """Gather what the first `byte_tile` has to find gathered in the first buffers."""
-    emit = Emitter(builder, ROWS, True)
-    for step in range(AHEAD):
-        here = builder.add(columns, emit.integer(step * STEP * 4))
-        gatherer = QuadGatherer(emit, here, (first, second), builder.add(target, emit.integer(step * BUFFER_BYTES)))
-        for number in range(STEP):
-            gatherer.quad(number)
+    """Gather what the first `byte_tile` has to find gathered when it begins."""
+    gatherer = QuadGatherer(Emitter(builder, ROWS, True), columns, (first, second), target)
+    for number in range(STEP):
+        gatherer.quad(number)
 
 
 class ByteTileForm(NamedTuple):
@@ -94,12 +86,12 @@ def byte_tile(
 ) -> None:
     """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens, as whole numbers of 32 bits.
 
-    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps, at least AHEAD. columns: int32 (count, 16),
-    see `QuadGatherer`.
+    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps, at least one. columns: int32 (count, 16), see
+    `QuadGatherer`.
 
-    Quads are gathered while steps before multiply: `following` says what the tile after this one begins with. What
-    this tile begins with lies in the buffer that `gathered` names, and the ones after it. The next tile begins with
-    the buffer `count` further.
+    Quads are gathered while the step before multiplies: `following` says what the tile after this one begins with.
+    What this tile begins with lies in the buffer that `gathered` names. If the steps are odd, the next tile begins
+    with the other buffer. Two steps ahead is no faster.
     """
     n_rows = form.row_tiles
     emit = Emitter(builder, ROWS, True)
@@ -112,23 +104,19 @@ def byte_tile(
         return builder.add(address, emit.integer(size))
 
     def buffer(step: ir.Value) -> ir.Value:
-        number = builder.and_(builder.add(step, gathered.phase), emit.integer(BUFFERS - 1))
-        return builder.add(gathered.address, builder.mul(number, emit.integer(BUFFER_BYTES)))
+        odd = builder.and_(builder.add(step, gathered.phase), emit.integer(1))
+        return builder.add(gathered.address, builder.mul(odd, emit.integer(GATHERED_BYTES)))
 
     def start_gathering(step: ir.Value) -> QuadGatherer:
-        """Gather what the step AHEAD of this one multiplies."""
-        behind = builder.add(step, emit.integer(AHEAD))
-        left = builder.sub(behind, weights.count)
-        is_next = builder.icmp_signed(">=", left, emit.integer(0))
-        columns = builder.add(
-            builder.select(is_next, following.columns, weights.columns),
-            builder.mul(builder.select(is_next, left, behind), emit.integer(STEP * 4)),
-        )
+        """Gather what the step after this one multiplies."""
+        behind = builder.add(step, emit.integer(1))
+        is_last = builder.icmp_signed("==", behind, weights.count)
+        columns = builder.add(weights.columns, builder.mul(behind, emit.integer(STEP * 4)))
         halves = [
-            builder.select(is_next, then, now)
+            builder.select(is_last, then, now)
             for then, now in ((following.first, x.first), (following.second, x.second))
         ]
-        return QuadGatherer(emit, columns, halves, buffer(behind))
+        return QuadGatherer(emit, builder.select(is_last, following.columns, columns), halves, buffer(behind))
 
     def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         here = builder.add(weights.values, builder.mul(number, emit.integer(n_rows * TILE_BYTES)))

@@ -128,14 +128,14 @@ LEAST_KEPT = 30
 """Weights of a row from which on the matrix unit is faster than vectors.
 
 To finish a row's sums takes longer than to multiply fewer. ResNet50's convolutions of one and 16 images have 1.0 to
-2.5 times the speed at 75% and 90% sparsity above this limit, dense ones 1.6 to 3.2 times, and those below it 0.7 to 1.2
-times (`block:32x4` and `block:16x4`, one and two threads, Granite Rapids).
+2.5 times the speed at 75% and 90% sparsity above this limit, dense ones 1.6 to 3.2 times, and those below it 0.7 to
+1.2 times (`block:32x4` and `block:16x4`, one and two threads, Granite Rapids).
 """
 
 
 def choose_matrix_tiles(weight: Int8Weight) -> int | None:
-    """Return the tiles of rows in a panel of the matrix unit; None where vectors are faster, or alone can multiply this
-    weight."""
+    """Return the tiles of rows in a panel of the matrix unit; None where vectors are faster, or alone can multiply
+    this weight."""
     if not find_cpu_target().matrix or weight.packed.nnz < LEAST_KEPT * weight.shape[0]:
         return None
     return count_row_tiles(count_group_rows(weight.packed))
