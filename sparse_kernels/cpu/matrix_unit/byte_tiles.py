@@ -86,8 +86,8 @@ def byte_tile(
 ) -> None:
     """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens, as whole numbers of 32 bits.
 
-    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps, at least one. columns: int32 (count, 16), see
-    `QuadGatherer`.
+    values: int8 (count, row_tiles, 16 rows, 16 quads, 4), `count` steps, at least one. columns: int32 (count, 16),
+    see `QuadGatherer`.
 
     Quads are gathered while the step before multiplies: `following` says what the tile after this one begins with.
     What this tile begins with lies in the buffer that `gathered` names. If the steps are odd, the next tile begins
