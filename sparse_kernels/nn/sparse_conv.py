@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
-from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces, QuadImages
+from sparse_kernels.cpu.launch.linear_call import Product
+from sparse_kernels.cpu.layouts.image_results import Leaving
+from sparse_kernels.cpu.layouts.padded_images import (
+    FramedImages,
+    Home,
+    ImagePlaces,
+    QuadImages,
+    find_floats_home,
+    find_quads_home,
+)
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed
 from sparse_kernels.formats.int8 import InputRange, Quantization
@@ -37,22 +46,53 @@ from sparse_kernels.tensors.plain_tensors import address_of, is_plain
 
 _CPU = torch.device("cpu")
 
+_NO_CALL = (None, None, None)
+
 KEPT_CALLS = 16
 """Ways in which a layer was called over frames that it remembers."""
 
 
-class FrameCall(NamedTuple):
-    """What a call over frames needs to know, worked out once.
+class FrameKey(NamedTuple):
+    """How a layer is called over frames: where images lie, and what `SparseConv2d.forward` is asked for.
 
-    ready: the plan. y_places: where the result lies. adds: the plan adds what is added. finish: without the address
-    of what is added. leaving: how bytes are left, if they are.
+    added_at: where what is added lies; None adds nothing in frames.
+    """
+
+    x_places: ImagePlaces
+    margin: int | None
+    added_at: ImagePlaces | None
+    then: str | None
+    leave: tuple[float, int, bool] | None
+
+
+@dataclass(slots=True, eq=False)
+class FrameCall:
+    """What such a call needs to know, worked out once.
+
+    ready: the plan. y_places: where the result lies. adds: the plan adds what is added. activation: as kernels know
+    it. leaving: how bytes are left, if they are. floats_home, quads_home: of the frames in which floats and bytes are
+    left; None where they are not. runs: what runs it, by the number of threads: for images of floats, and of bytes.
+    equal_ranges: that of bytes and that of the layer, which were found to be equal.
     """
 
     ready: ReadyPlan
     y_places: ImagePlaces
     adds: bool
-    finish: Finish
+    activation: int
     leaving: Leaving | None
+    floats_home: Home | None
+    quads_home: Home | None
+    runs: tuple[dict[int, Product], dict[int, Product]] = field(default_factory=lambda: ({}, {}))
+    equal_ranges: tuple[InputRange | None, InputRange | None] = (None, None)
+
+    def find_run(self, key: FrameKey, threads: int, from_quads: bool) -> Product:
+        """Return what runs it by so many threads, for images of floats or of bytes."""
+        runs = self.runs[from_quads]
+        run = runs.get(threads)
+        if run is None:
+            run = self.ready.plan.bind_run(key.x_places, self.y_places, self.leaving, threads, from_quads)
+            runs[threads] = run
+        return run
 
 
 class SparseConv2d(SparseLayer):
@@ -75,12 +115,13 @@ class SparseConv2d(SparseLayer):
         # As torch's layer of this kind has them, because models compute lengths from them.
         self.kernel_size, self.stride, self.padding, self.dilation = (side[-self._axes :] for side in geometry)
         # Calls over frames, and the plans for which they hold: those of the layer, or none of the calls does.
-        self._frame_calls: tuple[object, dict[object, FrameCall]] = (None, {})
+        self._frame_calls: tuple[object, dict[FrameKey, FrameCall]] = (None, {})
+        self._last_frame_call: tuple[Any, Any, Any] = _NO_CALL
         self._enlist()
 
     def __getstate__(self) -> dict[str, Any]:
         # They hold plans.
-        return {**super().__getstate__(), "_frame_calls": (None, {})}
+        return {**super().__getstate__(), "_frame_calls": (None, {}), "_last_frame_call": _NO_CALL}
 
     @property
     def in_channels(self) -> int:
@@ -217,59 +258,85 @@ class SparseConv2d(SparseLayer):
         leave: tuple[float, int, bool] | None,
     ) -> Tensor | FramedImages | QuadImages:
         """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
-        self._follow_buffers()
-        threads.set_thread_count(torch.get_num_threads())
+        buffers, (values, bias) = self._buffers, self._planned
+        if buffers["values"] is not values or buffers["bias"] is not bias:
+            self._follow_buffers()
+        count = threads.set_thread_count(torch.get_num_threads())
         added_at = added.places if isinstance(added, FramedImages) else None
         if UNROUNDED.get() or (added is not None and added_at is None):  # what is added to later is left as floats
             leave = None
-        key = x_places, margin, added_at, then, leave
-        plans, calls = self._frame_calls
-        known = calls.get(key) if plans is self._plans else None
-        if known is None:
-            known = self._prepare_frame_call(x_places, margin, added_at, then, leave)
-            self._keep_frame_call(key, known)
-        plan, finish = known.ready.plan, known.finish
-        if self._latest is not known.ready:
-            self._latest = known.ready
+        key, known = self._find_frame_call(x_places, margin, added_at, then, leave)
+        quads, room, y_at, quads_at = self._find_quads(x, known), known.quads_home, 0, 0
+        y: Tensor | FramedImages | QuadImages
+        if room is not None:
+            assert known.leaving is not None
+            y = left = QuadImages(known.y_places, known.leaving.input_range, room)
+            quads_at = left.address
+        if known.floats_home is not None:
+            y = framed = FramedImages(known.y_places, known.floats_home)
+            y_at = framed.address
+            if room is not None:
+                framed.in_quads = left
+        elif room is None:
+            y = torch.empty(known.y_places.shape, dtype=torch.float32, device="cpu")
+            y_at = address_of(y)
+        added_address = 0
         if known.adds:
             assert isinstance(added, FramedImages)
-            finish = Finish(finish.bias, finish.activation, added.address)
-        y, results = _make_room(known.y_places, known.leaving)
-        quads = self._find_quads(x)
-        if quads is not None:
-            plan.run_quads(quads.address, x_places, finish, results)
-        elif isinstance(x, QuadImages):
-            raise ValueError(f"this layer reads {self._input_range}, and was given bytes in {x.input_range}")
-        else:
-            plan.run(x.address if isinstance(x, FramedImages) else address_of(x), x_places, finish, results)
+            added_address = added.address
+        x_at = quads.address if quads is not None else address_of(x) if isinstance(x, Tensor) else x.address
+        run = known.runs[quads is not None].get(count) or known.find_run(key, count, quads is not None)
+        run(x_at, y_at, known.ready.bias_address, known.activation, added_address, quads_at)
         if known.adds or added is None:
             return y
         assert not isinstance(y, QuadImages)
         return finished(y, added, then)
 
-    def _prepare_frame_call(
+    def _find_frame_call(
         self,
         x_places: ImagePlaces,
         margin: int | None,
         added_at: ImagePlaces | None,
         then: str | None,
         leave: tuple[float, int, bool] | None,
-    ) -> FrameCall:
-        """Return what a call with images at these places needs to know; added_at: None adds nothing in frames."""
+    ) -> tuple[FrameKey, FrameCall]:
+        """Return what a call with images at these places needs to know; the last one's is at hand."""
+        plans, key, known = self._last_frame_call
+        same = plans is self._plans and x_places is key.x_places and added_at is key.added_at
+        if same and margin == key.margin and then == key.then and leave == key.leave:
+            return key, known
+        key = FrameKey(x_places, margin, added_at, then, leave)
+        plans, calls = self._frame_calls
+        found = calls.get(key) if plans is self._plans else None
+        if found is None:
+            found = self._prepare_frame_call(key)
+            self._keep_frame_call(key, found)
+        if self._latest is not found.ready:
+            self._latest = found.ready
+        # Not the key that was found: its places are equal to these, and not the same.
+        self._last_frame_call = self._plans, key, found
+        return key, found
+
+    def _prepare_frame_call(self, key: FrameKey) -> FrameCall:
+        """Work out what a call needs to know."""
+        x_places, margin, added_at, then, leave = key
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
             ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
         y_places = ready.plan.y_places(x_places.batch, margin)
         adds = added_at == y_places and self.activation is None and ready.plan.can_add(x_places, y_places)
-        finish = Finish(ready.bias_address, ACTIVATIONS.index(then) if adds else self._code)
-        leaving = None
+        activation = ACTIVATIONS.index(then) if adds else self._code
+        leaving = quads_home = None
         if leave is not None and (adds or added_at is None) and ready.plan.can_leave(x_places, y_places):
             scale, zero, floats = leave
             leaving = Leaving(InputRange(scale, zero), floats)
-        return FrameCall(ready, y_places, adds, finish, leaving)
+            quads_home = find_quads_home(y_places, leaving.input_range)
+        floats = margin is not None and (leaving is None or leaving.floats)
+        floats_home = find_floats_home(y_places) if floats else None
+        return FrameCall(ready, y_places, adds, activation, leaving, floats_home, quads_home)
 
-    def _keep_frame_call(self, key: object, call: FrameCall) -> None:
+    def _keep_frame_call(self, key: FrameKey, call: FrameCall) -> None:
         """Keep a call for the next time, as long as the layer has its plan."""
         plans = self._plans
         if not any(ready is call.ready for ready in plans.values()):
@@ -278,12 +345,20 @@ class SparseConv2d(SparseLayer):
         calls = dict([*list(calls.items())[1 - KEPT_CALLS :], (key, call)])
         self._frame_calls = plans, calls
 
-    def _find_quads(self, x: Tensor | FramedImages | QuadImages) -> QuadImages | None:
-        """Return the bytes of x as this layer reads them, if they were left."""
-        quads = x.in_quads if isinstance(x, FramedImages) else x
-        if not isinstance(quads, QuadImages) or self.precision != INT8:
+    def _find_quads(self, x: Tensor | FramedImages | QuadImages, known: FrameCall) -> QuadImages | None:
+        """Return the bytes of x as this layer reads them, if they were left. Raises ValueError for other bytes."""
+        quads = x if isinstance(x, QuadImages) else x.in_quads if isinstance(x, FramedImages) else None
+        if quads is None:
             return None
-        return quads if quads.input_range == self._input_range else None
+        left, own = known.equal_ranges
+        if quads.input_range is left and self._input_range is own:
+            return quads
+        if self.precision == INT8 and quads.input_range == self._input_range:
+            known.equal_ranges = quads.input_range, self._input_range
+            return quads
+        if quads is x:
+            raise ValueError(f"this layer reads {self._input_range}, and was given bytes in {quads.input_range}")
+        return None
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
         taps, stride, padding, dilation = self.geometry
@@ -338,22 +413,6 @@ class SparseConv1d(SparseConv2d):
     def fake_result(cls, x: Tensor, known: Mapping[str, Any]) -> Tensor:
         """Return an empty tensor that lies in memory as the result does; known: the description."""
         return super().fake_result(x.unsqueeze(-2), known).squeeze(-2)
-
-
-def _make_room(places: ImagePlaces, leaving: Leaving | None) -> tuple[Tensor | FramedImages | QuadImages, Results]:
-    """Return room for results at these places, left as bytes as well or instead, and what kernels know of it."""
-    if places.margin is None:
-        plain = torch.empty(places.shape, dtype=torch.float32, device="cpu")
-        return plain, Results(address_of(plain), places)
-    if leaving is None:
-        framed = FramedImages(places)
-        return framed, Results(framed.address, places)
-    quads = QuadImages(places, leaving.input_range)
-    if not leaving.floats:
-        return quads, Results(0, places, quads.address, leaving)
-    framed = FramedImages(places)
-    framed.in_quads = quads
-    return framed, Results(framed.address, places, quads.address, leaving)
 
 
 def _check_images(shape: Sequence[int], channels: int) -> None:

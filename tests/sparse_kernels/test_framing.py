@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -225,15 +225,14 @@ def test_what_cannot_be_framed_stays_as_it_is() -> None:
 
 
 @pytest.fixture
-def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[frames._Spare]:
+def spare(monkeypatch: pytest.MonkeyPatch) -> frames.Spare:
     """Frames of this test alone."""
-    mine = frames._Spare()
+    mine = frames.Spare()
     monkeypatch.setattr(frames, "_spare", mine)
-    monkeypatch.setattr(frames.Frame.__del__, "__defaults__", (mine.give_back,))
-    yield mine
+    return mine
 
 
-def test_a_frame_is_used_again_when_nobody_has_it(spare: frames._Spare) -> None:
+def test_a_frame_is_used_again_when_nobody_has_it(spare: frames.Spare) -> None:
     places = frames.ImagePlaces(1, 2, 3, 4, 1)
     first, second = frames.FramedImages(places), frames.FramedImages(places)
     assert not np.may_share_memory(first.array, second.array)
@@ -244,18 +243,19 @@ def test_a_frame_is_used_again_when_nobody_has_it(spare: frames._Spare) -> None:
 
 
 def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
-    spare: frames._Spare, monkeypatch: pytest.MonkeyPatch
+    spare: frames.Spare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [frames.ImagePlaces(1, 1, 8, size, 1) for size in range(8, 40)]
     monkeypatch.setattr(frames, "KEPT", 4 * sum(each.size for each in places[-3:]))
     for each in places:
         frames.FramedImages(each)
     frames.FramedImages(places[-1])
-    assert set(spare._free) | {kind for kind, _ in spare._returned} == {(each, 0) for each in places[-3:]}
-    assert spare._bytes + sum(buffer.nbytes for _, buffer in spare._returned) == frames.KEPT
+    waiting = {each for each in places if frames.find_floats_home(each).free}
+    assert waiting == set(places[-3:])
+    assert spare.allocated_bytes == sum(frames.find_floats_home(each).nbytes for each in places) == frames.KEPT
 
 
-def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames._Spare) -> None:
+def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames.Spare) -> None:
     """A frame in a cycle, as one that an exception's traceback keeps, goes wherever Python happens to collect."""
 
     class Cycle:
@@ -295,7 +295,7 @@ def test_threads_of_the_caller_share_a_converted_model(rng: np.random.Generator)
 
 
 @torch.no_grad()
-def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator, spare: frames._Spare) -> None:
+def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator, spare: frames.Spare) -> None:
     """What the tests above rest on: a convolution that reads frames does read their zeros."""
     layer = conv(4, 6)
     sparse = SparseConv2d.from_dense(layer, Unstructured(), np.ones((6, 36), bool))

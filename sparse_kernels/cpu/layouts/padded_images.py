@@ -13,6 +13,7 @@ Convolutions in eight bits read images as quads: four channels together, a byte 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -94,45 +95,79 @@ def _whole_lines(elements: int) -> int:
     return -(-elements // LINE) * LINE
 
 
-class _Spare:
-    """Frames that nobody uses. A frame just given back is the likeliest to lie in a cache, so it goes out first.
+class Home:
+    """Where frames of one kind come from and go back to: those that nobody uses wait here.
 
-    Giving back is one step of a deque, because it may happen at any time, even while this thread takes a frame: when
-    Python collects garbage. `padding`: the 32 bits of what lies between images.
+    A frame just given back is the likeliest to lie in a cache, so it goes out first. Giving back is one step of a
+    deque, because it may happen at any time, even while this thread takes a frame: when Python collects garbage.
+
+    free: (array, its address). size: elements. padding: the 32 bits of what lies between images.
+    """
+
+    __slots__ = ("_spare", "free", "padding", "size")
+
+    def __init__(self, spare: Spare, size: int, padding: int) -> None:
+        self._spare, self.size, self.padding = spare, size, padding
+        self.free: deque[tuple[Array, int]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames that wait."""
+        return 4 * self.size * len(self.free)
+
+    def take(self) -> tuple[Array, int]:
+        """Return a frame and its address."""
+        if self._spare.allocated_bytes <= KEPT:  # so no frame has to go
+            try:
+                return self.free.pop()
+            except IndexError:
+                pass
+        return self._spare.allocate(self)
+
+
+class Spare:
+    """The homes of all kinds of frames.
+
+    allocated_bytes: of frames, in use or not.
     """
 
     def __init__(self) -> None:
-        self._returned: deque[tuple[tuple[ImagePlaces, int], Array]] = deque()
         self._turn = threading.Lock()
-        self._free: dict[tuple[ImagePlaces, int], list[Array]] = {}
-        self._bytes = 0
+        self._homes: dict[tuple[ImagePlaces, int], Home] = {}
+        self.allocated_bytes = 0
 
-    def take(self, places: ImagePlaces, padding: int) -> Array:
+    def find_home(self, places: ImagePlaces, padding: int) -> Home:
+        """Return the home of frames of images at these places."""
+        home = self._homes.get((places, padding))
+        if home is None:
+            with self._turn:
+                home = self._homes.setdefault((places, padding), Home(self, places.size, padding))
+        return home
+
+    def allocate(self, home: Home) -> tuple[Array, int]:
+        """Return a frame, a new one if none waits; give up those that wait where they are too many."""
         with self._turn:
-            self._sort_in()
-            if buffers := self._free.get((places, padding)):
-                self._bytes -= buffers[-1].nbytes
-                return buffers.pop()
-        new: Array = allocate_aligned(places.size)
-        if padding:
-            new.view(np.uint32)[:] = padding
-        return new
+            self._give_up(home)
+            try:
+                return home.free.pop()
+            except IndexError:
+                self.allocated_bytes += 4 * home.size
+        new: Array = allocate_aligned(home.size)
+        if home.padding:
+            new.view(np.uint32)[:] = home.padding
+        return new, find_address(new)
 
-    def give_back(self, places: ImagePlaces, padding: int, buffer: Array) -> None:
-        self._returned.append(((places, padding), buffer))
-
-    def _sort_in(self) -> None:
-        while self._returned:
-            kind, buffer = self._returned.popleft()
-            # The shape used last is at the end. The one unused for longest goes first.
-            self._free[kind] = [*self._free.pop(kind, []), buffer]
-            self._bytes += buffer.nbytes
-        while self._bytes > KEPT:
-            oldest = next(iter(self._free))
-            self._bytes -= sum(each.nbytes for each in self._free.pop(oldest))
+    def _give_up(self, home: Home) -> None:
+        """Give up frames until those that wait are no more than KEPT; the kind first asked for goes first."""
+        unused = sum(each.nbytes for each in self._homes.values())
+        for each in [*self._homes.values()]:
+            while unused > KEPT and each is not home and each.free:
+                each.free.pop()
+                unused -= 4 * each.size
+                self.allocated_bytes -= 4 * each.size
 
 
-_spare = _Spare()
+_spare = Spare()
 
 
 class Frame:
@@ -141,10 +176,9 @@ class Frame:
     array, address: of the memory.
     """
 
-    def __init__(self, held: ImagePlaces, padding: int) -> None:
-        self._held, self._padding = held, padding
-        self.array = _spare.take(held, padding)
-        self.address = find_address(self.array)
+    def __init__(self, home: Home) -> None:
+        self._taken = self.array, self.address = home.take()
+        self._give_back = home.free.append
 
     def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
         # A copy has memory of its own, at an address of its own.
@@ -155,10 +189,9 @@ class Frame:
         """What the object was made with."""
         raise NotImplementedError
 
-    def __del__(self, give_back: Callable[[ImagePlaces, int, Array], None] = _spare.give_back) -> None:
-        # Bound above: when Python exits, the names of the module may be gone before this object is.
-        if hasattr(self, "array"):
-            give_back(self._held, self._padding, self.array)
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # it was never made
+            self._give_back(self._taken)
 
 
 def _copy_frame(kind: Callable[..., Frame], arguments: tuple[object, ...], array: Array) -> Frame:
@@ -167,16 +200,27 @@ def _copy_frame(kind: Callable[..., Frame], arguments: tuple[object, ...], array
     return copied
 
 
+def find_floats_home(places: ImagePlaces) -> Home:
+    """Return the home of `FramedImages` at these places."""
+    return _spare.find_home(places, 0)
+
+
+def find_quads_home(places: ImagePlaces, input_range: InputRange) -> Home:
+    """Return the home of `QuadImages` of images at these places, read in this range."""
+    return _spare.find_home(places.quads, fill_quad(input_range))
+
+
 class FramedImages(Frame):
     """Images in a frame of zeros, float32.
 
-    places: of the images. in_quads: the same images as convolutions in eight bits read them, if they were left so.
+    places: of the images. home: that of the frame, if it is known. in_quads: the same images as convolutions in eight
+    bits read them, if they were left so.
     """
 
     in_quads: QuadImages | None = None
 
-    def __init__(self, places: ImagePlaces) -> None:
-        super().__init__(places, 0)
+    def __init__(self, places: ImagePlaces, home: Home | None = None) -> None:
+        super().__init__(home or find_floats_home(places))
         self.places = places
 
     @property
@@ -185,10 +229,13 @@ class FramedImages(Frame):
 
 
 class QuadImages(Frame):
-    """Images in a frame as quads, read in a range. places: of the images, not of the quads."""
+    """Images in a frame as quads, read in a range.
 
-    def __init__(self, places: ImagePlaces, input_range: InputRange) -> None:
-        super().__init__(places.quads, fill_quad(input_range))
+    places: of the images, not of the quads. home: that of the frame, if it is known.
+    """
+
+    def __init__(self, places: ImagePlaces, input_range: InputRange, home: Home | None = None) -> None:
+        super().__init__(home or find_quads_home(places, input_range))
         self.places, self.input_range = places, input_range
 
     @property

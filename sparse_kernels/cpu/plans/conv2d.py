@@ -225,12 +225,42 @@ class CpuConv2dPlan:
             for oldest in list(self._calls)[: 1 - REMEMBERED]:
                 self._calls.pop(oldest, None)
             steps = self._calls[key] = self._bind_steps(x_at, y_at, threads, y.leaving)
+        self._run_steps(steps, x_at, y_at, x, y.address, finish, y.quads)
+
+    def bind_run(
+        self, x_at: ImagePlaces, y_at: ImagePlaces, leaving: Leaving | None, threads: int, from_quads: bool = False
+    ) -> Product:
+        """Return what `run` does for images at these places, by so many threads, for those who keep it themselves.
+
+        It is called with addresses as a `Product` is. from_quads: x is quads already; a plan of floats is not asked.
+        """
+        steps = self._bind_steps(x_at, y_at, threads, leaving)
+        if len(steps) == 1 and self.by_vectors is None:
+            return steps[0][1]
+
+        def run(x: int, y: int, bias: int, activation: int, added: int, quads: int) -> bool:
+            self._run_steps(steps, x_at, y_at, x, y, Finish(bias, activation, added), quads)
+            return True
+
+        return run
+
+    def _run_steps(
+        self,
+        steps: list[tuple[range, Product]],
+        x_at: ImagePlaces,
+        y_at: ImagePlaces,
+        x: int,
+        y: int,
+        finish: Finish,
+        quads: int,
+    ) -> None:
+        """Run what `_bind_steps` found; where sums were not finite, compute them again by vectors."""
         for some, product in steps:
             x_here, behind = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
             added = finish.added and finish.added + behind
-            quads = y.quads and y.quads + 4 * some.start * y_at.quads.image
-            if not product(x_here, y.address + behind, finish.bias, finish.activation, added, quads):
-                results = Results(y.address + behind, y_at.of_batch(len(some)))
+            quads_here = quads and quads + 4 * some.start * y_at.quads.image
+            if not product(x_here, y + behind, finish.bias, finish.activation, added, quads_here):
+                results = Results(y + behind, y_at.of_batch(len(some)))
                 self._vector_plan.run(x_here, x_at.of_batch(len(some)), finish._replace(added=added), results)
 
     def copy(self) -> CpuConv2dPlan:

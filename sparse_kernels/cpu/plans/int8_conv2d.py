@@ -16,8 +16,8 @@ from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.tile_registers import ROWS, count_row_tiles
 from sparse_kernels.cpu.kernels import quad_images, row_panels
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
-from sparse_kernels.cpu.launch.linear_call import convert_arguments
-from sparse_kernels.cpu.layouts.image_results import Finish, Results
+from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
+from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
 from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Panels, build_panels, count_group_rows
 from sparse_kernels.cpu.layouts.quads import build_quad_arrays, build_quad_groups
@@ -93,18 +93,43 @@ class QuadConv2dPlan:
 
     def run(self, x: int, x_at: ImagePlaces, finish: Finish, y: Results) -> None:
         """Convolve images at addresses of arrays that are right, as `CpuConv2dPlan.run`."""
-        threads, places = count_threads(), x_at.quads
+        threads = count_threads()
         read = self._readers.get((x_at, threads))
         if read is None:
-            reading = self.quads.quads.reading
-            target = self.quads.target
-            read = quad_images.bind_kernel(x_at, places, reading, target.lanes, target.fused, threads)
-            self._readers[x_at, threads] = read
+            read = self._readers[x_at, threads] = self._bind_reader(x_at, threads)
         key = x_at.batch, x_at.margin
-        room = self._pool.take(places.size + QUAD * self.quads.target.lanes, key)
-        read(x + 4 * x_at.first, room.address + 4 * places.first)
+        room = self._pool.take(self._count_room(x_at), key)
+        read(x + 4 * x_at.first, room.address + 4 * x_at.quads.first)
         self.run_quads(room.address, x_at, finish, y)
         self._pool.give_back(room, key)
+
+    def bind_run(
+        self, x_at: ImagePlaces, y_at: ImagePlaces, leaving: Leaving | None, threads: int, from_quads: bool = False
+    ) -> Product:
+        """Return what `run` does, or `run_quads` if x is quads already, as `CpuConv2dPlan.bind_run`."""
+        convolve = self.quads.bind_run(x_at.quads, y_at, leaving, threads)
+        if from_quads:
+            return convolve
+        read, size, key, pool = self._bind_reader(x_at, threads), self._count_room(x_at), object(), self._pool
+        first, quads_first = 4 * x_at.first, 4 * x_at.quads.first
+
+        def run(x: int, y: int, bias: int, activation: int, added: int, quads: int) -> bool:
+            room = pool.take(size, key)
+            read(x + first, room.address + quads_first)
+            done = convolve(room.address, y, bias, activation, added, quads)
+            pool.give_back(room, key)
+            return done
+
+        return run
+
+    def _bind_reader(self, x_at: ImagePlaces, threads: int) -> Callable[..., bool]:
+        """Return what reads images at these places as bytes, from and to the first position."""
+        target, reading = self.quads.target, self.quads.quads.reading
+        return quad_images.bind_kernel(x_at, x_at.quads, reading, target.lanes, target.fused, threads)
+
+    def _count_room(self, x_at: ImagePlaces) -> int:
+        """Return the elements of room for images at these places, read as bytes."""
+        return x_at.quads.size + QUAD * self.quads.target.lanes
 
     def run_quads(self, x: int, x_at: ImagePlaces, finish: Finish, y: Results) -> None:
         """Do the same for images that are quads already, read in this layer's range; x_at: of the images."""

@@ -44,11 +44,12 @@ def count_threads() -> int:
     return _ask()
 
 
-def set_thread_count(wanted: int) -> None:
-    """Let kernels use so many threads, or as many as there are."""
+def set_thread_count(wanted: int) -> int:
+    """Let kernels use so many threads, or as many as there are; return how many that is."""
     wanted = min(wanted, _most)
     if count_threads() != wanted:
         numba.set_num_threads(wanted)
+    return wanted
 
 
 # Functions of GNU's OpenMP that kernels call. The first runs a function by a team of threads. The others return the
