@@ -1,9 +1,9 @@
 """Performance ceilings of a device and the usual times of reference work, measured once and cached.
 
 The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"). They are float32 operations a second,
-operations a second on numbers multiplied as bfloat16, and bytes read a second from working sets of several sizes. No
-call can be faster than its operations at the first rate. Nor can it be faster than reading its data at the rate of a
-working set of that size, which the caches may hold.
+operations a second on numbers multiplied as bfloat16 and as bytes, and bytes read a second from working sets of
+several sizes. No call can be faster than its operations at the rate of its type. Nor can it be faster than reading its
+data at the rate of a working set of that size, which the caches may hold.
 
 The pace is the usual time of a sweep's two reference kernels: a dense product, which is bound by the vector units,
 and a sum over more memory than the caches hold. A GPU's ceilings (`latbench.timing.gpu_ceilings`) are cached in the
@@ -39,6 +39,8 @@ class Ceilings:
         Usual times of the reference kernels.
     bfloat16_flop_per_second
         Operations a second on bfloat16 inputs; by default flop_per_second.
+    int8_op_per_second
+        Operations a second on inputs of eight bits; by default flop_per_second.
     """
 
     flop_per_second: float
@@ -46,14 +48,17 @@ class Ceilings:
     product_seconds: float
     sum_seconds: float
     bfloat16_flop_per_second: float = 0.0
+    int8_op_per_second: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bfloat16_flop_per_second:
-            object.__setattr__(self, "bfloat16_flop_per_second", self.flop_per_second)
+        for name in ("bfloat16_flop_per_second", "int8_op_per_second"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.flop_per_second)
 
     def compute_seconds(self, flop: float, dtype: str = "float32") -> float:
         """Return the shortest time for so many operations on activations multiplied as `dtype`."""
-        return flop / (self.bfloat16_flop_per_second if dtype == "bfloat16" else self.flop_per_second)
+        rates = {"bfloat16": self.bfloat16_flop_per_second, "int8": self.int8_op_per_second}
+        return flop / rates.get(dtype, self.flop_per_second)
 
     def memory_seconds(self, size: float) -> float:
         """Return the shortest time for reading so many bytes."""
@@ -80,6 +85,7 @@ class Ceilings:
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
             max(self.bfloat16_flop_per_second, other.bfloat16_flop_per_second),
+            max(self.int8_op_per_second, other.int8_op_per_second),
         )
 
 

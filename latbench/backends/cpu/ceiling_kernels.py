@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter
-from sparse_kernels.cpu.matrix_unit import third_tiles
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, QUADS, Emitter
+from sparse_kernels.cpu.matrix_unit import byte_tiles, third_tiles
+from sparse_kernels.formats.int8 import QUAD
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
@@ -24,7 +25,10 @@ PRODUCTS_PER_FLOAT = len(third_tiles.PRODUCTS)  # products of bfloat16 that make
 
 @with_literals
 def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: Any, factor: Any) -> Any:
-    """Return the sum of SUMS chains of `steps` multiply-adds s = s * factor + factor, of floats or bfloat16 pairs."""
+    """Return the sum of SUMS chains of `steps` multiply-adds s = s * factor + factor.
+
+    They are of floats, of pairs of bfloat16, or of quads of bytes.
+    """
     signature = types.float32(lanes, fused, numbers, types.intp, types.float32)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -35,6 +39,8 @@ def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: An
         def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             if kind == FLOATS:
                 return [emit.multiply_add(total, factors, factors) for total in sums]
+            if kind in QUADS:
+                return [emit.multiply_quads(factors, factors, total, kind) for total in sums]
             return [emit.multiply_pairs(factors, factors, total, kind) for total in sums]
 
         return _together(emit, emit.loop(args[3], emit.zeros(SUMS), step))
@@ -62,24 +68,26 @@ def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any
 
 
 @with_literals
-def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
+def _tiles(typing_context: Any, of_bytes: Any, saved: Any, steps: Any) -> Any:
     """Multiply `steps` times four tiles of zeros; `saved` is as `tile_registers.configure_tiles` takes it."""
-    signature = types.void(types.intp, types.intp)
+    signature = types.void(of_bytes, types.intp, types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        of_bytes, (_, saved, steps) = signature.args[0].literal_value, args
         emit = Emitter(builder, _LANES, True)
         tiles = tile_registers.AmxTileRegisters(emit)
-        tiles.begin(args[0])
+        multiply = tiles.multiply_bytes if of_bytes else tiles.multiply
+        tiles.begin(saved)
         for tile in range(8):
             tiles.zero(tile)
 
         def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             for total in range(4):
-                tiles.multiply(total, 4 + total // 2, 6 + total % 2)
+                multiply(total, 4 + total // 2, 6 + total % 2)
             return sums
 
-        emit.loop(args[1], [], step)
-        tiles.end(args[0])
+        emit.loop(steps, [], step)
+        tiles.end(saved)
         return context.get_dummy_value()
 
     return signature, generate
@@ -94,7 +102,7 @@ def _together(emit: Emitter, sums: list[ir.Value]) -> ir.Value:
 
 
 _TARGET = find_cpu_target()
-_LANES, _FUSED = _TARGET.lanes, int(_TARGET.fused)
+_LANES, _FUSED, _NUMBERS = _TARGET.lanes, int(_TARGET.fused), _TARGET.quads
 
 
 @njit(parallel=True, nogil=True)
@@ -110,6 +118,12 @@ def _multiply_pairs(results: NDArray[np.float32], steps: int, factor: float) -> 
 
 
 @njit(parallel=True, nogil=True)
+def _multiply_quads(results: NDArray[np.float32], steps: int, factor: float) -> None:
+    for i in prange(len(results)):
+        results[i] = _chains(_LANES, _FUSED, _NUMBERS, steps, factor)
+
+
+@njit(parallel=True, nogil=True)
 def _reads(results: NDArray[np.float32], x: NDArray[np.float32], each: int, times: int) -> None:
     for i in prange(len(results)):
         for _ in range(times):
@@ -119,7 +133,13 @@ def _reads(results: NDArray[np.float32], x: NDArray[np.float32], each: int, time
 @njit(parallel=True, nogil=True)
 def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
     for i in prange(len(saved)):
-        _tiles(saved.ctypes.data + 64 * i, steps)
+        _tiles(0, saved.ctypes.data + 64 * i, steps)
+
+
+@njit(parallel=True, nogil=True)
+def _matrix_bytes(saved: NDArray[np.uint8], steps: int) -> None:
+    for i in prange(len(saved)):
+        _tiles(1, saved.ctypes.data + 64 * i, steps)
 
 
 def run_matrix_products(threads: int) -> int:
@@ -129,6 +149,12 @@ def run_matrix_products(threads: int) -> int:
     """
     _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
     return 4 * 2 * tile_registers.ROWS * tile_registers.ROWS * third_tiles.STEP * STEPS * threads
+
+
+def run_matrix_bytes(threads: int) -> int:
+    """Do the same with bytes, which are twice as many operations."""
+    _matrix_bytes(np.zeros((threads, 64), np.uint8), STEPS)
+    return 4 * 2 * tile_registers.ROWS * tile_registers.ROWS * byte_tiles.STEP * QUAD * STEPS * threads
 
 
 def run_multiply_adds(threads: int) -> int:
@@ -144,6 +170,12 @@ def run_multiply_pairs(threads: int) -> int:
     """Do the same with pairs of bfloat16, which are twice as many operations, on a processor that has them."""
     _multiply_pairs(np.zeros(threads, np.float32), STEPS, 0.5)
     return 2 * 2 * SUMS * _LANES * STEPS * threads
+
+
+def run_multiply_quads(threads: int) -> int:
+    """Do the same with quads of bytes, by the unit that the processor multiplies them with."""
+    _multiply_quads(np.zeros(threads, np.float32), STEPS, 0.5)
+    return 2 * QUAD * SUMS * _LANES * STEPS * threads
 
 
 def run_reads(x: NDArray[np.float32], threads: int) -> int:

@@ -27,7 +27,7 @@ _WORKING_SETS = (2**14, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes a thread
 _TRIALS = 30
 _PACE_SECONDS = 0.5
 
-WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 4"
+WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 5"
 """What the reference kernels are; the last number counts changes of how ceilings are found."""
 
 
@@ -100,10 +100,13 @@ def measure_ceilings(threads: int) -> Ceilings:
     floats = pairs = _most(lambda: ceiling_kernels.run_multiply_adds(threads))
     if find_cpu_target().pairs:
         pairs = max(pairs, _most(lambda: ceiling_kernels.run_multiply_pairs(threads)))
+    quads = _most(lambda: ceiling_kernels.run_multiply_quads(threads))
     if find_cpu_target().matrix:
         products = _most(lambda: ceiling_kernels.run_matrix_products(threads))
         floats, pairs = max(floats, products / ceiling_kernels.PRODUCTS_PER_FLOAT), max(pairs, products)
-    return Ceilings(floats, make_non_increasing(rates), _usual(build_product()), _usual(build_sum()), pairs)
+        quads = max(quads, _most(lambda: ceiling_kernels.run_matrix_bytes(threads)))
+    product, total = _usual(build_product()), _usual(build_sum())
+    return Ceilings(floats, make_non_increasing(rates), product, total, pairs, max(floats, quads))
 
 
 def _most(run: Callable[[], int]) -> float:

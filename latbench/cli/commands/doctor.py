@@ -325,8 +325,9 @@ def _roofline(ceilings: dict[str, Any] | None) -> str:
         **{f"{dtype} on tensor cores": rate for dtype, rate in ceilings.get("tensor_flop_per_second", {}).items()},
         "float32": ceilings.get("flop_per_second") or ceilings["ordinary_flop_per_second"],
     }
-    if (halves := ceilings.get("bfloat16_flop_per_second", 0.0)) > rates["float32"]:
-        rates["bfloat16"] = halves
+    for name, key in (("bfloat16", "bfloat16_flop_per_second"), ("int8", "int8_op_per_second")):
+        if ceilings.get(key, 0.0) > rates["float32"]:
+            rates[name] = ceilings[key]
     reads = list(ceilings["read_bytes_per_second"].items())
     return ", ".join(
         [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]

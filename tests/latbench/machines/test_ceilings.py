@@ -28,8 +28,9 @@ def test_the_roofline_is_the_slower_of_computing_and_reading() -> None:
     assert (
         MADE_UP.roofline_seconds(flop=1000, size=20, dtype="bfloat16") == 10.0
     )  # of a machine without a unit for it
-    twice = replace(MADE_UP, bfloat16_flop_per_second=200.0)
+    twice = replace(MADE_UP, bfloat16_flop_per_second=200.0, int8_op_per_second=400.0)
     assert twice.roofline_seconds(flop=1000, size=20, dtype="bfloat16") == 5.0 == twice.compute_seconds(500)
+    assert twice.roofline_seconds(flop=1000, size=20, dtype="int8") == 2.5
 
 
 @pytest.mark.parametrize(("size", "rate"), [(1, 50), (10, 50), (999, 50), (1000, 20), (10**6, 2)])
@@ -151,3 +152,21 @@ def test_the_ceilings_of_this_machine_are_in_order() -> None:
     assert cpu_reference.build_product()().shape == (640, 640)
     assert cpu_reference.build_sum()() == pytest.approx(2**24)
     assert cpu_reference._most(lambda: ceiling_kernels.run_multiply_adds(1)) > 1e9
+
+
+def test_bytes_are_multiplied_as_fast_as_the_units_for_them_can() -> None:
+    """A dense layer in eight bits takes less time than float32 could: it is not impossible."""
+    pytest.importorskip("numba")
+    from latbench.backends.cpu import ceiling_kernels, cpu_reference
+    from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
+    from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_UNIT
+
+    target = find_cpu_target()
+    floats, quads = (
+        cpu_reference._most(lambda run=run: run(1))  # type: ignore[misc]
+        for run in (ceiling_kernels.run_multiply_adds, ceiling_kernels.run_multiply_quads)
+    )
+    if target.quads == QUADS_BY_UNIT:
+        assert quads > 1.5 * floats  # four times as many in each instruction; a busy neighbour may slow one of them
+    if target.matrix:
+        assert cpu_reference._most(lambda: ceiling_kernels.run_matrix_bytes(1)) > 2 * quads
