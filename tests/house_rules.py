@@ -83,7 +83,10 @@ def count_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def emits_code(path: Path) -> bool:
     """Return whether a file holds emitters of vector code: their lines are those of the kernel that they write."""
-    return path.parent == Path("sparse_kernels/cpu/codegen")
+    kernels = Path("sparse_kernels/cpu")
+    return path.parent == kernels / "codegen" or path in {
+        kernels / "matrix_unit" / f"{kind}_tiles.py" for kind in ("third", "byte")
+    }
 
 
 def find_places(root: Path) -> Places:

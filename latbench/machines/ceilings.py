@@ -1,9 +1,9 @@
 """Performance ceilings of a device and the usual times of reference work, measured once and cached.
 
-The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"). They are float32 operations a second,
-operations a second on numbers multiplied as bfloat16 and as bytes, and bytes read a second from working sets of
-several sizes. No call can be faster than its operations at the rate of its type. Nor can it be faster than reading its
-data at the rate of a working set of that size, which the caches may hold.
+The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"). They are operations a second on
+float32, on numbers multiplied as bfloat16, and on bytes. They are also bytes read a second from working sets of
+several sizes. No call can be faster than its operations at the rate of its type. Nor can it be faster than reading
+its data at the rate of a working set of that size, which the caches may hold.
 
 The pace is the usual time of a sweep's two reference kernels: a dense product, which is bound by the vector units,
 and a sum over more memory than the caches hold. A GPU's ceilings (`latbench.timing.gpu_ceilings`) are cached in the

@@ -88,7 +88,8 @@ def _expected(
     before = finish(sums * worth, added, None)
     scale = finish(np.abs(sums) * worth, None if added is None else np.abs(added), None)
     gamma = ROUNDINGS * UNIT_ROUNDOFF / (1 - ROUNDINGS * UNIT_ROUNDOFF)
-    bound = gamma * scale + (np.abs(whole) @ unsure.T) * worth
+    other_steps = (np.abs(whole) @ unsure.T) * worth
+    bound = gamma * (scale + other_steps) + other_steps
     bound += slack * TEN_DEVIATIONS * np.sqrt((whole**2).sum(axis=1, keepdims=True)) * worth
     if activation == "gelu":
         bound = GELU_SLOPE * bound + GELU_EVALUATION * (np.abs(before) + bound)

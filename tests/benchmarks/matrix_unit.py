@@ -8,7 +8,8 @@ workload says, in frames, as between the layers of a converted model. A star mar
 Both compute the same plan's float32 results, in turns, a block of calls at a time, of which the least time counts;
 printed is the median of the rounds' ratios (least-most), and how far each is from the exact result, in units of
 2**-24 |w| @ |x|. --cold: copies of the weights take turns that pass the second-level cache many times, as in a model.
---int8: in eight bits, with one range of inputs; convolutions read bytes in frames, and leave them.
+--int8: in eight bits, with one range of inputs; convolutions read bytes in frames, and leave them. Results are
+checked, and errors are not printed: they are those of inputs between two steps.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 COLD_BYTES = 100e6
+UNIT = oracle.UNIT_ROUNDOFF
 
 
 def linear_pair(packed: Packed, shape: LinearShape, rng: np.random.Generator) -> tuple[Any, ...]:
@@ -121,7 +123,11 @@ def find_pair(shape: Shape, spec: str, sparsity: float, int8: bool) -> tuple[Any
         if count_row_tiles(count_group_rows(packed)) is None:
             return None
         whole = pack_int8(weight, mask, pattern, find_scales(weight), InputRange.covering(-4.0, 4.0))
-        return (int8_conv2d_pair if isinstance(shape, Conv2dShape) else int8_linear_pair)(whole, shape, rng)  # type: ignore[operator]
+        return (
+            int8_conv2d_pair(whole, shape, rng)
+            if isinstance(shape, Conv2dShape)
+            else int8_linear_pair(whole, shape, rng)
+        )
     if isinstance(shape, Conv2dShape):
         return conv2d_pair(packed, shape, rng) if conv2d.accepts_weight(packed) else None
     if linear.choose_matrix_kernel(linear.describe_layer(packed, "token_major", 40)) is None:
@@ -148,8 +154,8 @@ def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -
     ratios, seconds = times[:, 1] / times[:, 0], np.median(times, axis=0)
     print(
         f"{spec:10} {sparsity:4.0%} {name:24} {plans[0].kernel} {seconds[0] * 1e6:.1f} us, {plans[1].kernel} "
-        f"{seconds[1] * 1e6:.1f} us: {np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f}){' *' * taken}, "
-        f"errors {errors[0] / oracle.UNIT_ROUNDOFF:.1f} and {errors[1] / oracle.UNIT_ROUNDOFF:.1f}",
+        f"{seconds[1] * 1e6:.1f} us: {np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f}){' *' * taken}"
+        + ("" if how.int8 else f", errors {errors[0] / UNIT:.1f} and {errors[1] / UNIT:.1f}"),
         flush=True,
     )
     return float(np.median(ratios)), taken

@@ -12,8 +12,8 @@ or one of bytes, of a with a sign, of b from 0 to 255 (TDPBSUD), with twice as m
 The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
 then on a signal's alternative stack must be large enough to hold them, in all of the process.
 
-Emulated tiles do the same with vectors and memory, slowly, on any processor, but for the order of sums of floats and
-what is below 2**-126: for tests of everything around them.
+Emulated tiles do the same with vectors and memory, slowly, on any processor: for tests of everything around them.
+Floats are summed in another order there, and numbers below 2**-126 count.
 """
 
 from __future__ import annotations

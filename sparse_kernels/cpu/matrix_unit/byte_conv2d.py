@@ -83,7 +83,7 @@ def gives_own_vectors(panels: BytePanels, vectors: int, threads: int) -> bool:
     return pairs % threads == 0 or pairs >= 4 * threads or len(panels.table) < threads
 
 
-def share_work(panels: BytePanels, vectors: int, threads: int) -> NDArray[np.int64]:
+def split_work(panels: BytePanels, vectors: int, threads: int) -> NDArray[np.int64]:
     """Return (parts, 4): the vectors and the panels of each thread, from one to before another; panels by their
     steps."""
     count = len(panels.table)
@@ -99,7 +99,7 @@ def bind_product(
     panels: BytePanels, grid: VectorGrid, reading: PanelReading, settings: ProductSettings, emulated: bool = False
 ) -> Product:
     """Return the product at these vectors of 16 positions."""
-    shares = share_work(panels, grid.x_starts.size, settings.threads)
+    shares = split_work(panels, grid.x_starts.size, settings.threads)
     framed = grid.keep is not None
     layer = BytePositions(
         weights=panels.arrays, row_ids=panels.row_ids, x_starts=grid.x_starts, y_stride=grid.y_stride,

@@ -151,7 +151,7 @@ class ByteLayer(NamedTuple):
 class ByteLinearForm(NamedTuple):
     """What is known of a kernel when it is compiled.
 
-    row_tiles: of a panel. gathers: as `ByteTileForm` says. own_steps: of each token. emulated: the matrix unit is.
+    row_tiles: of a panel. gathers: as `MatrixByteForm` says. own_steps: of each token. emulated: the matrix unit is.
     """
 
     row_tiles: int
@@ -160,7 +160,7 @@ class ByteLinearForm(NamedTuple):
     emulated: int
 
 
-class PartBuffers(NamedTuple):
+class ByteBuffers(NamedTuple):
     """Scratch memory of a part: addresses of tile registers, if they are emulated, of gathered quads, of rows of
     bytes, of x, of waiting sums."""
 
@@ -172,7 +172,7 @@ class PartBuffers(NamedTuple):
 
 
 @inline
-def read_block(form: Any, call: LinearCall, layer: ByteLayer, tokens: tuple[int, int], buffers: PartBuffers) -> None:
+def read_block(form: Any, call: LinearCall, layer: ByteLayer, tokens: tuple[int, int], buffers: ByteBuffers) -> None:
     """Read the x of a block of tokens, from one to before another, as bytes; lay quads out, tokens side by side.
 
     The steps of a tile's tokens lie behind its quads.
@@ -194,7 +194,7 @@ def read_block(form: Any, call: LinearCall, layer: ByteLayer, tokens: tuple[int,
 
 @inline
 def multiply_panels(
-    form: Any, layer: ByteLayer, panels: tuple[int, int], tokens: tuple[int, int], buffers: PartBuffers, phase: int
+    form: Any, layer: ByteLayer, panels: tuple[int, int], tokens: tuple[int, int], buffers: ByteBuffers, phase: int
 ) -> int:
     """Multiply a block of tokens by panels, from one to before another; return the phase of what is gathered then."""
     row_tiles, gathers, _, emulated = form
@@ -224,7 +224,7 @@ def multiply_panels(
 @inline
 def finish_panels(
     form: Any, call: LinearCall, layer: ByteLayer, rows: tuple[int, int], tokens: tuple[int, int],
-    buffers: PartBuffers,
+    buffers: ByteBuffers,
 ) -> None:  # fmt: skip
     """Finish rows, from one to before another, of the waiting sums of a block of tokens."""
     first, count = rows[0], rows[1] - rows[0]
@@ -257,7 +257,7 @@ def build_kernel(form: ByteLinearForm) -> ParallelKernel:
         gathered_at = registers_at + tile_registers.REGISTERS_BYTES
         rows_at = gathered_at + 2 * GATHERED_BYTES
         x_at = rows_at + TOKENS * scratch.row_bytes
-        buffers = PartBuffers(registers_at, gathered_at, rows_at, x_at, x_at + scratch.tiles * scratch.x_bytes)
+        buffers = ByteBuffers(registers_at, gathered_at, rows_at, x_at, x_at + scratch.tiles * scratch.x_bytes)
         first, end = units * part // layer.parts * ROWS, min(units * (part + 1) // layer.parts * ROWS, n)
         tile_registers.configure_tiles(unit_form, saved_at)
         while first < end:

@@ -62,7 +62,7 @@ def gather_quads(
         gatherer.quad(number)
 
 
-class ByteTileForm(NamedTuple):
+class MatrixByteForm(NamedTuple):
     """A tile of the matrix unit.
 
     emulated: by vectors and memory. row_tiles: 1 or 2, of 16 rows each. gathers: quads of x are gathered; else all of
@@ -74,10 +74,10 @@ class ByteTileForm(NamedTuple):
     gathers: int
 
 
-@vector_code(ByteTileForm)
+@vector_code(MatrixByteForm)
 def byte_tile(
     builder: ir.IRBuilder,
-    form: ByteTileForm,
+    form: MatrixByteForm,
     weights: TileWeights,
     x: QuadInput,
     following: NextQuads,
@@ -149,8 +149,8 @@ def byte_tile(
     emit.loop(weights.count, [], step)
 
 
-@vector_code(ByteTileForm)
-def store_byte_sums(builder: ir.IRBuilder, form: ByteTileForm, registers: ir.Value, target: ir.Value) -> None:
+@vector_code(MatrixByteForm)
+def store_byte_sums(builder: ir.IRBuilder, form: MatrixByteForm, registers: ir.Value, target: ir.Value) -> None:
     """Store the sums that `byte_tile` left in registers at an address, 32 int32 a row.
 
     Best after something that need not wait for them: the products of a tile take as long as hundreds of other

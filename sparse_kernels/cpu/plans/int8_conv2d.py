@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,15 +153,17 @@ def prepare_int8_conv2d(weight: Int8Weight, shape: Conv2dShape, layout: str) -> 
 LEAST_KEPT = 30
 """Weights of a row from which on the matrix unit is faster than vectors.
 
-To finish a row's sums takes longer than to multiply fewer. ResNet50's convolutions of one and 16 images have 1.0 to
-2.5 times the speed at 75% and 90% sparsity above this limit, dense ones 1.6 to 3.2 times, and those below it 0.7 to
-1.2 times (`block:32x4` and `block:16x4`, one and two threads, Granite Rapids).
+To finish a row's sums takes longer than to multiply fewer. ResNet50's convolutions have 1.1 to 2.7 times the speed at
+75% and 90% sparsity above this limit, and 0.8 to 1.2 times below it; dense ones have 1.7 to 3.3 times (one image,
+Granite Rapids; the command is `tests/benchmarks/matrix_unit.py --int8 --workload resnet50`).
 """
 
 
 def choose_matrix_tiles(weight: Int8Weight) -> int | None:
-    """Return the tiles of rows in a panel of the matrix unit; None where vectors are faster, or alone can multiply
-    this weight."""
+    """Return the tiles of rows in a panel of the matrix unit.
+
+    None where vectors are faster, or alone can multiply this weight.
+    """
     if not find_cpu_target().matrix or weight.packed.nnz < LEAST_KEPT * weight.shape[0]:
         return None
     return count_row_tiles(count_group_rows(weight.packed))
@@ -174,7 +177,8 @@ def build_matrix_plan(
     by_channel = order_by_channel(build_quad_groups(weight, shape.c_in), narrow)
     weights = build_byte_panels(by_channel, tiles, shape.m)
     name = f"numba.{weight.pattern.format}.conv2d.int8amx{tiles * ROWS}x{TOKENS}"
-    return _plan_of_quads(weight, shape, layout, weights, weights.row_ids, (tiles * ROWS, HALVES), name, emulated)
+    kernel = QuadKernel(name, (tiles * ROWS, HALVES), emulated)
+    return _build_plan(weight, shape, layout, weights, weights.row_ids, kernel)
 
 
 def build_vector_plan(weight: Int8Weight, shape: Conv2dShape, layout: str) -> QuadConv2dPlan:
@@ -195,7 +199,7 @@ def build_vector_plan(weight: Int8Weight, shape: Conv2dShape, layout: str) -> Qu
         weights = build_panels(by_channel, tile_rows)
         rows = weights.row_ids
     name = f"numba.{weight.pattern.format}.conv2d.int8rows{tile_rows}x{vectors}.{target.name}"
-    return _plan_of_quads(weight, shape, layout, weights, rows, (tile_rows, vectors), name)
+    return _build_plan(weight, shape, layout, weights, rows, QuadKernel(name, (tile_rows, vectors)))
 
 
 def _narrow(shape: Conv2dShape) -> Conv2dShape:
@@ -203,9 +207,17 @@ def _narrow(shape: Conv2dShape) -> Conv2dShape:
     return replace(shape, c_in=-(-shape.c_in // QUAD))
 
 
-def _plan_of_quads(
+class QuadKernel(NamedTuple):
+    """What multiplies quads: its name, rows and vectors of a tile, and whether the matrix unit is emulated."""
+
+    name: str
+    tile: tuple[int, int]
+    emulated: bool = False
+
+
+def _build_plan(
     weight: Int8Weight, shape: Conv2dShape, layout: str, weights: Panels | SingleRows | BytePanels,
-    rows: NDArray[np.int32], tile: tuple[int, int], name: str, emulated: bool = False,
+    rows: NDArray[np.int32], kernel: QuadKernel,
 ) -> QuadConv2dPlan:  # fmt: skip
     """Return the plan for weights as panels; rows: of the weight, those of all panels."""
     assert weight.input_range is not None
@@ -213,7 +225,7 @@ def _plan_of_quads(
     if isinstance(weights, BytePanels):  # whose vectors have 16 positions, also where the unit is emulated
         target = replace(target, lanes=ROWS, halves=False)
     quads = CpuConv2dPlan(
-        _narrow(shape), weights, tile, target, name, layout, emulated=emulated, numbers=target.quads,
-        quads=build_quad_arrays(weight, rows), padding=padding, _pool=Pool(padding),
+        _narrow(shape), weights, kernel.tile, target, kernel.name, layout, emulated=kernel.emulated,
+        numbers=target.quads, quads=build_quad_arrays(weight, rows), padding=padding, _pool=Pool(padding),
     )  # fmt: skip
-    return QuadConv2dPlan(shape, quads, name, layout, Pool(padding))
+    return QuadConv2dPlan(shape, quads, kernel.name, layout, Pool(padding))

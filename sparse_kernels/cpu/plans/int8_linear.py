@@ -105,14 +105,17 @@ LEAST_KEPT, LEAST_KEPT_PERMUTED = 180, 70
 """Weights of a row from which on the matrix unit is faster than vectors, for rows in order and for permuted ones.
 
 Its sums have to be turned before they are finished, which counts for each row, and costs nothing more where rows are
-permuted. In nine layers of 384 to 4,096 rows and columns at 50% to 95% sparsity it has 1.0 to 1.9 times the speed
-above these limits, and 0.4 to 1.1 times below them (64 to 512 tokens, one and two threads, Granite Rapids).
+permuted. In five layers at 75% and 90% sparsity it has 1.0 to 1.9 times the speed above these limits, and 0.7 to 1.1
+times below them; dense layers have 1.4 to 2.9 times (128 and 2,048 tokens, Granite Rapids; the command is
+`tests/benchmarks/matrix_unit.py --int8`).
 """
 
 
 def choose_matrix_tiles(weight: Int8Weight, n: int) -> int | None:
-    """Return the tiles of rows in a panel of the matrix unit for about n tokens; None where vectors are faster, or
-    the only ones that can multiply this weight."""
+    """Return the tiles of rows in a panel of the matrix unit for about n tokens.
+
+    None where vectors are faster, or alone can multiply this weight.
+    """
     packed = weight.packed
     permuted = isinstance(packed.pattern, ShflBW)
     least = LEAST_KEPT_PERMUTED if permuted else LEAST_KEPT

@@ -286,5 +286,5 @@ def test_threads_share_pairs_of_vectors_or_panels(
 ) -> None:
     shape = replace(SHAPES["3x3"], c_out=96)
     plan = int8_conv2d.build_matrix_plan(draw_weight(rng, "dense", shape, READING), shape, "nchw", 2, emulated=True)
-    found = byte_conv2d.share_work(plan.quads.panels, vectors, threads)
+    found = byte_conv2d.split_work(plan.quads.panels, vectors, threads)
     assert [tuple(int(each) for each in share) for share in found] == shares

@@ -159,3 +159,15 @@ def test_a_copy_has_weights_of_its_own(rng: np.random.Generator) -> None:
     plan.quads.scales[:] = 0
     assert not plan(x).any()
     np.testing.assert_array_equal(other(x), expected)
+
+
+def test_the_oracle_allows_either_step_between_two_and_its_rounding(rng: np.random.Generator) -> None:
+    """Where all else is 0, the other step is the whole result, rounded to float32 as any."""
+    scales = rng.uniform(0.5, 2, 200).astype(np.float32)
+    weight = pack_int8(np.outer(scales, np.float32([101])), None, parse("dense"), scales, InputRange(0.3, 100))
+    x = np.float32([[0.5 * np.float32(0.3)]])
+    other = (101 * scales.astype(float) * float(np.float32(0.3))).astype(np.float32)
+    check_int8(other[None], weight, x)
+    check_int8(np.zeros((1, 200), np.float32), weight, x)
+    with pytest.raises(WrongResult):
+        check_int8(2 * other[None], weight, x)
