@@ -304,6 +304,8 @@ class SparseConv2d(SparseLayer):
         plans, key, known = self._last_frame_call
         same = plans is self._plans and x_places is key.x_places and added_at is key.added_at
         if same and margin == key.margin and then == key.then and leave == key.leave:
+            if self._latest is not known.ready:
+                self._latest = known.ready
             return key, known
         key = FrameKey(x_places, margin, added_at, then, leave)
         plans, calls = self._frame_calls
@@ -313,9 +315,15 @@ class SparseConv2d(SparseLayer):
             self._keep_frame_call(key, found)
         if self._latest is not found.ready:
             self._latest = found.ready
-        # Not the key that was found: its places are equal to these, and not the same.
-        self._last_frame_call = self._plans, key, found
+        plans, calls = self._frame_calls
+        if calls.get(key) is found:  # else another thread has changed the layer meanwhile
+            # Not the key that was found: its places are equal to these, and not the same.
+            self._last_frame_call = plans, key, found
         return key, found
+
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._frame_calls, self._last_frame_call = (None, {}), _NO_CALL  # which hold plans
 
     def _prepare_frame_call(self, key: FrameKey) -> FrameCall:
         """Work out what a call needs to know."""

@@ -252,7 +252,27 @@ def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
     frames.FramedImages(places[-1])
     waiting = {each for each in places if frames.find_floats_home(each).free}
     assert waiting == set(places[-3:])
-    assert spare.allocated_bytes == sum(frames.find_floats_home(each).nbytes for each in places) == frames.KEPT
+    assert spare.allocated_bytes == sum(4 * each.size for each in places[-3:]) == frames.KEPT
+
+
+def test_frames_unused_for_longest_go_first(spare: frames.Spare, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (frames.ImagePlaces(1, 1, 8, 16, margin) for margin in (1, 2, 3))
+    monkeypatch.setattr(frames, "KEPT", 4 * max(first.size, second.size, third.size))
+    for each in (first, second, first, third, first):  # more than is kept, from the second on
+        frames.FramedImages(each)
+    waiting = {each for each in (first, second, third) if frames.find_floats_home(each).free}
+    assert first in waiting
+    assert second not in waiting
+
+
+def test_what_could_not_be_allocated_does_not_count(spare: frames.Spare, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(frames, "allocate_aligned", refuse)
+    with pytest.raises(MemoryError):
+        frames.FramedImages(frames.ImagePlaces(1, 2, 3, 4, 1))
+    assert spare.allocated_bytes == 0
 
 
 def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames.Spare) -> None:

@@ -95,25 +95,24 @@ def _whole_lines(elements: int) -> int:
     return -(-elements // LINE) * LINE
 
 
+Kind = tuple[ImagePlaces, int]
+"""What makes frames alike: where images lie in them, and the 32 bits of what lies between."""
+
+
 class Home:
     """Where frames of one kind come from and go back to: those that nobody uses wait here.
 
     A frame just given back is the likeliest to lie in a cache, so it goes out first. Giving back is one step of a
     deque, because it may happen at any time, even while this thread takes a frame: when Python collects garbage.
 
-    free: (array, its address). size: elements. padding: the 32 bits of what lies between images.
+    free: (array, its address).
     """
 
-    __slots__ = ("_spare", "free", "padding", "size")
+    __slots__ = ("_spare", "free", "kind", "nbytes")
 
-    def __init__(self, spare: Spare, size: int, padding: int) -> None:
-        self._spare, self.size, self.padding = spare, size, padding
+    def __init__(self, spare: Spare, kind: Kind) -> None:
+        self._spare, self.kind, self.nbytes = spare, kind, 4 * kind[0].size
         self.free: deque[tuple[Array, int]] = deque()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the frames that wait."""
-        return 4 * self.size * len(self.free)
 
     def take(self) -> tuple[Array, int]:
         """Return a frame and its address."""
@@ -126,14 +125,14 @@ class Home:
 
 
 class Spare:
-    """The homes of all kinds of frames.
+    """The homes of all kinds of frames; the kind whose frames were last allocated is at the end.
 
     allocated_bytes: of frames, in use or not.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._homes: dict[tuple[ImagePlaces, int], Home] = {}
+        self._homes: dict[Kind, Home] = {}
         self.allocated_bytes = 0
 
     def find_home(self, places: ImagePlaces, padding: int) -> Home:
@@ -141,30 +140,36 @@ class Spare:
         home = self._homes.get((places, padding))
         if home is None:
             with self._turn:
-                home = self._homes.setdefault((places, padding), Home(self, places.size, padding))
+                home = self._homes.setdefault((places, padding), Home(self, (places, padding)))
         return home
 
     def allocate(self, home: Home) -> tuple[Array, int]:
         """Return a frame, a new one if none waits; give up those that wait where they are too many."""
         with self._turn:
+            # With more than KEPT every frame is taken here, so the kind unused for longest comes first.
+            self._homes[home.kind] = self._homes.pop(home.kind, home)
             self._give_up(home)
-            try:
+            with contextlib.suppress(IndexError):
                 return home.free.pop()
-            except IndexError:
-                self.allocated_bytes += 4 * home.size
-        new: Array = allocate_aligned(home.size)
-        if home.padding:
-            new.view(np.uint32)[:] = home.padding
+        places, padding = home.kind
+        new: Array = allocate_aligned(places.size)
+        if padding:
+            new.view(np.uint32)[:] = padding
+        with self._turn:
+            self.allocated_bytes += home.nbytes
         return new, find_address(new)
 
-    def _give_up(self, home: Home) -> None:
-        """Give up frames until those that wait are no more than KEPT; the kind first asked for goes first."""
-        unused = sum(each.nbytes for each in self._homes.values())
+    def _give_up(self, wanted: Home) -> None:
+        """Give up frames until those that wait are no more than KEPT, those of a wanted kind last."""
+        unused = sum(each.nbytes * len(each.free) for each in self._homes.values())
         for each in [*self._homes.values()]:
-            while unused > KEPT and each is not home and each.free:
-                each.free.pop()
-                unused -= 4 * each.size
-                self.allocated_bytes -= 4 * each.size
+            while unused > KEPT and each is not wanted:
+                try:
+                    each.free.pop()
+                except IndexError:  # another thread may just have taken the last one
+                    break
+                unused -= each.nbytes
+                self.allocated_bytes -= each.nbytes
 
 
 _spare = Spare()
@@ -190,8 +195,10 @@ class Frame:
         raise NotImplementedError
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never made
-            self._give_back(self._taken)
+        # When Python exits, the names of the module may be gone before this object is.
+        give_back = self.__dict__.get("_give_back")
+        if give_back is not None:  # else it was never made
+            give_back(self._taken)
 
 
 def _copy_frame(kind: Callable[..., Frame], arguments: tuple[object, ...], array: Array) -> Frame:

@@ -111,7 +111,8 @@ class QuadConv2dPlan:
         convolve = self.quads.bind_run(x_at.quads, y_at, leaving, threads)
         if from_quads:
             return convolve
-        read, size, key, pool = self._bind_reader(x_at, threads), self._count_room(x_at), object(), self._pool
+        read, size, pool = self._bind_reader(x_at, threads), self._count_room(x_at), self._pool
+        key = x_at.batch, x_at.margin
         first, quads_first = 4 * x_at.first, 4 * x_at.quads.first
 
         def run(x: int, y: int, bias: int, activation: int, added: int, quads: int) -> bool:
