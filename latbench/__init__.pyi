@@ -9,6 +9,7 @@ from cost_models.rows.build_rows import build_rows as rows
 from cost_models.rows.shape_groups import group_by_shape
 from cost_models.rows.training_rows import read_training_rows
 from latbench.tables.table import read_table
+from search.export.load_model import load_model as load
 from search.inputs.latency_table import problem_from_table
 from search.inputs.option_frame import problem_from_frame
 from search.inputs.spdy_timings import problem_from_spdy
@@ -18,7 +19,6 @@ from search.knapsack.two_budgets import solve_two
 from search.problem.problem import Problem
 from search.pruning.one_shot.quantize_model import quantize
 from search.pruning.storage.model_folder import load_pruned, save_pruned
-from search.whole_model.deployed_model import load_deployed as load
 from sparse_kernels import patterns
 from sparse_kernels.convert import LayerPattern, convert
 

@@ -10,7 +10,7 @@ from typing import Any
 
 PUBLIC_NAMES = {
     # a pruned model of one's own
-    "load": "search.whole_model.deployed_model:load_deployed",
+    "load": "search.export.load_model:load_model",
     "load_pruned": "search.pruning.storage.model_folder:load_pruned",
     "save_pruned": "search.pruning.storage.model_folder:save_pruned",
     "convert": "sparse_kernels.convert:convert",

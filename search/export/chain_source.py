@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from search.export.exported_model import LIBRARY, PACKED
 from search.export.model_chain import ADD, LAYER, ModelChain
-
-LIBRARY, PACKED = "libmodel.so", "model.latbench"
 
 # Floats to which memory of a value is rounded up, so that each begins at a cache line.
 _LINE = 16

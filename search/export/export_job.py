@@ -25,14 +25,8 @@ from torch import Tensor, nn
 from latbench.base.files import hash_file, stage_folder
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.artifacts.profile import read_profile
-from search.export.chain_source import (
-    LIBRARY,
-    MAIN,
-    PACKED,
-    generate_chain,
-    generate_header,
-    generate_python_example,
-)
+from search.export.chain_source import MAIN, generate_chain, generate_header, generate_python_example
+from search.export.exported_model import LIBRARY, MANIFEST, PACKED, is_exported
 from search.export.model_chain import ModelChain, trace_chain
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
@@ -51,8 +45,6 @@ from sparse_kernels.cpu.export.shared_library import (
 )
 from sparse_kernels.prunable_layers import bake_weights
 from sparse_kernels.same_results import CONVERTED, same_results
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -128,11 +120,6 @@ def export_model(
         error = _check_results(folder, chain, results, spread_batches(x, batches), facts)
         with _explain_writes(output):
             return _write_manifest(folder, chain, facts | {"error": error})
-
-
-def is_exported(folder: Path) -> bool:
-    """Return whether the folder holds an exported model."""
-    return (folder / MANIFEST).is_file() and (folder / PACKED).is_file()
 
 
 def _choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:

@@ -27,41 +27,10 @@ def load_deployed(
     *,
     threads: int | None = None,
 ) -> nn.Module:
-    """Load a pruned model as the fast torch module that `latbench verify` timed.
+    """Load a pruned model as the fast torch module that `latbench verify` timed, as `load_model` says.
 
-    The module is for inference on this machine's CPU, with float32 inputs. Call it as any module, in any thread, also
-    without `torch.no_grad()`; its process may fork. The given model stays as it is.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Folder that `latbench prune` wrote, such as `latbench-jobs/digits/pruned`.
-    model : Module
-        The dense model that was pruned, with any weights: a new object of the same class will do.
-    example : Tensor, tuple or mapping of str
-        Inputs of a call: one tensor, the positional arguments, or the keywords. They prove that the fast module gives
-        the results of the pruned one. Later inputs may have other sizes.
-    threads : int, optional
-        Threads of torch and of the kernels in this process, as of `torch.set_num_threads`; by default those of the
-        profile, for which the speedup was verified.
-
-    Returns
-    -------
-    Module
-        The converted model, in eval mode, without gradients.
-
-    Raises
-    ------
-    BadData
-        The folder is no pruned model, is damaged, or was pruned from another model.
-    UsageError
-        The model cannot be called with the example, or cannot be converted, or is for DeepSparse.
-
-    Examples
-    --------
-    >>> import latbench as lb
-    >>> fast = lb.load("latbench-jobs/my_task/pruned", MyNet(), torch.randn(1, 3, 32, 32))  # doctest: +SKIP
-    >>> fast(images)  # doctest: +SKIP
+    Raises BadData if the folder is no pruned model, is damaged, or was pruned from another model. Raises UsageError
+    if the model cannot be called with the example, or cannot be converted, or is for DeepSparse.
     """
     folder = Path(folder)
     profile = _read_profile(folder)

@@ -78,7 +78,7 @@ def test_a_server_imports_its_own_module_and_ours(tmp_path: Path) -> None:
     write(tmp_path, search=USERS, server=SERVER)
     printed = run(tmp_path, "server.py").splitlines()
     assert printed == [
-        "search runs", "found the user's own", "search.problem.problem load_deployed the user's own"
+        "search runs", "found the user's own", "search.problem.problem load_model the user's own"
     ]  # fmt: skip
 
 

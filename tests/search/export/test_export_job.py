@@ -7,53 +7,26 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from made_profile import make_profile
+from chain_task import CHAIN_TASK, prune_chain
 from torch import nn
 
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
 from search.export.export_job import PrunedResults, _compile, _replace_folder, spread_batches
 from search.export.model_chain import trace_chain
-from search.pruning.storage.model_folder import load_pruned, save_pruned
+from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
 from sparse_kernels.convert import convert
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 from sparse_kernels.cpu.export.exported_library import BAD_ARGUMENT, ExportedLibrary, _Error
 from sparse_kernels.cpu.export.level_job import LevelFailure, LevelRequest
 from sparse_kernels.cpu.export.shared_library import find_compiler
-from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
-from sparse_kernels.patterns import parse
-from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
-
-TASK = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(40, 64), nn.Linear(64, 40)
-    def forward(self, x):
-        return torch.relu(x + self.fc2(torch.relu(self.fc1(x))))
-
-def model():
-    torch.manual_seed(0)
-    conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-    return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 12, 40), Block(), nn.Linear(40, 3)).eval()
-def example():
-    torch.manual_seed(1)
-    return (torch.randn(5, 3, 7, 6),)
-def calibration(): return [example()]
-def loss(model, batch): return model(*batch).square().mean()
-def score(model): return float(model(*example()).mean())
-"""
 
 if not list_host_levels():
     pytest.skip("no CPU level for which kernels are compiled ahead of time", allow_module_level=True)
@@ -62,37 +35,16 @@ if not list_host_levels():
 ERROR = ctypes.POINTER(_Error)
 
 
-def prune(folder: Path, task: Task, precision: str = "float32") -> Path:
-    """Prune two layers of the task by magnitude, to be computed in this precision."""
-    model, masks, choices, quantizations = task.model(), {}, {}, {}
-    for layer, spec in (("3", "vector:8"), ("4.fc1", "vector:16")):
-        module = model.get_submodule(layer)
-        matrix = weight_matrix(module)
-        masks[layer] = torch.from_numpy(parse(spec).mask(matrix.square().numpy(), 0.75))
-        kept = torch.where(masks[layer], matrix, 0.0)
-        choices[layer] = (spec, 0.75)
-        if precision == "int8":
-            scales = find_scales(kept.numpy())
-            kept = torch.from_numpy(round_to_steps(kept.numpy(), scales))
-            quantizations[layer] = Quantization(scales, InputRange.covering(-4, 4))
-        set_weight_matrix(module, kept)
-    made = make_profile("chain", model, choices)
-    layers = {name: replace(each, precision=precision) for name, each in made.layers.items()}
-    profile = replace(made, layers=layers, precisions=",".join(dict.fromkeys(["float32", precision])))
-    save_pruned(folder, model, masks, profile, {"task": "chain"}, quantizations)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     path = tmp_path_factory.mktemp("task") / "chain_task.py"
-    path.write_text(TASK)
+    path.write_text(CHAIN_TASK)
     return load_task(str(path))
 
 
 @pytest.mark.slow
 def test_a_chain_is_deployed_and_right_without_latbench(task: Task, tmp_path: Path) -> None:
-    pruned, deploy = prune(tmp_path / "pruned", task), tmp_path / "deploy"
+    pruned, deploy = prune_chain(tmp_path / "pruned", task), tmp_path / "deploy"
     export_command(task.reference, pruned, deploy, batch=["2", "5"], threads=["2"])
     manifest = json.loads((deploy / "manifest.json").read_text())
     assert (manifest["batches"], manifest["threads"]) == ([1, 2, 5], [1, 2])
@@ -170,7 +122,7 @@ def check_c_example(deploy: Path, x: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
 def test_layers_that_round_are_deployed(task: Task, tmp_path: Path, precision: str) -> None:
-    pruned, deploy = prune(tmp_path / "pruned", task, precision), tmp_path / "deploy"
+    pruned, deploy = prune_chain(tmp_path / "pruned", task, precision), tmp_path / "deploy"
     level = list_host_levels()[-1].name
     export_command(task.reference, pruned, deploy, level=[level])
     manifest = json.loads((deploy / "manifest.json").read_text())
@@ -215,7 +167,7 @@ def test_a_level_that_does_not_compile_is_no_missed_promise(
 
     monkeypatch.setattr("search.export.export_job.compile_level", fail)
     with pytest.raises(error, match=r"could not be compiled for .*: it is broken") as caught:
-        export_command(task.reference, prune(tmp_path / "pruned", task), tmp_path / "deploy")
+        export_command(task.reference, prune_chain(tmp_path / "pruned", task), tmp_path / "deploy")
     assert getattr(caught.value, "exit_code", 70) != 1
 
 
