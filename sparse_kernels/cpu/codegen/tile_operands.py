@@ -294,22 +294,12 @@ class GatherBuffers(NamedTuple):
 
 
 class MatrixSums(NamedTuple):
-    """Where a matrix tile leaves its sums, 32 float32 a row.
+    """Where a matrix tile leaves its sums, 32 float32 or int32 a row.
 
     address: of the sums. halves: 1 or 2, of 16 tokens each.
     """
 
     address: Word
-    halves: Word
-
-
-class TileSums(NamedTuple):
-    """Sums that stay in tile registers.
-
-    registers: address of REGISTERS_BYTES, for registers that are emulated. halves: 1 or 2, of 16 tokens each.
-    """
-
-    registers: Word
     halves: Word
 
 

@@ -31,9 +31,8 @@ from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, QUADS_BY_BYTE, Emitter
 from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_target
 
-# Rows of a tile, its bytes, and those of a row. Tiles, and the bytes of all.
+# Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
-TILES, REGISTERS_BYTES = 8, 8 * TILE_BYTES
 
 # Bytes that `configure_tiles` keeps: 64 of LDTILECFG, and a cache line more, so that threads do not share one.
 SAVED_BYTES = 128
@@ -124,14 +123,13 @@ class AmxTileRegisters:
 
 
 class EmulatedTileRegisters(AmxTileRegisters):
-    """The same with vectors of 16 float32 and memory: of this call, or REGISTERS_BYTES at an address."""
+    """The same with vectors of 16 float32 and memory of this call."""
 
-    def __init__(self, emit: Emitter, address: ir.Value | None = None) -> None:
+    def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         builder = emit.builder
-        if address is None:
-            address = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I8, REGISTERS_BYTES)), I64)
-        self.places = [builder.add(address, emit.integer(i * TILE_BYTES)) for i in range(TILES)]
+        kind = ir.ArrayType(I8, TILE_BYTES)
+        self.places = [builder.ptrtoint(cgutils.alloca_once(builder, kind), I64) for _ in range(8)]
 
     def zero(self, tile: int) -> None:
         """Set tile = 0."""
@@ -202,12 +200,9 @@ class EmulatedTileRegisters(AmxTileRegisters):
         return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
 
 
-def select_tile_registers(emit: Emitter, emulated: int, address: ir.Value | None = None) -> AmxTileRegisters:
-    """Return the tile registers of the processor, or emulated ones.
-
-    address: of REGISTERS_BYTES where emulated ones keep what they hold after this call.
-    """
-    return EmulatedTileRegisters(emit, address) if emulated else AmxTileRegisters(emit)
+def select_tile_registers(emit: Emitter, emulated: int) -> AmxTileRegisters:
+    """Return the tile registers of the processor, or emulated ones."""
+    return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
 
 
 class UnitForm(NamedTuple):

@@ -20,11 +20,11 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     FramedOutput,
     GatherBuffers,
     Matrix,
+    MatrixSums,
     NextQuads,
     QuadInput,
     QuadOutput,
     RowEpilogue,
-    TileSums,
     TileWeights,
 )
 from sparse_kernels.cpu.codegen.tile_registers import ROWS
@@ -42,14 +42,13 @@ from sparse_kernels.cpu.matrix_unit.byte_tiles import (
     TOKENS,
     byte_tile,
     gather_quads,
-    store_byte_sums,
 )
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 
 # Bytes that a thread needs: the tiles' configuration, gathered quads, sums of 32 rows.
 SUMS_BYTES = 2 * ROWS * TOKENS * 4
-THREAD_BYTES = tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + SUMS_BYTES + tile_registers.REGISTERS_BYTES
+THREAD_BYTES = tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + SUMS_BYTES
 
 
 class BytePositions(NamedTuple):
@@ -150,19 +149,15 @@ def finish_tile(
 
 @inline
 def multiply_positions(form: Any, call: ScratchProductCall, layer: BytePositions, work: PartWork) -> None:
-    """Multiply a block of vectors by panels, and finish the sums of each tile into y.
-
-    A tile is finished while the next one is multiplied.
-    """
+    """Multiply a block of vectors by panels, and finish the sums of each tile into y."""
     row_tiles, _, _, emulated = form
     tile_form = (emulated, row_tiles, 1)
     values, columns, table = layer.weights
     x_starts, values_at, columns_at = layer.x_starts, values.ctypes.data, columns.ctypes.data
     first, stop, begin, end, x_at, gathered_at = work
     sums_at, last = gathered_at + 2 * GATHERED_BYTES, stop - 1
-    registers_at = sums_at + SUMS_BYTES
     first_at, second_at = x_at + x_starts[first] * 4, x_at + x_starts[min(first + 1, last)] * 4
-    phase, before, before_v = 0, -1, first
+    phase = 0
     gather_quads(columns_at + table[begin, 1] * 4, first_at, second_at, gathered_at)
     for panel in range(begin, end):
         steps = table[panel, 2]
@@ -175,14 +170,10 @@ def multiply_positions(form: Any, call: ScratchProductCall, layer: BytePositions
                 next_v, then = first, min(panel + 1, end - 1)
             first_at, second_at = x_at + x_starts[next_v] * 4, x_at + x_starts[min(next_v + 1, last)] * 4
             following = NextQuads(columns_at + table[then, 1] * 4, first_at, second_at)
-            buffers, sums = GatherBuffers(gathered_at, phase), TileSums(registers_at, min(HALVES, stop - v))
+            buffers, sums = GatherBuffers(gathered_at, phase), MatrixSums(sums_at, min(HALVES, stop - v))
             byte_tile(tile_form, weights, x, following, buffers, sums)
             phase += steps
-            if before >= 0:
-                finish_tile(form, call, layer, before, (before_v, stop), sums_at)
-            store_byte_sums(tile_form, registers_at, sums_at)
-            before, before_v = panel, v
-    finish_tile(form, call, layer, before, (before_v, stop), sums_at)
+            finish_tile(form, call, layer, panel, (v, stop), sums_at)
 
 
 @cache

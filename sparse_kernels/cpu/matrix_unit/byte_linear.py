@@ -22,9 +22,9 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     GatherBuffers,
     Matrix,
+    MatrixSums,
     NextQuads,
     QuadInput,
-    TileSums,
     TileWeights,
     TokenRows,
     WaitingSums,
@@ -44,7 +44,6 @@ from sparse_kernels.cpu.matrix_unit.byte_tiles import (
     byte_tile,
     finish_byte_tokens,
     gather_quads,
-    store_byte_sums,
 )
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.formats.int8 import QUAD
@@ -89,7 +88,7 @@ def plan_scratch(panels: BytePanels, k: int, n: int, threads: int) -> ByteScratc
     tiles = max(1, min(each, CACHED_BYTES // (x_bytes + y_bytes)))
     # A row is written in whole vectors.
     row_bytes = steps * STEP * QUAD + ROW_BYTES
-    fixed = tile_registers.SAVED_BYTES + tile_registers.REGISTERS_BYTES + 2 * GATHERED_BYTES + TOKENS * row_bytes
+    fixed = tile_registers.SAVED_BYTES + 2 * GATHERED_BYTES + TOKENS * row_bytes
     return ByteScratch(tiles, together, row_bytes, x_bytes, y_bytes, fixed + tiles * (x_bytes + y_bytes))
 
 
@@ -161,10 +160,8 @@ class ByteLinearForm(NamedTuple):
 
 
 class ByteBuffers(NamedTuple):
-    """Scratch memory of a part: addresses of tile registers, if they are emulated, of gathered quads, of rows of
-    bytes, of x, of waiting sums."""
+    """Scratch memory of a part: addresses of gathered quads, of rows of bytes, of x, of waiting sums."""
 
-    registers_at: int
     gathered_at: int
     rows_at: int
     x_at: int
@@ -212,9 +209,8 @@ def multiply_panels(
             then, next_x = (panel, x_tile + x_bytes) if left > TOKENS else (behind, buffers.x_at)
             following = NextQuads(columns_at + table[then, 1] * 4, next_x, next_x + half_bytes)
             x, gathered = QuadInput(x_tile, x_tile + half_bytes), GatherBuffers(buffers.gathered_at, phase)
-            sums = TileSums(buffers.registers_at, 2 if left > ROWS else 1)
+            sums = MatrixSums(sums_at, 2 if left > ROWS else 1)
             byte_tile((emulated, row_tiles, gathers), weights, x, following, gathered, sums)
-            store_byte_sums((emulated, row_tiles, gathers), buffers.registers_at, sums_at)
             phase += steps
             x_tile = next_x
             sums_at += scratch.y_bytes
@@ -253,11 +249,10 @@ def build_kernel(form: ByteLinearForm) -> ParallelKernel:
         scratch, n, panels, columns_at = layer.scratch, layer.n, len(layer.weights[2]), layer.weights[1].ctypes.data
         units = (n + ROWS - 1) // ROWS
         saved_at = call.scratch_at + part * scratch.thread_bytes
-        registers_at = saved_at + tile_registers.SAVED_BYTES
-        gathered_at = registers_at + tile_registers.REGISTERS_BYTES
+        gathered_at = saved_at + tile_registers.SAVED_BYTES
         rows_at = gathered_at + 2 * GATHERED_BYTES
         x_at = rows_at + TOKENS * scratch.row_bytes
-        buffers = ByteBuffers(registers_at, gathered_at, rows_at, x_at, x_at + scratch.tiles * scratch.x_bytes)
+        buffers = ByteBuffers(gathered_at, rows_at, x_at, x_at + scratch.tiles * scratch.x_bytes)
         first, end = units * part // layer.parts * ROWS, min(units * (part + 1) // layer.parts * ROWS, n)
         tile_registers.configure_tiles(unit_form, saved_at)
         while first < end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen.tile_registers import ROWS, TILE_BYTES
 from sparse_kernels.cpu.layouts.panels import Groups, holds_quads
 from sparse_kernels.cpu.matrix_unit.byte_tiles import STEP
-from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
+from sparse_kernels.cpu.matrix_unit.tile_panels import TilePanels
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
 
 
 class ByteArrays(NamedTuple):
@@ -23,7 +24,7 @@ class ByteArrays(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class BytePanels:
+class BytePanels(TilePanels):
     """Panels of 16 or 32 rows that share their quads of columns, as tiles of bytes.
 
     row_tiles: 1 or 2. values: four bytes in the place of a float32, panel after panel as `byte_tile` takes them.
@@ -33,22 +34,10 @@ class BytePanels:
     of the matrix lies among them.
     """
 
-    row_tiles: int
-    values: NDArray[np.float32]
-    columns: NDArray[np.int32]
-    table: NDArray[np.int64]
-    row_ids: NDArray[np.int32]
-    positions: NDArray[np.uint32]
-
     @property
     def arrays(self) -> ByteArrays:
         """The arrays as kernels take them."""
         return ByteArrays(self.values, self.columns, self.table)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.positions))
 
     @property
     def in_order(self) -> bool:
@@ -60,15 +49,6 @@ class BytePanels:
     def has_quads(self) -> bool:
         """Whether each four rows are those of one quad of results, in order, as far as they exist."""
         return holds_quads(self.row_ids)
-
-    def copy(self) -> BytePanels:
-        """Return the same panels in memory of their own."""
-        others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "positions")}
-        return replace(self, values=copy_to_cache_line(self.values), **others)
-
-    def placed(self, offsets: NDArray[np.int32]) -> BytePanels:
-        """Return the same panels with offsets[c] in place of each quad c."""
-        return replace(self, columns=offsets[self.columns])
 
 
 def build_byte_panels(groups: Groups, tiles: int, m: int) -> BytePanels:

@@ -15,9 +15,9 @@ from sparse_kernels.cpu.codegen.intrinsics import vector_code
 from sparse_kernels.cpu.codegen.tile_operands import (
     Epilogue,
     GatherBuffers,
+    MatrixSums,
     NextQuads,
     QuadInput,
-    TileSums,
     TileWeights,
     TokenRows,
     WaitingSums,
@@ -82,7 +82,7 @@ def byte_tile(
     x: QuadInput,
     following: NextQuads,
     gathered: GatherBuffers,
-    y: TileSums,
+    y: MatrixSums,
 ) -> None:
     """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens, as whole numbers of 32 bits.
 
@@ -95,7 +95,7 @@ def byte_tile(
     """
     n_rows = form.row_tiles
     emit = Emitter(builder, ROWS, True)
-    tile = select_tile_registers(emit, form.emulated, y.registers)
+    tile = select_tile_registers(emit, form.emulated)
     sums, of_w, of_x = range(4), (4, 5), (6, 7)
     row_stride, x_stride = emit.integer(ROW_BYTES), emit.integer(TOKENS * 4)
     both = builder.icmp_signed("==", y.halves, emit.integer(HALVES))
@@ -147,21 +147,10 @@ def byte_tile(
     for each in [2 * r + half for r in range(n_rows) for half in range(HALVES)]:
         tile.zero(sums[each])
     emit.loop(weights.count, [], step)
-
-
-@vector_code(MatrixByteForm)
-def store_byte_sums(builder: ir.IRBuilder, form: MatrixByteForm, registers: ir.Value, target: ir.Value) -> None:
-    """Store the sums that `byte_tile` left in registers at an address, 32 int32 a row.
-
-    Best after something that need not wait for them: the products of a tile take as long as hundreds of other
-    instructions, and what stands behind this waits.
-    """
-    emit = Emitter(builder, ROWS, True)
-    tile, stride = select_tile_registers(emit, form.emulated, registers), emit.integer(TOKENS * 4)
-    for r in range(form.row_tiles):
+    for r in range(n_rows):
         for half in range(HALVES):
-            at = builder.add(target, emit.integer(r * ROWS * TOKENS * 4 + half * ROW_BYTES))
-            tile.store(2 * r + half, at, stride)
+            at = further(y.address, r * ROWS * TOKENS * 4 + half * ROW_BYTES)
+            tile.store(sums[2 * r + half], at, emit.integer(TOKENS * 4))
 
 
 # Tokens that are finished together: as many rows of y are written at once. With 16, and so many pages, it takes a

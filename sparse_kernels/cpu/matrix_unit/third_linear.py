@@ -39,8 +39,9 @@ from sparse_kernels.cpu.layouts.panels import Groups, build_groups, count_group_
 from sparse_kernels.cpu.layouts.vector_grid import TILE, build_column_offsets
 from sparse_kernels.cpu.matrix_unit import third_tiles
 from sparse_kernels.cpu.matrix_unit.third_tiles import FEATURE_BYTES, GATHERED_BYTES, NARROW_STEP, STEP, TOKENS
+from sparse_kernels.cpu.matrix_unit.tile_panels import TilePanels
 from sparse_kernels.cpu.runtime.kernel_cache import inline
-from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned, copy_to_cache_line
+from sparse_kernels.cpu.runtime.scratch_buffers import allocate_aligned
 from sparse_kernels.formats import Packed
 
 # Bytes of the second-level cache of processors that have the unit. Bytes of x and y of a block that stay in it while
@@ -60,7 +61,7 @@ class AmxArrays(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPanels:
+class MatrixPanels(TilePanels):
     """Panels of 16 or 32 rows that share their columns, as tiles of thirds.
 
     row_tiles: 1 or 2. values: uint16, panel after panel as `matrix_tile` takes them. columns: int32, those of each
@@ -70,31 +71,10 @@ class MatrixPanels:
     lies among them.
     """
 
-    row_tiles: int
-    values: NDArray[np.uint16]
-    columns: NDArray[np.int32]
-    table: NDArray[np.int64]
-    row_ids: NDArray[np.int32]
-    positions: NDArray[np.uint32]
-
     @property
     def arrays(self) -> AmxArrays:
         """The arrays as kernels take them."""
         return AmxArrays(self.values, self.columns, self.table)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.positions))
-
-    def copy(self) -> MatrixPanels:
-        """Return the same panels in memory of their own."""
-        others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "positions")}
-        return replace(self, values=copy_to_cache_line(self.values), **others)
-
-    def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
-        """Return the same panels with offsets[c] in place of each column c."""
-        return replace(self, columns=offsets[self.columns])
 
 
 def count_row_tiles(packed: Packed) -> int | None:
