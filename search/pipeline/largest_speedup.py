@@ -45,9 +45,10 @@ ROUGH_EVALUATIONS = 60
 LEAST_TARGET = 1.05
 
 BACKOFF = 0.95
-"""Factor of the target after a profile that lost too much."""
+"""Factor of the target, at most, after a profile that lost too much. Each further one is the square of the last."""
 
-MOST_SEARCHES = 4
+MOST_SEARCHES = 5
+"""The last target is then less than half of the first."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,13 @@ def search_fastest(
             f"no profile of {LEAST_TARGET:g}x keeps a {inputs.task.score_name} of {least:.4g} (dense has "
             f"{scorer.dense:.4g}): allow a larger drop, or prune with training (`latbench prune --recipe`)"
         )
-    for _ in range(MOST_SEARCHES):
+    good = target
+    for search in range(MOST_SEARCHES):
         found = _search_nearest(inputs, with_target(request, target), timer, progress)
         progress(f"scoring the profile of {found.target:.2f}x", None, None)
         if scorer.score_options(found.options) >= least:
             return found
-        target = max(BACKOFF * found.target, LEAST_TARGET)
+        target = lower_target(found.target, good, problem.selection(found.options).speedup.value, search)
     raise PromiseMissed(
         f"no measured profile keeps a {inputs.task.score_name} of {least:.4g} (dense has {scorer.dense:.4g}): the "
         f"last one was promised {found.target:g}x; allow a larger drop"
@@ -165,6 +167,25 @@ def find_largest(is_good: Callable[[float], bool], low: float, high: float) -> f
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def lower_target(target: float, good: float, predicted: float, before: int) -> float:
+    """Return the next target after a profile that lost too much.
+
+    A whole model may gain less than its layers promise: what was predicted for the profile tells how much less.
+
+    Parameters
+    ----------
+    target
+        The target that the profile was measured to keep.
+    good
+        The largest predicted speedup with a good score.
+    predicted
+        The predicted speedup of this profile.
+    before
+        Profiles before it that lost too much.
+    """
+    return max(target * min(BACKOFF ** 2**before, good / predicted), LEAST_TARGET)
 
 
 def _search_nearest(inputs: SearchInputs, request: SearchRequest, timer: ModelTimer, progress: Progress) -> Profile:

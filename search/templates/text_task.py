@@ -19,9 +19,7 @@ WEIGHTS = Path(__file__).with_suffix(".pt")  # REPLACE: the file with your train
 Batch = tuple[dict[str, Tensor], Tensor]  # REPLACE: what your loss() reads
 
 
-class EncoderBlock(
-    nn.Module
-):  # REPLACE: your architecture. Linear layers can be pruned; nn.MultiheadAttention cannot
+class EncoderBlock(nn.Module):  # REPLACE: your architecture; nn.Linear can be pruned, nn.MultiheadAttention cannot
     def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)

@@ -11,8 +11,9 @@ from latbench.cli.sweep_points import format_duration
 OVERDUE_SHARE = 0.2
 """Share of its own seconds that a step is expected to take on, once it has taken longer than estimated."""
 
-LEAST_PACE, MOST_PACE = 0.5, 4.0
-"""Bounds of the ratio of past seconds to estimated ones by which the estimate of later steps is corrected."""
+TRUST = 0.25
+"""The pace of steps counts as much as the estimates do once their estimated seconds are this share of all. The first
+step is short, and in a new environment Python compiles its imports in it: that says little about the others."""
 
 
 class JobProgress:
@@ -60,8 +61,9 @@ class JobProgress:
         """Return the estimated seconds until all steps are done, corrected by the pace of the steps so far."""
         estimates = self._estimate()
         names = list(estimates)
-        spent, expected = (sum(part) for part in zip(*self._past.values(), strict=True)) if self._past else (0.0, 0.0)
-        pace = min(max(spent / expected, LEAST_PACE), MOST_PACE) if expected else 1.0
+        elapsed, own = self._clock() - self._began, estimates[self._step]
+        paces = [*self._past.values(), (elapsed, own)] if elapsed > own else [*self._past.values()]
+        trusted = TRUST * sum(estimates.values())
+        pace = (trusted + sum(spent for spent, _ in paces)) / (trusted + sum(expected for _, expected in paces))
         later = sum(estimates[name] for name in names[names.index(self._step) + 1 :])
-        elapsed = self._clock() - self._began
-        return max(pace * estimates[self._step] - elapsed, OVERDUE_SHARE * elapsed) + pace * later
+        return max(pace * own - elapsed, OVERDUE_SHARE * elapsed) + pace * later

@@ -4,7 +4,7 @@ import pytest
 
 from latbench.errors import UsageError
 from search.knapsack.arrays import Infeasible
-from search.pipeline.largest_speedup import AllowedDrop, find_largest, parse_drop
+from search.pipeline.largest_speedup import AllowedDrop, find_largest, lower_target, parse_drop
 
 
 @pytest.mark.parametrize("edge", [1.06, 1.7, 3.3])
@@ -30,6 +30,19 @@ def test_nothing_is_found_where_even_the_least_target_is_too_much_or_beyond_reac
     assert find_largest(lambda value: True, 1.05, 1.0) is None
     found = find_largest(infeasible, 1.05, 4.0)
     assert found is not None and 1.4 < found <= 1.5
+
+
+def test_a_target_is_lowered_by_what_the_whole_model_gains_less_than_predicted() -> None:
+    assert lower_target(5.0, good=5.0, predicted=6.25, before=0) == pytest.approx(4.0)  # 5 / 6.25 of it
+
+
+def test_a_target_is_lowered_in_growing_steps_and_never_below_the_least() -> None:
+    target, targets = 4.0, []
+    for before in range(4):
+        target = lower_target(target, good=5.0, predicted=4.0, before=before)
+        targets.append(target / 4.0)
+    assert targets == pytest.approx([0.95, 0.95**3, 0.95**7, 0.95**15])
+    assert lower_target(1.1, good=1.0, predicted=9.0, before=0) == 1.05
 
 
 @pytest.mark.parametrize(
