@@ -127,12 +127,24 @@ def convert(
     >>> fast = lb.convert(dense, {"0": lb.LayerPattern(pattern, mask)}, (x,))
     >>> y = fast(x)
     """
-    example = _Example(example_inputs, dict(example_keywords or {}))
+    check_choices(choices)
+    if not isinstance(example_inputs, tuple | list):
+        raise ValueError(f"the example inputs are a tuple, such as (x,), not a {type(example_inputs).__name__}")
+    example = _Example(tuple(example_inputs), dict(example_keywords or {}))
     _refuse_missing(model)
     try:
         return _convert_copy(model, choices, example, backend, tune, traces=True)
     except _NotProven:  # a part that is not traced may look into one that is, where only its forward is left
         return _convert_copy(model, choices, example, backend, tune, traces=False)
+
+
+def check_choices(choices: Mapping[str, LayerPattern]) -> None:
+    """Raise ValueError, which names the layer, if a choice is no LayerPattern, such as a pattern without a mask."""
+    for name, choice in choices.items():
+        if not isinstance(choice, LayerPattern):
+            raise ValueError(
+                f"layer {name!r} needs a LayerPattern(pattern, mask), not {choice!r}: the mask says which weights stay"
+            )
 
 
 class _NotProven(ValueError):

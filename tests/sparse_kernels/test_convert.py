@@ -615,6 +615,14 @@ def test_models_without_their_numbers_or_that_cannot_be_copied_are_refused() -> 
             convert(model, {name: LayerPattern(Dense())}, (torch.randn(2, 8),))
 
 
+def test_a_pattern_without_a_mask_and_inputs_that_are_no_tuple_are_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    with pytest.raises(ValueError, match=r"layer '0' needs a LayerPattern\(pattern, mask\), not 'vector:4'"):
+        convert(model, {"0": "vector:4"}, (x,))  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"a tuple, such as \(x,\), not a Tensor"):
+        convert(model, {"0": LayerPattern(Dense())}, x)  # type: ignore[arg-type]  # its rows would be arguments
+
+
 @torch.no_grad()
 def test_small_outputs_are_compared_by_their_own_size(rng: np.random.Generator) -> None:
     """A norm over tokens must not be folded, however small what is made of it."""

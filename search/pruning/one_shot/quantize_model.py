@@ -21,7 +21,7 @@ from search.pruning.one_shot.magnitude import Magnitude
 from search.pruning.one_shot.one_shot_pruner import PrunedWeight
 from search.pruning.one_shot.round_weights import round_weight
 from search.pruning.quantization.input_ranges import DEFAULT_RANGES, find_input_ranges
-from sparse_kernels.convert import LayerPattern
+from sparse_kernels.convert import LayerPattern, check_choices
 from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.prunable_layers import refuse_layer, set_weight_matrix, weight_matrix
 
@@ -99,10 +99,16 @@ def quantize(
 
 
 def _check_inputs(data: _Calls, modules: Mapping[str, nn.Module], choices: Mapping[str, LayerPattern]) -> None:
-    """Raise UsageError for a name that is no layer to round, and where there are no batches."""
+    """Raise UsageError for what is no choice, no layer to round or no batch, and where there are no batches."""
+    try:
+        check_choices(choices)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     for name in choices:
         reason = "the model has no such layer" if name not in modules else refuse_layer(modules[name])
         if reason is not None:
             raise UsageError(f"layer {name} cannot be rounded: {reason}")
     if not data.batches:
         raise UsageError("there are no batches: the ranges of inputs are found on them")
+    if wrong := [batch for batch in data.batches if not isinstance(batch, tuple | list)]:
+        raise UsageError(f"a batch is a tuple of arguments, such as (x,), not a {type(wrong[0]).__name__}")

@@ -208,6 +208,11 @@ def test_what_was_disturbed_in_every_try_is_no_measure_of_a_change(
     assert latbench("compare", before, table("other", at(2e-3, flags="in_cache")), "--fail-on", "slower").code == 1
 
 
+def test_a_disturbed_table_is_the_same_as_itself(latbench: Any, table: Any, at: Any) -> None:
+    own = table("own", at(1e-3, flags="preempted"))
+    assert "1 SAME" in latbench("compare", own, own).out
+
+
 def test_drift_is_corrected_only_if_asked(latbench: Any, table: Any, at: Any) -> None:
     before = table("before", at(1e-3, reference_seconds=1.0, reference_usual_seconds=1.0))
     after = table("after", at(1.3e-3, reference_seconds=1.3, reference_usual_seconds=1.0))

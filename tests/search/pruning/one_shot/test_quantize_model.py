@@ -87,3 +87,10 @@ def test_what_is_no_number_is_refused_and_nothing_changes(
         lb.quantize(model, {name: lb.LayerPattern(Dense()) for name in ("0", "2")}, calls)
     after = model.state_dict()
     assert all(torch.equal(after[name].nan_to_num(), it.nan_to_num()) for name, it in before.items())
+
+
+def test_a_batch_that_is_no_tuple_and_a_pattern_without_a_mask_are_refused(model: nn.Module) -> None:
+    with pytest.raises(UsageError, match=r"a batch is a tuple of arguments, such as \(x,\), not a Tensor"):
+        lb.quantize(model, {"0": lb.LayerPattern(Dense())}, [torch.randn(2, 24)])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="layer '0' needs a LayerPattern"):
+        lb.quantize(model, {"0": Dense()}, [(torch.randn(2, 24),)])  # type: ignore[dict-item]
