@@ -523,6 +523,17 @@ def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
     assert (frame["status"] == "noisy").sum() >= NOISY_CHANCES
 
 
+def test_a_user_is_told_that_disturbed_points_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all points have an outcome, and the sweep seems to hang."""
+    monkeypatch.setattr(Bench, "_status", lambda *_: "noisy")
+    told: list[str] = []
+    measure(tmp_path, point(), report=lambda now: told.append(now.activity))
+    again = "measuring 1 disturbed points again: "
+    assert not told[0].startswith(again) and told[-1].startswith(f"{again}timing: 1 points")
+
+
 def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
