@@ -59,7 +59,7 @@ from sparse_kernels.cpu.layouts.image_results import Finish, Results
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
-from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line
+from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line, find_address
 from sparse_kernels.formats import pack
 from sparse_kernels.formats.int8 import InputRange, find_scales, pack_int8
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
@@ -295,8 +295,9 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     y = FramedImages(ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
     copy_images(find_cpu_target().lanes, images.ctypes.data, ImagePlaces(*images.shape), x.address, x.places)
-    relu, bias_at = ACTIVATIONS.index("relu"), bias.ctypes.data
-    return lambda plan: plan.run(x.address, x.places, Finish(bias_at, relu), Results(y.address, y.places))
+    relu = ACTIVATIONS.index("relu")
+    # It names the bias, not its address alone: else its memory is freed, and others write there.
+    return lambda plan: plan.run(x.address, x.places, Finish(find_address(bias), relu), Results(y.address, y.places))
 
 
 def call_linear(plan: Plan, x: Array, bias: Array, y: Array) -> None:
