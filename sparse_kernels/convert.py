@@ -3,6 +3,7 @@
 In traced parts on a CPU, `nn.attention` replaces attention without a mask: torch's may take as long as all layers.
 Between sparse linear layers with only element-wise functions between them, tokens stay in tiles (`torch_tiles`).
 Between sparse convolutions images stay in frames (`pad_propagation`). Max pooling has a kernel of ours (`pooling`).
+Large batches of images in eight bits are computed a few at a time (`image_turns`).
 
 To fold something into a layer, nothing else may read the layer's output, which only a graph shows. So the model
 becomes a torch.fx GraphModule, or the largest parts of it that can be traced do. A traced part is kept only if it
@@ -39,6 +40,7 @@ from sparse_kernels.fx_graphs import (
     tidy,
     wrap,
 )
+from sparse_kernels.image_turns import take_turns
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
@@ -143,7 +145,7 @@ def check_choices(choices: Mapping[str, LayerPattern]) -> None:
     for name, choice in choices.items():
         if not isinstance(choice, LayerPattern):
             raise ValueError(
-                f"layer {name!r} needs a LayerPattern(pattern, mask), not {choice!r}: the mask says which weights stay"
+                f"layer {name!r} needs a LayerPattern(pattern, mask), not {choice!r}: a mask says which weights stay"
             )
 
 
@@ -334,7 +336,7 @@ class _Conversion:
                 swapped = _swap(traced, choices, self.backend, self.tune)
                 self.done |= {inside[name]: layer for name, layer in swapped.items()}
                 self._enter_leaves(traced, part, path)
-                return traced
+                return take_turns(traced) if self.backend == "numba" else traced
         for name, child in part._modules.items():
             if child is not None:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
