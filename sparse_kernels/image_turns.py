@@ -203,7 +203,7 @@ def _leaves_first_axis(node: fx.Node) -> bool:
 
 def _is_fixed_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm that takes the mean and the variance that it was trained to."""
-    return type(module) is nn.BatchNorm2d and not module.training and module.running_mean is not None
+    return isinstance(module, nn.BatchNorm2d) and not module.training and module.running_mean is not None
 
 
 def _find_bytes(split: Split, x: Tensor, threads: int) -> int:

@@ -164,8 +164,8 @@ def test_a_graph_without_a_sparse_convolution_or_with_two_inputs_stays(rng: np.r
             self.one = nn.Conv2d(16, 16, 3, padding=1)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            y = self.one(x) + y
-        return y
+            z: Tensor = self.one(x) + y
+            return z
 
     x = torch.randn(2, 16, 8, 8)
     pattern = parse("vector:8")
