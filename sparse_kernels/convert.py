@@ -130,9 +130,7 @@ def convert(
     >>> y = fast(x)
     """
     check_choices(choices)
-    if not isinstance(example_inputs, tuple | list):
-        raise ValueError(f"the example inputs are a tuple, such as (x,), not a {type(example_inputs).__name__}")
-    example = _Example(tuple(example_inputs), dict(example_keywords or {}))
+    example = _read_example(example_inputs, example_keywords)
     _refuse_missing(model)
     try:
         return _convert_copy(model, choices, example, backend, tune, traces=True)
@@ -197,6 +195,13 @@ class _Example:
 
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
+
+
+def _read_example(inputs: Any, keywords: Mapping[str, Any] | None) -> _Example:
+    """Return what the model is called with. Raises ValueError for a tensor alone, whose rows would be arguments."""
+    if not isinstance(inputs, tuple | list):
+        raise ValueError(f"the example inputs are a tuple, such as (x,), not a {type(inputs).__name__}")
+    return _Example(tuple(inputs), dict(keywords or {}))
 
 
 def _refuse_missing(model: nn.Module) -> None:

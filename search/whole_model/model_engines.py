@@ -192,7 +192,7 @@ class SpinningCall:
 
 def build_random_pruned(reference: str, threads: int, backend: str, choices: OptionsByLayer) -> ModelRun:
     """Build the model on `backend` with random masks. Patterns and sparsities decide its time, weights do not."""
-    model, swapped, example = _mask_at_random(reference, choices)
+    model, swapped, example = mask_at_random(reference, choices)
     return _build_on(backend, model, swapped, example, threads)
 
 
@@ -201,7 +201,7 @@ def build_layers_free(reference: str, threads: int, choices: OptionsByLayer) -> 
 
     Each sparse layer computes an output once, and returns it from then on.
     """
-    model, swapped, example = _mask_at_random(reference, choices)
+    model, swapped, example = mask_at_random(reference, choices)
     converted = convert_for_example(model, swapped, example)
     for layer in converted.modules():
         if isinstance(layer, SparseLayer):
@@ -226,7 +226,7 @@ def _compute_once(compute: Callable[..., Any], key: Callable[..., Any]) -> Calla
     return cached
 
 
-def _mask_at_random(
+def mask_at_random(
     reference: str, choices: OptionsByLayer
 ) -> tuple[nn.Module, dict[str, LayerPattern], ExampleInputs]:
     """Return the model with random masks, the pattern and mask of each of its layers, and its inputs."""

@@ -59,6 +59,9 @@ INT8_LINEAR = [
     Goal(("shflbw:32x4 int8", 0.9), 5.5), Goal(("dense int8", 0.0), 0.9),
     Goal(("dense int8", 0.0), 0.9, "OpenVINO int8"),
     Goal(("block:1x4 int8", 0.9), 1.0), Goal(("block:4x4 int8", 0.9), 1.0),
+    Goal(("block:1x4 int8", 0.9), 1.0, "DeepSparse int8 90%"),
+    Goal(("block:32x4 int8", 0.9), 1.5, "DeepSparse int8 90%"),
+    Goal(("dense int8", 0.0), 0.9, "DeepSparse int8"),
 ]  # fmt: skip
 INT8_CONV = [Goal((f"block:{size}x4 int8", 0.75), 2.0) for size in (4, 8, 16, 32)]
 FEW_TOKENS = (1, 8)

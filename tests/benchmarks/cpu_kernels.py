@@ -17,6 +17,7 @@ sparse and dense ones alike, and in each round a sum over arrays as large takes 
 --frames: convolutions read and write images in frames, as they lie between the layers of a converted model.
 
 DeepSparse's sparse layers (the share of zeros that the table names, alone, not in a network) are no baseline either.
+With --int8 it has linear layers in eight bits, too, whose zeros come in fours along a row, as it wants them.
 
 --bf16 adds our linear layers with weights of bfloat16, and all layers with all that is multiplied in bfloat16, still
 against dense float32; and beside linear ones torch's dense layer with weights, activations and results in bfloat16,
@@ -46,7 +47,8 @@ import numba
 import numpy as np
 
 from latbench.backends.cpu import deepsparse_environment
-from latbench.backends.cpu.prepare_point import build_synthetic_layer, count_copies
+from latbench.backends.cpu.prepare_point import SyntheticLayer, build_synthetic_layer, count_copies
+from latbench.base.engine_registry import FLOAT32
 from latbench.errors import LatbenchError
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
@@ -60,7 +62,7 @@ from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
 from sparse_kernels.cpu.runtime.scratch_buffers import copy_to_cache_line, find_address
-from sparse_kernels.formats import pack
+from sparse_kernels.formats import pack, unpack
 from sparse_kernels.formats.int8 import InputRange, find_scales, pack_int8
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
 from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS, Array, Plan
@@ -192,12 +194,46 @@ def int8_layers(backend: str, kernel: str, shape: Shape, threads: int, copies: i
     return list(itertools.islice(itertools.cycle(made.calls), copies))
 
 
+def integer_layer(shape: LinearShape, layer: SyntheticLayer) -> bytes:
+    """The linear layer in eight bits as DeepSparse runs it as such: a product of whole numbers, as an ONNX model.
+
+    Read by steps before and after a product of floats, as other engines want it, it would be multiplied in float32.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight, reading = layer.quantize(False), layer.input_range
+    constants: dict[str, Any] = {
+        "step": np.float32(reading.scale), "zero": np.uint8(reading.zero), "weight_zero": np.int8(0),
+        "weight": np.ascontiguousarray(unpack(weight.packed).astype(np.int8).T),
+        "worth": (weight.scales * np.float32(reading.scale)).astype(np.float32), "bias": layer.bias,
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["read"]),
+        helper.make_node("MatMulInteger", ["read", "weight", "zero", "weight_zero"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["sums"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["sums", "worth"], ["scaled"]),
+        helper.make_node("Add", ["scaled", "bias"], ["y"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, size)
+        for name, size in (("x", [shape.n, shape.k]), ("y", [shape.n, shape.m]))
+    ]
+    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "layer", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    serialised: bytes = model.SerializeToString()
+    return serialised
+
+
 INT8 = {
     "OpenVINO int8": ("openvino", "int8"), "onnxruntime int8": ("onnxruntime", "int8"),
     "onnxruntime dynamic": ("onnxruntime", "int8-dynamic"),
 }  # fmt: skip
 BFLOAT16 = "torch all bf16"
 DEEPSPARSE = {"DeepSparse": 0.0, "DeepSparse 75%": 0.75, "DeepSparse 90%": 0.9}
+DEEPSPARSE_INT8 = {"DeepSparse int8": 0.0, "DeepSparse int8 75%": 0.75, "DeepSparse int8 90%": 0.9}
 ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer, "oneDNN prepacked": prepacked_layer}
 BASELINES = (*ENGINES, "DeepSparse")
 ENGINES[BFLOAT16] = bfloat16_layer
@@ -217,19 +253,23 @@ def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
             pipe.send(found)
 
 
-def deepsparse_worker(pipe: Connection, sparsity: float, threads: int) -> None:
-    """As `dense_worker`, by DeepSparse, of a layer with this share of zeros; one copy whatever is asked."""
+def deepsparse_worker(pipe: Connection, name: str, threads: int) -> None:
+    """As `dense_worker`, by DeepSparse, of a layer with the share of zeros of this name; one copy in any case."""
     from latbench.backends.cpu import deepsparse
     from latbench.backends.cpu.onnxruntime import build_one_node_model
 
     environment = deepsparse_environment.find_environment()
-    pattern = Unstructured() if sparsity else Dense()
+    in_bytes, sparsity = name in DEEPSPARSE_INT8, (DEEPSPARSE | DEEPSPARSE_INT8)[name]
+    pattern = Dense() if not sparsity else parse("block:1x4") if in_bytes else Unstructured()
+    dtype = "int8" if in_bytes else FLOAT32
+    build = integer_layer if in_bytes else build_one_node_model
     while (asked := pipe.recv()) is not None:
         shape, _ = asked
-        layer = build_synthetic_layer(Point("cpu", "deepsparse", "auto", shape, pattern, sparsity, threads))
+        point = Point("cpu", "deepsparse", "auto", shape, pattern, sparsity, threads, dtype_w=dtype, dtype_a=dtype)
+        layer = build_synthetic_layer(point)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "layer.onnx"
-            path.write_bytes(build_one_node_model(shape, layer))
+            path.write_bytes(build(shape, layer))
             with deepsparse.load_model(path, [layer.x], threads=threads, environment=environment) as model:
                 while seconds := pipe.recv():
                     pipe.send(min(model.burst(seconds).samples))
@@ -256,7 +296,7 @@ def engines(threads: int, bf16: bool = False, int8: bool = False) -> Iterator[Pe
     }
     with suppress(LatbenchError):  # not set up: the table does not name it
         deepsparse_environment.find_environment()
-        workers |= {name: (deepsparse_worker, sparsity) for name, sparsity in DEEPSPARSE.items()}
+        workers |= {name: (deepsparse_worker, name) for name in (*DEEPSPARSE, *(DEEPSPARSE_INT8 if int8 else ()))}
     pipes = {}
     for name, (work, argument) in workers.items():
         pipes[name], far = context.Pipe()
@@ -398,9 +438,9 @@ def measure(shape: Shape, running: Peers, specs: Sequence[str], how: argparse.Na
     first = time.perf_counter() - start
     pipes = running.pipes
     if isinstance(shape, Conv2dShape):
-        pipes = {engine: pipe for engine, pipe in pipes.items() if engine != BFLOAT16}
+        pipes = {engine: pipe for engine, pipe in pipes.items() if engine not in (BFLOAT16, *DEEPSPARSE_INT8)}
     if how.cold:  # its copies would need processes of their own
-        pipes = {engine: pipe for engine, pipe in pipes.items() if engine not in DEEPSPARSE}
+        pipes = {engine: pipe for engine, pipe in pipes.items() if engine not in DEEPSPARSE | DEEPSPARSE_INT8}
     for pipe in pipes.values():
         pipe.send((shape, count_copies(4 * shape.m * shape.k) if how.cold else 1))
     peers: dict[str, list[float]] = {engine: [] for engine in pipes}
@@ -435,7 +475,7 @@ def show(found: Measured, how: argparse.Namespace) -> None:
     print(f"\n{shape}\n  first calls {found.first_calls_seconds:.2f} s")
     for engine, times in found.peers.items():
         seconds = float(np.median(times))
-        kept = 1 - DEEPSPARSE.get(engine, 0.0)
+        kept = 1 - (DEEPSPARSE | DEEPSPARSE_INT8).get(engine, 0.0)
         what = "dense " if engine in (*BASELINES, *INT8) else "      "
         print(f"  {what}{engine:16} {seconds * 1e6:8.1f} us         {kept * shape.flop / seconds / 1e9:5.0f} GFLOP/s")
     for key, times in found.ours.items():
