@@ -185,7 +185,7 @@ def lower_target(target: float, good: float, predicted: float, before: int) -> f
     before
         Profiles before it that lost too much.
     """
-    return max(target * min(BACKOFF**2**before, good / predicted), LEAST_TARGET)
+    return max(target * min(BACKOFF ** (1 << before), good / predicted), LEAST_TARGET)
 
 
 def _search_nearest(inputs: SearchInputs, request: SearchRequest, timer: ModelTimer, progress: Progress) -> Profile:
