@@ -39,6 +39,7 @@ from search.task import OPTIONAL, REQUIRED, Task, find_task, list_interface_faul
 from search.user_code import call_user_code
 from search.whole_model.model_engines import convert_for_example
 from sparse_kernels.convert import LayerPattern
+from sparse_kernels.denormal_weights import count_denormals
 from sparse_kernels.patterns import Dense
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 from sparse_kernels.shapes import Shape
@@ -184,6 +185,7 @@ class _Steps:
         if self.model is not None:
             self.found.kind = type(self.model).__name__
             self.found.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            self.found.notes += _note_denormals(self.model)
 
     def try_example(self) -> None:
         """Run the model on the example twice, copy it, and list its layers."""
@@ -343,6 +345,19 @@ def _note_quality(found: TaskFindings, seen: dict[str, Any]) -> list[str]:
             "samples if that is too long."
         )
     return notes
+
+
+def _note_denormals(model: nn.Module) -> list[str]:
+    """Return a note if the model has denormal weights."""
+    counts = count_denormals(model)
+    if not counts:
+        return []
+    others = f" and {len(counts) - 1} more" if len(counts) > 1 else ""
+    return [
+        f"{sum(counts.values()):,} weights are below 1.2e-38, in {next(iter(counts))}{others}. Many processors "
+        "multiply such numbers up to a hundred times more slowly, so dense engines may take long. Let model() set them "
+        "to zero, as converted models do."
+    ]
 
 
 def _note_sizes(example: ExampleInputs, batch: Any) -> list[str]:

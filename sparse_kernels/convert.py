@@ -3,7 +3,7 @@
 In traced parts on a CPU, `nn.attention` replaces attention without a mask: torch's may take as long as all layers.
 Between sparse linear layers with only element-wise functions between them, tokens stay in tiles (`torch_tiles`).
 Between sparse convolutions images stay in frames (`pad_propagation`). Max pooling has a kernel of ours (`pooling`).
-Large batches of images in eight bits are computed a few at a time (`image_turns`).
+Large batches of images are computed a few at a time (`image_turns`). Denormal weights become zeros.
 
 To fold something into a layer, nothing else may read the layer's output, which only a graph shows. So the model
 becomes a torch.fx GraphModule, or the largest parts of it that can be traced do. A traced part is kept only if it
@@ -28,6 +28,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from sparse_kernels.denormal_weights import drop_denormals
 from sparse_kernels.formats.int8 import Quantization, round_to_steps
 from sparse_kernels.fx_graphs import (
     activation,
@@ -163,6 +164,7 @@ def _convert_copy(
     """Do what `convert` does, with traced parts or by replacing layers alone."""
     model = copy_model(model).eval()
     bake_weights(model)
+    drop_denormals(model)
     chosen = _apply_choices(model, choices, backend)
     _leave_fast_paths(model, chosen)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -572,7 +574,9 @@ def _fold_norms(traced: fx.GraphModule) -> None:
             continue
         name, layer = str(node.target), modules[str(node.target)]
         fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
-        traced.set_submodule(name, fuse(layer, modules[str(norm.target)]))
+        fused = fuse(layer, modules[str(norm.target)])
+        drop_denormals(fused)
+        traced.set_submodule(name, fused)
         erase(traced, norm, node)
     tidy(traced)
 

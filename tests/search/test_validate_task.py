@@ -307,3 +307,9 @@ def test_a_small_share_of_prunable_layers_is_noted(tmp_path: Path, without_proce
     assert found.share == pytest.approx(4 / 16)
     assert found.left_out == {"first": "the task excludes it"}
     assert "make the model at most about 1.3 times as fast" in found.notes[0]
+
+
+def test_denormal_weights_are_noted(tmp_path: Path, without_process: None) -> None:
+    dying = "    with torch.no_grad(): net.first.weight[:2] = 1e-40; net.head.bias[0] = 1e-41\n" + MODEL
+    (note,) = validate_task(written(tmp_path, (MODEL, dying))).notes
+    assert note.startswith("25 weights are below 1.2e-38, in first.weight and 1 more. Many processors")
