@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, QuadImages
-from sparse_kernels.fx_graphs import element_wise, hooked
+from sparse_kernels.fx_graphs import changed, element_wise, hooked
 from sparse_kernels.nn.sparse_conv import SparseConv2d
 from sparse_kernels.nn.sparse_layer import INT8, UNROUNDED
 from sparse_kernels.pooling import channels_last
@@ -34,7 +34,7 @@ MobileNetV1, and with 256 in ResNet20 (Granite Rapids, two cores).
 """
 
 LEAST_SAVED = 2
-"""A batch of up to so many turns is computed at once, where turns gain little."""
+"""A batch that takes fewer turns is computed at once, where turns gain little."""
 
 MOST_FLOAT_BYTES = 6 * 2**20
 """Bytes that the largest layer reads and writes of an image, up to which turns pay in float32.
@@ -101,13 +101,20 @@ class ImageTurns(fx.GraphModule):
                 return found[0]
         return super().__call__(*inputs, **keywords)
 
+    def recompile(self) -> Any:
+        """Make the code anew, after the graph was changed."""
+        _SPLITS.pop(self, None)
+        return super().recompile()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, super().__reduce__()[:2]
 
     def _compute_in_turns(self, x: Tensor) -> tuple[Any] | None:
         """Return the result in a tuple; None where the batch is better computed at once, or has to be."""
+        if not framable(x) or UNROUNDED.get() or hooked(self):  # asked first, because torch.compile sees no further
+            return None
         threads = torch.get_num_threads()
-        if not framable(x) or len(x) <= threads or UNROUNDED.get() or hooked(self):
+        if len(x) <= threads:
             return None
         split = self._find_split()
         if split is None:
@@ -116,11 +123,12 @@ class ImageTurns(fx.GraphModule):
         if len(x) * size < LEAST_SAVED * threads * TURN_BYTES:
             return None
         few = threads * max(1, TURN_BYTES // size)
-        turns = [split.images(some) for some in x.split(few)]
+        # Nearly equal turns, because plans are kept by the number of bits of a batch.
+        turns = [split.images(some) for some in x.tensor_split(max(1, len(x) // few))]
         return (split.rest(x, *(torch.cat(values) for values in zip(*turns, strict=True))),)
 
     def _find_split(self) -> Split | None:
-        """Return the two parts of the graph; None if there are none, or if hooks want to see whole batches."""
+        """Return the two parts of the graph; None if there are none, or if hooks or norms want whole batches."""
         split = _SPLITS.get(self)
         modules = dict(self.named_modules(remove_duplicate=False))
         if split is None or any(modules.get(name) is not layer for name, layer in split.layers.items()):
@@ -128,7 +136,10 @@ class ImageTurns(fx.GraphModule):
             if split is None:
                 return None
             _SPLITS[self] = split
-        return None if any(hooked(layer) for layer in split.layers.values()) else split
+        for layer in split.layers.values():
+            if hooked(layer) or (isinstance(layer, nn.BatchNorm2d) and layer.training):
+                return None
+        return split
 
 
 _SPLITS: WeakKeyDictionary[ImageTurns, Split] = WeakKeyDictionary()
@@ -137,7 +148,12 @@ _SPLITS: WeakKeyDictionary[ImageTurns, Split] = WeakKeyDictionary()
 
 def _restore(build: Callable[..., fx.GraphModule], given: tuple[Any, ...]) -> ImageTurns:
     graph = build(*given)
-    return ImageTurns(graph, graph.graph, type(graph).__name__)
+    restored = ImageTurns(graph, graph.graph, type(graph).__name__)
+    for kept in (graph._modules, graph._parameters, graph._buffers, vars(graph)):  # also what the graph does not call
+        for name, value in list(kept.items()):
+            if not hasattr(restored, name):
+                setattr(restored, name, value)
+    return restored
 
 
 def take_turns(traced: fx.GraphModule) -> fx.GraphModule:
@@ -160,6 +176,9 @@ def split_graph(traced: fx.GraphModule) -> Split | None:
     for node in traced.graph.nodes:
         if node.all_input_nodes and inside.keys() >= set(node.all_input_nodes) and _keeps_images(node, modules):
             inside[node] = None
+    touched = changed(traced, modules)
+    if any(node in inputs or not inside.keys() >= {node, *node.users} for node in touched):
+        return None  # one part would see a value before the other has changed it
     layers = {str(node.target): modules[str(node.target)] for node in traced.graph.nodes if node.op == "call_module"}
     if not any(isinstance(modules.get(str(node.target)), SparseConv2d) for node in inside):
         return None
@@ -203,10 +222,11 @@ def _leaves_first_axis(node: fx.Node) -> bool:
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if node.target is torch.cat:
         return bool(given == 1)
-    if not isinstance(given, tuple | list):
+    if not isinstance(given, tuple | list) or not given:
         return False
     if node.target is operator.getitem:
-        return bool(given[0] == slice(None)) and len(given) <= _AXES
+        plain = all(isinstance(each, slice) for each in given)
+        return plain and bool(given[0] == slice(None)) and len(given) <= _AXES
     if node.target is F.pad:
         return len(given) <= 2 * (_AXES - 1)
     return all(isinstance(axis, int) and axis % _AXES > 0 for axis in given)

@@ -238,7 +238,7 @@ class Sweep:
         self.growing_table = GrowingTable(folder, _CHOSEN_BY)
         self.newest_starts: dict[str, datetime] = {}  # start of each point's newest row, by point_id
         self.total = 0
-        self.repeated = ""  # what is said before each activity while points are measured again
+        self.repeated = ""  # what is said after each activity while points are measured again
         self._named: set[str] = set()  # all points named so far, by point_id
         self.block = 0
         self.spikes: dict[str, float] = {}  # medians of points with the status spike, by point_id
@@ -300,7 +300,7 @@ class Sweep:
         """Measure `points` block by block; `chance` counts their earlier tries in this run."""
         named = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         self.total = max(self.options.expected, named)
-        self.repeated = f"measuring {len(points)} disturbed points again: " if chance else ""
+        self.repeated = f" ({len(points)} disturbed points again)" if chance else ""
         self.site.measure(points, self, chance)
 
     def time_left(self) -> TimeLeft:
@@ -327,7 +327,7 @@ class Sweep:
 
     def tell(self, activity: str, finished: int = 0) -> None:
         """Report the present activity; `finished` points have an outcome that is not kept yet."""
-        self._report(Progress(min(self.done + finished, self.total), self.total, self.repeated + activity))
+        self._report(Progress(min(self.done + finished, self.total), self.total, activity + self.repeated))
 
     def write_block(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
         """Write the rows of a block as a part of the table; `environment` is None if nothing was measured."""

@@ -166,9 +166,9 @@ def _no_verdict(old: dict[str, Any], new: dict[str, Any], ways: Sequence[str]) -
     """Return why two rows of a point cannot be judged; None if they can. Recorded `ways` must agree."""
     if any(row["samples_seconds"] is None or len(row["samples_seconds"]) == 0 for row in (old, new)):
         return "a time without samples"
-    if np.array_equal(old["samples_seconds"], new["samples_seconds"]):
-        return None  # one measurement, in two copies: whatever disturbed it, nothing changed
-    if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
+    disturbed = {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED
+    # One measurement in two copies has not changed, whatever disturbed it.
+    if disturbed and not np.array_equal(old["samples_seconds"], new["samples_seconds"]):
         return f"disturbed in every try: {', '.join(sorted(disturbed))}"
     for name in ways:
         then, now = old[name], new[name]

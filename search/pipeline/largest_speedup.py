@@ -132,6 +132,8 @@ def search_fastest(
         progress(f"scoring the profile of {found.target:.2f}x", None, None)
         if scorer.score_options(found.options) >= least:
             return found
+        if target <= LEAST_TARGET:
+            break
         target = lower_target(found.target, good, problem.selection(found.options).speedup.value, search)
     raise PromiseMissed(
         f"no measured profile keeps a {inputs.task.score_name} of {least:.4g} (dense has {scorer.dense:.4g}): the "

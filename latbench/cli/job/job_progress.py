@@ -11,6 +11,9 @@ from latbench.cli.sweep_points import format_duration
 OVERDUE_SHARE = 0.2
 """Share of its own seconds that a step is expected to take on, once it has taken longer than estimated."""
 
+LEAST_PACE = 0.5
+"""Least ratio of seconds to estimated ones: steps whose results were there take no time, and later ones will."""
+
 TRUST = 0.25
 """The pace of steps counts as much as the estimates do once their estimated seconds are this share of all. The first
 step is short, and in a new environment Python compiles its imports in it: that says little about the others."""
@@ -65,5 +68,6 @@ class JobProgress:
         paces = [*self._past.values(), (elapsed, own)] if elapsed > own else [*self._past.values()]
         trusted = TRUST * sum(estimates.values())
         pace = (trusted + sum(spent for spent, _ in paces)) / (trusted + sum(expected for _, expected in paces))
+        pace = max(pace, LEAST_PACE)
         later = sum(estimates[name] for name in names[names.index(self._step) + 1 :])
         return max(pace * own - elapsed, OVERDUE_SHARE * elapsed) + pace * later

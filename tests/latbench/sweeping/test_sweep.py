@@ -530,8 +530,8 @@ def test_a_user_is_told_that_disturbed_points_are_measured_again(
     monkeypatch.setattr(Bench, "_status", lambda *_: "noisy")
     told: list[str] = []
     measure(tmp_path, point(), report=lambda now: told.append(now.activity))
-    again = "measuring 1 disturbed points again: "
-    assert not told[0].startswith(again) and told[-1].startswith(f"{again}timing: 1 points")
+    again = " (1 disturbed points again)"
+    assert not told[0].endswith(again) and told[-1].startswith("timing: 1 points") and told[-1].endswith(again)
 
 
 def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(

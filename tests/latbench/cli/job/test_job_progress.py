@@ -30,7 +30,7 @@ def test_a_step_that_names_itself_is_named_once() -> None:
     assert display.lines[-1] == "one: half of it (about 60 s left)"
 
 
-@pytest.mark.parametrize(("spent", "pace"), [(10.0, 1.0), (20.0, 1.4), (35.0, 2.0)])
+@pytest.mark.parametrize(("spent", "pace"), [(10.0, 1.0), (20.0, 1.4), (35.0, 2.0), (0.1, 0.604)])
 def test_later_steps_are_expected_at_the_pace_of_the_earlier_ones(spent: float, pace: float) -> None:
     """The estimates of a quarter of all 60 s count as if they had been right: (15 + spent) / (15 + 10)."""
     display = Display()
@@ -38,6 +38,14 @@ def test_later_steps_are_expected_at_the_pace_of_the_earlier_ones(spent: float, 
     display.now = spent
     display.progress.start("two")
     assert display.progress.estimate_seconds_left() == pytest.approx(50.0 * pace)
+
+
+def test_steps_that_were_done_before_do_not_make_later_ones_free() -> None:
+    estimates, now = {"timing": 90.0, "searching": 10.0}, 0.0
+    progress = JobProgress(lambda what, done, total: None, lambda: estimates, clock=lambda: now)
+    progress.start("timing")
+    progress.start("searching")
+    assert progress.estimate_seconds_left() == 5.0
 
 
 def test_one_slow_short_step_says_little() -> None:
