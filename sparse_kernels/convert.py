@@ -41,14 +41,14 @@ from sparse_kernels.fx_graphs import (
     tidy,
     wrap,
 )
-from sparse_kernels.image_turns import take_turns
+from sparse_kernels.graph_passes.image_turns import take_turns
+from sparse_kernels.graph_passes.pad_propagation import keep_frames
+from sparse_kernels.graph_passes.pooling import swap_poolings
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
 from sparse_kernels.nn.sparse_linear import SparseLinear
-from sparse_kernels.pad_propagation import keep_frames
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.pooling import swap_poolings
 from sparse_kernels.prunable_layers import (
     FLOATS,
     bake_weights,

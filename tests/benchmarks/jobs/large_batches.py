@@ -21,7 +21,7 @@ from search.problem.layers import Option
 from search.task import load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.model_engines import convert_for_example, mask_at_random
-from sparse_kernels.image_turns import ImageTurns
+from sparse_kernels.graph_passes.image_turns import ImageTurns
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from torch import Tensor, fx, nn
 
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, QuadImages
 from sparse_kernels.fx_graphs import changed, element_wise, hooked
+from sparse_kernels.graph_passes.pooling import channels_last
 from sparse_kernels.nn.sparse_conv import SparseConv2d
 from sparse_kernels.nn.sparse_layer import INT8, UNROUNDED
-from sparse_kernels.pooling import channels_last
 from sparse_kernels.tensors.padded_conv import OnFrames, framable, frame, max_pool, unframe
 
 TURN_BYTES = 6 * 2**20

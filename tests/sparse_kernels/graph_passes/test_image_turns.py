@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels import image_turns
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.image_turns import ImageTurns, split_graph
+from sparse_kernels.graph_passes import image_turns
+from sparse_kernels.graph_passes.image_turns import ImageTurns, split_graph
 from sparse_kernels.patterns import parse
 
 
