@@ -355,8 +355,8 @@ def _note_denormals(model: nn.Module) -> list[str]:
     others = f" and {len(counts) - 1} more" if len(counts) > 1 else ""
     return [
         f"{sum(counts.values()):,} weights are below 1.2e-38, in {next(iter(counts))}{others}. Many processors "
-        "multiply such numbers up to a hundred times more slowly, so dense engines may take long. Let model() set "
-        "them to zero, as converted models do."
+        "multiply such numbers far more slowly, so dense engines may take long. Let model() set them to zero, as "
+        "converted models do."
     ]
 
 

@@ -1,7 +1,7 @@
 """Weights below 2**-126, which training with weight decay leaves in dead channels.
 
-IEEE 754 calls such numbers denormal. x86 processors by Intel multiply them in microcode, one after the other: a layer
-takes up to a hundred times as long, in torch as in our own kernels. No result tells them from zeros.
+IEEE 754 calls such numbers denormal. Intel's processors multiply them in microcode, one after the other. So a layer
+takes many times as long, in torch as in our own kernels. They are too small to change a result.
 """
 
 from __future__ import annotations

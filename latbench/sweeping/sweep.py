@@ -300,7 +300,7 @@ class Sweep:
         """Measure `points` block by block; `chance` counts their earlier tries in this run."""
         named = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         self.total = max(self.options.expected, named)
-        self.repeated = f" ({len(points)} disturbed points again)" if chance else ""
+        self.repeated = " (again, because others disturbed it)" if chance else ""
         self.site.measure(points, self, chance)
 
     def time_left(self) -> TimeLeft:

@@ -127,14 +127,14 @@ def search_fastest(
             f"{scorer.dense:.4g}): allow a larger drop, or prune with training (`latbench prune --recipe`)"
         )
     good = target
-    for search in range(MOST_SEARCHES):
+    for failures in range(MOST_SEARCHES):
         found = _search_nearest(inputs, with_target(request, target), timer, progress)
         progress(f"scoring the profile of {found.target:.2f}x", None, None)
         if scorer.score_options(found.options) >= least:
             return found
         if target <= LEAST_TARGET:
             break
-        target = lower_target(found.target, good, problem.selection(found.options).speedup.value, search)
+        target = lower_target(found.target, good, problem.selection(found.options).speedup.value, failures)
     raise PromiseMissed(
         f"no measured profile keeps a {inputs.task.score_name} of {least:.4g} (dense has {scorer.dense:.4g}): the "
         f"last one was promised {found.target:g}x; allow a larger drop"
@@ -171,7 +171,7 @@ def find_largest(is_good: Callable[[float], bool], low: float, high: float) -> f
     return low
 
 
-def lower_target(target: float, good: float, predicted: float, before: int) -> float:
+def lower_target(target: float, good: float, predicted: float, failures: int) -> float:
     """Return the next target after a profile that lost too much.
 
     A whole model may gain less than its layers promise: what was predicted for the profile tells how much less.
@@ -184,10 +184,10 @@ def lower_target(target: float, good: float, predicted: float, before: int) -> f
         The largest predicted speedup with a good score.
     predicted
         The predicted speedup of this profile.
-    before
+    failures
         Profiles before it that lost too much.
     """
-    return max(target * min(BACKOFF ** (1 << before), good / predicted), LEAST_TARGET)
+    return max(target * min(BACKOFF ** (1 << failures), good / predicted), LEAST_TARGET)
 
 
 def _search_nearest(inputs: SearchInputs, request: SearchRequest, timer: ModelTimer, progress: Progress) -> Profile:

@@ -27,26 +27,26 @@ from sparse_kernels.nn.sparse_layer import INT8, UNROUNDED
 from sparse_kernels.tensors.padded_conv import OnFrames, framable, frame, max_pool, unframe
 
 TURN_BYTES = 6 * 2**20
-"""Bytes that a turn reads and writes for each thread, in the layer where they are most; but an image each at least.
+"""Bytes for each thread that the largest layer may read and write in a turn. A turn has an image a thread at least.
 
-More leave the caches, and with less the calls of the layers take too long. Measured with 16 images in ResNet50 and
-MobileNetV1, and with 256 in ResNet20 (Granite Rapids, two cores).
+With more bytes the images leave the caches. With fewer the calls of the layers take too long. Measured with 16 images
+in ResNet50 and MobileNetV1, and with 256 in ResNet20 (Granite Rapids, two cores).
 """
 
-LEAST_SAVED = 2
-"""A batch that takes fewer turns is computed at once, where turns gain little."""
+LEAST_TURNS = 2
+"""A batch that needs fewer turns is computed at once."""
 
 MOST_FLOAT_BYTES = 6 * 2**20
-"""Bytes that the largest layer reads and writes of an image, up to which turns pay in float32.
+"""Turns pay in float32 if the largest layer reads and writes at most so many bytes of an image.
 
-Images as large leave the caches by themselves, and to multiply them takes longer than to read them: ResNet50 in
-float32 took 1.04 times as long in turns. In eight bits it gains a quarter.
+One larger image leaves the caches already, and to multiply it takes longer than to read it. In eight bits larger ones
+gain, too.
 """
 
 SMALLER = 4
-"""Times that what the turns leave has to be smaller than what its largest layer reads and writes.
+"""What the turns leave has to be so many times smaller than what the largest layer reads and writes.
 
-Larger results would leave the caches as without turns, and be copied.
+Larger results leave the caches in any case, and they are copied.
 """
 
 KEPT_SIZES = 8
@@ -120,7 +120,7 @@ class ImageTurns(fx.GraphModule):
         if split is None:
             return None
         size = _find_bytes(split, x, threads)
-        if len(x) * size < LEAST_SAVED * threads * TURN_BYTES:
+        if len(x) * size < LEAST_TURNS * threads * TURN_BYTES:
             return None
         few = threads * max(1, TURN_BYTES // size)
         # Nearly equal turns, because plans are kept by the number of bits of a batch.
@@ -198,9 +198,9 @@ def split_graph(traced: fx.GraphModule) -> Split | None:
     return Split(fx.GraphModule(traced, images), fx.GraphModule(traced, rest), layers, in_bytes)
 
 
-def _keeps_images(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+def _keeps_images(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether a node computes each image of its inputs by itself, and has no memory."""
-    if element_wise(node, dict(modules)):
+    if element_wise(node, modules):
         return True
     if node.op == "call_module":
         module = modules[str(node.target)]

@@ -530,7 +530,7 @@ def test_a_user_is_told_that_disturbed_points_are_measured_again(
     monkeypatch.setattr(Bench, "_status", lambda *_: "noisy")
     told: list[str] = []
     measure(tmp_path, point(), report=lambda now: told.append(now.activity))
-    again = " (1 disturbed points again)"
+    again = " (again, because others disturbed it)"
     assert not told[0].endswith(again) and told[-1].startswith("timing: 1 points") and told[-1].endswith(again)
 
 

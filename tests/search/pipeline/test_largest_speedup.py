@@ -33,16 +33,16 @@ def test_nothing_is_found_where_even_the_least_target_is_too_much_or_beyond_reac
 
 
 def test_a_target_is_lowered_by_what_the_whole_model_gains_less_than_predicted() -> None:
-    assert lower_target(5.0, good=5.0, predicted=6.25, before=0) == pytest.approx(4.0)  # 5 / 6.25 of it
+    assert lower_target(5.0, good=5.0, predicted=6.25, failures=0) == pytest.approx(4.0)  # 5 / 6.25 of it
 
 
 def test_a_target_is_lowered_in_growing_steps_and_never_below_the_least() -> None:
     target, targets = 4.0, []
-    for before in range(4):
-        target = lower_target(target, good=5.0, predicted=4.0, before=before)
+    for failures in range(4):
+        target = lower_target(target, good=5.0, predicted=4.0, failures=failures)
         targets.append(target / 4.0)
     assert targets == pytest.approx([0.95, 0.95**3, 0.95**7, 0.95**15])
-    assert lower_target(1.1, good=1.0, predicted=9.0, before=0) == 1.05
+    assert lower_target(1.1, good=1.0, predicted=9.0, failures=0) == 1.05
 
 
 @pytest.mark.parametrize(
