@@ -14,11 +14,11 @@ WITHOUT_THEM = "; other programs took the cores when this began: try again when 
 
 
 @contextmanager
-def note_load() -> Iterator[None]:
-    """Warn if other programs take the cores, and let a refusal inside the context say it again."""
+def note_load(threads: int | None = None) -> Iterator[None]:
+    """Warn if other programs take cores that so many threads need; a refusal inside the context says it again."""
     from latbench.machines.noise_sources import describe_load_now
 
-    if (load := describe_load_now()) is not None:
+    if (load := describe_load_now(threads)) is not None:
         _LOG.warning(load)
     try:
         yield

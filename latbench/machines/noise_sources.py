@@ -20,7 +20,7 @@ _CPUS = Path("sys/devices/system/cpu")
 
 # One runnable thread may be this command itself.
 _OWN_LOAD = 1.0
-_MUCH_TAKEN = 0.4
+_MUCH_TAKEN, _WHOLLY_TAKEN = 0.4, 0.8
 _MUCH_STEAL = 0.01
 _FEW_CORES = 2
 
@@ -141,12 +141,25 @@ def describe_load(host: Host) -> str | None:
     )
 
 
-def describe_load_now() -> str | None:
-    """Return advice where other programs take the cores just now, or have for a minute; None where they do not."""
+def describe_load_now(threads: int | None = None) -> str | None:
+    """Return advice where other programs take the cores just now, or have for a minute; None where they do not.
+
+    `threads` are those of each engine, None for one a core. Cores beyond these may be taken.
+    """
     host, taken = read_host(), measure_taken_cores()
+    spare = 0 if threads is None else host.cores - threads
     if taken < _MUCH_TAKEN:
         return describe_load(host)
+    if taken < spare + _MUCH_TAKEN:
+        return None
     return f"other programs take {taken:.1f} of {host.cores} cores now: end them, or wait until they are done"
+
+
+def count_free_cores(seconds: float = 0.3) -> int:
+    """Return how many threads run undisturbed beside what others take in so many seconds; at least 1."""
+    here = read_processors()
+    wholly_taken = int(measure_taken_cores(seconds) + 1 - _WHOLLY_TAKEN)
+    return max(1, min(here.default_threads, here.cores - wholly_taken))
 
 
 def measure_taken_cores(seconds: float = 0.3) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from latbench.base.files import hash_file, is_left_behind, list_hidden_siblings
+from latbench.machines.noise_sources import count_free_cores
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
 from search.check_task import check_task
@@ -98,7 +103,8 @@ def _prune(
     progress("reading the model and its data", None, None)
     check_task(task, _list_steps(task, settings["global"], recipe))
     progress("pruning", None, None)
-    result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=progress)
+    with _leave_busy_cores():
+        result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=progress)
     facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts, result.quantizations)
     # Checkpoints of earlier recipes go, too.
@@ -106,6 +112,20 @@ def _prune(
         if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True
+
+
+@contextmanager
+def _leave_busy_cores() -> Iterator[None]:
+    """Let torch have no threads for cores that other programs keep busy.
+
+    Each operation waits for its slowest thread, and one on a busy core takes several times as long as the others.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, count_free_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _list_steps(task: Task, joint: bool, recipe: Recipe | None) -> list[str]:

@@ -9,9 +9,9 @@ import typer
 
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, Precisions, TaskArgument, Threads
+from latbench.cli.options.common_options import Json, Precisions, TaskArgument
 from latbench.cli.options.option_texts import parse_precisions
-from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget
+from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget, RunThreads
 from latbench.cli.options.search_options import Confidence
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(
     confidence: Confidence = 0.9,
     recipe: RunRecipe = None,
     precisions: Precisions = None,
-    threads: Threads = None,
+    threads: RunThreads = None,
     seed: RunSeed = 0,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +42,8 @@ def run(
     from search.task import check_task_file
 
     # First, so that what cannot work is refused before anything is said.
-    threads, allowed = select_threads(threads), parse_precisions(precisions)
+    select_threads(threads)
+    allowed = parse_precisions(precisions)
     check_task_file(task)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
     folder = output or Path("latbench-jobs") / name
@@ -52,9 +53,11 @@ def run(
         err=True,
     )
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
+    from latbench.cli.job.job_threads import choose_threads
 
+    threads = choose_threads(threads, folder)
     settings = JobSettings(target, confidence, quick, recipe, threads, seed, allowed)
-    with note_load():
+    with note_load(threads):
         result = _carry_out(Job(task, folder, settings))
         if as_json:
             print_json(result.to_record())

@@ -38,7 +38,7 @@ def verify(
     verification.hash_manifest(pruned)  # first, so that a folder without a pruned model is refused before any work
     followed = read_profile(pruned / "profile.json")
     backend = backend or followed.backend
-    with note_load():
+    with note_load(followed.threads):
         with live() as tell:
             tell("reading the task", None, None)
             loaded = load_task(task)

@@ -35,7 +35,7 @@ from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
 from latbench.errors import BadData, PromiseMissed
 from latbench.machines.devices import name_cpu
-from latbench.machines.processors import select_threads
+from latbench.machines.processors import count_cores, select_threads
 from latbench.report import report_data, report_inputs
 from latbench.report.pages import html_page
 from latbench.report.summary import build_summary_table, summarise
@@ -269,8 +269,9 @@ class Job:
         with torch.no_grad():
             self.task.loss(model, batches[0])
         seconds = (time.monotonic() - began) * len(batches) * evaluations
-        processes = min(self._threads, MOST_PROCESSES)
-        return Workers(1 if seconds < SHORT_EVALUATION_SECONDS else processes, pruners=processes)
+        evaluators = 1 if seconds < SHORT_EVALUATION_SECONDS else min(self._threads, MOST_PROCESSES)
+        # Nothing is timed while layers are pruned, so that all cores may take part.
+        return Workers(evaluators, pruners=min(count_cores(), MOST_PROCESSES))
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile unless the folder holds the result."""

@@ -30,6 +30,16 @@ Quick = Annotated[
         "takes several times as long.",
     ),
 ]
+RunThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        metavar="COUNT",
+        help="Threads of each engine. Default: as many as the job began with, or else one per core that no other "
+        "program keeps busy.",
+    ),
+]
 RunSeed = Annotated[
     int, typer.Option("--seed", min=0, metavar="NUMBER", help="Random seed of synthetic weights and of the search.")
 ]

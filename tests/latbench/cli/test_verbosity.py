@@ -109,7 +109,7 @@ LOAD = "other programs take 1.0 of 2 cores now"
 def test_a_refusal_keeps_its_kind_and_says_the_load_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load: str | None
 ) -> None:
-    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: load)
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda threads: load)
     with pytest.raises(PromiseMissed) as refused, note_load():
         raise Infeasible(0.5, 0.6, "the best is 1.84x.")
     assert type(refused.value) is Infeasible
@@ -118,6 +118,6 @@ def test_a_refusal_keeps_its_kind_and_says_the_load_again(
 
 
 def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: LOAD)
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda threads: LOAD)
     with pytest.raises(UsageError, match=r"^no such layer$"), note_load():
         raise UsageError("no such layer")

@@ -1,12 +1,15 @@
 """Other programs at work just now, from made-up times of processors."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
 from latbench.machines import noise_sources
-from latbench.machines.noise_sources import describe_load_now, measure_taken_cores
+from latbench.machines.noise_sources import count_free_cores, describe_load_now, measure_taken_cores
+from latbench.machines.processors import CpuQuota, Processors
 
 
 class Times(NamedTuple):
@@ -48,3 +51,30 @@ def test_what_others_take_is_said_with_advice(
     monkeypatch.setattr(noise_sources, "describe_load", lambda host: None)
     found: Any = describe_load_now()
     assert found is None if said is None else found.startswith(said) and "end them" in found
+
+
+@pytest.mark.parametrize(
+    ("taken", "threads", "said"),
+    [(1.0, 1, False), (1.0, 2, True), (1.0, None, True), (0.5, 2, True), (0.2, 2, False), (2.0, 1, True)],
+)
+def test_cores_that_no_thread_needs_may_be_taken(
+    monkeypatch: pytest.MonkeyPatch, taken: float, threads: int | None, said: bool
+) -> None:
+    monkeypatch.setattr(noise_sources, "measure_taken_cores", lambda: taken)
+    monkeypatch.setattr(noise_sources, "describe_load", lambda host: None)
+    monkeypatch.setattr(noise_sources, "read_host", lambda: SimpleNamespace(cores=2))
+    assert (describe_load_now(threads) is not None) is said
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "taken", "free"),
+    [(2, None, 0.0, 2), (2, None, 0.5, 2), (2, None, 0.9, 1), (2, None, 2.0, 1), (8, None, 2.9, 5), (1, None, 1.0, 1),
+     (64, 4.0, 30.0, 4), (64, 4.0, 62.0, 2)],
+)  # fmt: skip
+def test_cores_that_others_keep_busy_are_not_free(
+    monkeypatch: pytest.MonkeyPatch, cores: int, quota: float | None, taken: float, free: int
+) -> None:
+    here = Processors(cores, cores, None if quota is None else CpuQuota(quota, Path("cpu.max")))
+    monkeypatch.setattr(noise_sources, "read_processors", lambda: here)
+    monkeypatch.setattr(noise_sources, "measure_taken_cores", lambda seconds: taken)
+    assert count_free_cores() == free

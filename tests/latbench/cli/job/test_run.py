@@ -9,12 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 from rich.table import Table
 
 from latbench.cli.commands.run import MOST_TRIES, run
+from latbench.cli.job import job_threads
 from latbench.cli.job.job_steps import Job, JobSettings
+from latbench.cli.job.job_threads import choose_threads
 from latbench.errors import BadData, PromiseMissed, UsageError
+from latbench.machines.processors import count_cores
+from latbench.tables.writer import write_part
 from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
 
 
@@ -61,7 +66,8 @@ class Steps:
 
 def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, load: str | None = None, **options: Any) -> Steps:
     steps = Steps(list(outcomes))
-    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda: load)
+    monkeypatch.setattr("latbench.machines.noise_sources.describe_load_now", lambda threads: load)
+    monkeypatch.setattr("latbench.cli.job.job_threads.count_free_cores", lambda seconds: count_cores())
     monkeypatch.setattr("latbench.cli.job.job_steps.Job", steps)
     try:
         run("digits", **options)
@@ -182,3 +188,32 @@ def test_a_search_that_refuses_on_a_busy_machine_says_that_it_was_busy(monkeypat
     monkeypatch.setattr(Steps, "search_profile", refuse)
     missed = carry_out(monkeypatch, KEPT, load="busy").done[-1]
     assert missed.startswith("target 2x is infeasible: the best is 1.84x; other programs took the cores")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "threads", "said"),
+    [(None, 4, 4, ""), (None, 3, 3, "keep 1 of 4 cores busy: each engine has 3 threads"), (2, 1, 2, "")],
+)
+def test_a_job_leaves_alone_the_cores_that_other_programs_keep_busy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: int | None, free: int,
+    threads: int, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(job_threads, "count_cores", lambda: 4)
+    monkeypatch.setattr(job_threads, "select_threads", lambda wanted: wanted)
+    monkeypatch.setattr(job_threads, "count_free_cores", lambda seconds: free)
+    assert choose_threads(wanted, tmp_path) == threads
+    assert said in caplog.text if said else not caplog.text
+
+
+def test_a_job_goes_on_with_the_threads_that_it_began_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, row: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(job_threads, "count_cores", lambda: 4)
+    monkeypatch.setattr(job_threads, "count_free_cores", lambda seconds: 1)
+    for started, threads in enumerate([3, 2]):  # the newest row counts
+        changed = {"threads": threads, "started_at": pd.Timestamp(started, unit="s", tz="UTC")}
+        write_part(tmp_path / "table", [row | changed])
+    assert choose_threads(None, tmp_path) == 2
+    assert "goes on with 2 threads, as it began; --threads 4 uses all" in caplog.text
+    monkeypatch.setattr(job_threads, "count_cores", lambda: 1)  # another machine, or another affinity
+    assert choose_threads(None, tmp_path) == 1
