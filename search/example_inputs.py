@@ -98,6 +98,14 @@ class _PlacedTensors(nn.Module):
         return self._example.map_tensors(lambda _: next(left)).call(self.model)
 
 
+def list_tensors(output: Any) -> list[Tensor]:
+    """List the tensors in what a model returns, in order: in tuples, lists and mappings."""
+    if torch.is_tensor(output):
+        return [output]
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    return [tensor for part in parts for tensor in list_tensors(part)]
+
+
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the place and the tensor of each tensor in a value."""
     if torch.is_tensor(value):

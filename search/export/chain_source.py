@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from search.export.exported_model import LIBRARY, PACKED
+from search.export.export_manifest import LIBRARY, PACKED
 from search.export.model_chain import ADD, LAYER, ModelChain
 
 # Floats to which memory of a value is rounded up, so that each begins at a cache line.

@@ -1,24 +1,16 @@
-"""An exported model in Python: a callable of NumPy arrays, without torch, Numba or anything else of latbench's."""
+"""A model exported to C, in Python: a callable of NumPy arrays, without torch, Numba or the rest of latbench."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from latbench.base.files import hash_file
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from search.export.export_manifest import LIBRARY, PACKED, check_files, read_manifest
 from sparse_kernels.cpu.export.exported_library import UNUSABLE, ExportedLibrary, LibraryError
-
-MANIFEST, LIBRARY, PACKED = "manifest.json", "libmodel.so", "model.latbench"
-
-
-def is_exported(folder: Path) -> bool:
-    """Return whether the folder holds an exported model."""
-    return (folder / MANIFEST).is_file() and (folder / PACKED).is_file()
 
 
 class ExportedModel:
@@ -46,7 +38,8 @@ class ExportedModel:
         if threads < 1:
             raise UsageError(f"a call has at least one thread, not {threads}")
         self.folder, self.threads = folder.resolve(), threads
-        manifest = _read_manifest(self.folder)
+        manifest = read_manifest(self.folder)
+        check_files(self.folder, manifest, [LIBRARY, PACKED])
         self.input_shape: tuple[int, ...] = tuple(manifest["input"])
         """Of one input of a batch."""
         self.output_shape: tuple[int, ...] = tuple(manifest["output"])
@@ -84,20 +77,3 @@ class ExportedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.threads)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an exported model whose files are those that it lists."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        listed = {name: manifest["files"][name] for name in (LIBRARY, PACKED)}
-        manifest["input"], manifest["output"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadData(f"{folder / MANIFEST} is no manifest of an exported model: export the model again") from error
-    except OSError as error:
-        raise BadData(f"{folder} is no exported model: {error}") from error
-    for name, digest in listed.items():
-        path = folder / name
-        if not path.is_file() or hash_file(path) != digest:
-            raise BadData(f"{path} is missing or was changed after the export: export the model again")
-    return manifest

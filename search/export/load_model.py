@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from latbench.errors import BadData, UsageError
-from search.export.exported_model import ExportedModel, is_exported
+from search.export.export_manifest import OPENVINO, is_exported, read_manifest
+from search.export.exported_model import ExportedModel
+from search.export.openvino_model import OpenVINOModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 @overload
-def load_model(folder: str | Path, *, threads: int | None = None) -> ExportedModel: ...
+def load_model(folder: str | Path, *, threads: int | None = None) -> ExportedModel | OpenVINOModel: ...
 
 
 @overload
@@ -30,9 +32,10 @@ def load_model(
 def load_model(folder: str | Path, model: Any = None, example: Any = None, *, threads: int | None = None) -> Any:
     """Load a pruned or exported model, ready to be called.
 
-    An exported model takes and gives NumPy arrays, and needs nothing but NumPy. A pruned one is the fast torch module
-    that `latbench verify` timed. It is for inference on this machine's CPU, with float32 inputs. Call it as any
-    module, in any thread, also without `torch.no_grad()`; its process may fork. The given model stays as it is.
+    An exported model takes and gives NumPy arrays. It needs nothing but NumPy, and OpenVINO if it was exported to
+    that. A pruned one is the fast torch module that `latbench verify` timed. It is for inference on this machine's
+    CPU, with float32 inputs. Call it as any module, in any thread, also without `torch.no_grad()`; its process may
+    fork. The given model stays as it is.
 
     Parameters
     ----------
@@ -49,7 +52,7 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
 
     Returns
     -------
-    Module or ExportedModel
+    Module, ExportedModel or OpenVINOModel
         The converted model in eval mode, without gradients; or a callable of arrays (batch, ...).
 
     Raises
@@ -72,7 +75,8 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
     if is_exported(folder):
         if model is not None or example is not None:
             raise UsageError(f"{folder} is an exported model, which is whole: load it by its folder alone")
-        return ExportedModel(folder, 1 if threads is None else threads)
+        loader = OpenVINOModel if read_manifest(folder)["form"] == OPENVINO else ExportedModel
+        return loader(folder, 1 if threads is None else threads)
     if model is None or example is None:
         if (folder / "profile.json").is_file():
             raise UsageError(f"{folder} is a pruned model: give the dense model and an example of its inputs, too")

@@ -209,7 +209,7 @@ class _ChainBuilder:
         source, x_shape = self._values[before], _read_shape(before)
         if isinstance(module, nn.Conv2d) and len(x_shape) != 3:
             raise UsageError(f"the model cannot be exported to C: convolution {name} gets an image without a batch")
-        self._chain.layers.append(_export_layer(name, module, self._choices.get(name), x_shape))
+        self._chain.layers.append(build_exported_layer(name, module, self._choices.get(name), x_shape))
         output = self._new_value(shape)
         self._chain.steps.append(ChainStep(LAYER, (source,), output, name))
         return output
@@ -241,10 +241,10 @@ class _ChainBuilder:
         return output
 
 
-def _export_layer(
+def build_exported_layer(
     name: str, module: nn.Linear | nn.Conv2d, choice: LayerPattern | None, x_shape: Shape
 ) -> ExportedLayer:
-    """Return a layer with its packed weight, without activation."""
+    """Return a layer with its packed weight, without activation. x_shape: of one image, of a convolution."""
     choice = choice or LayerPattern(Dense())
     packed: Any = pack_layer(module, choice.pattern, choice.mask)
     if choice.quantization is not None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from latbench.base.files import write_bytes_atomically
 from latbench.errors import LatbenchError
 from search.artifacts.onnx_export import export_onnx
-from search.example_inputs import ExampleInputs, convert_to_tensor_call
+from search.example_inputs import ExampleInputs, convert_to_tensor_call, list_tensors
 from search.user_code import describe_error
-from search.whole_model.model_engines import check_outputs, convert_to_arrays, list_tensors
+from search.whole_model.model_engines import check_outputs, convert_to_arrays
 from sparse_kernels.oracle import WrongResult
 
 
@@ -77,7 +77,7 @@ def _find_fault(
         changed = [tensor[rows] if own else tensor for tensor, own in zip(tensors, flexible.values(), strict=True)]
         try:
             with torch.inference_mode():
-                expected = list_tensors(model(*changed))
+                expected = convert_to_arrays(list_tensors(model(*changed)))
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything
             return f"the model raises {describe_error(error)} for a batch of {size}"
         feed = dict(zip(flexible, convert_to_arrays(changed), strict=True))

@@ -29,7 +29,7 @@ from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, MODEL_ENGINES
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
-from search.example_inputs import ExampleInputs, convert_to_tensor_call
+from search.example_inputs import ExampleInputs, convert_to_tensor_call, list_tensors
 from search.pruning.storage.model_folder import build_layer_pattern, load_pruned
 from search.task import load_task
 from search.whole_model.sessions import OptionsByLayer
@@ -145,7 +145,7 @@ def _build_openvino(reference: str, threads: int, shared: str, precision: str, t
         return [results[i] for i in range(len(results))]
 
     with torch.inference_mode():
-        check_outputs(run(), list_tensors(called.model(*called.tensors)), "OpenVINO", tolerance)
+        check_outputs(run(), convert_to_arrays(list_tensors(called.model(*called.tensors))), "OpenVINO", tolerance)
     return run
 
 
@@ -325,21 +325,13 @@ def _build_on_deepsparse(
             path, arrays, threads=threads, environment=deepsparse_environment.find_environment()
         )
     with torch.inference_mode():
-        check_outputs(compiled.outputs(), list_tensors(example.call(model)), "DeepSparse")
+        check_outputs(compiled.outputs(), convert_to_arrays(list_tensors(example.call(model))), "DeepSparse")
     return compiled
 
 
 def convert_to_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """Return the tensors as arrays."""
     return [tensor.detach().numpy() for tensor in tensors]
-
-
-def list_tensors(output: Any) -> list[np.ndarray]:
-    """Return the tensors in what a model returns as arrays, in order."""
-    if torch.is_tensor(output):
-        return [output.numpy()]
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
-    return [array for part in parts for array in list_tensors(part)]
 
 
 def check_outputs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -10,36 +12,52 @@ from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.export_options import ExportBatches, ExportLevels, ExportOutput, ExportTarget, ExportThreads
 from latbench.cli.options.pruning_options import PrunedArgument
 
-FORMS = ("c",)
+C, OPENVINO = "c", "openvino"
 
 
 def export(
     task: TaskArgument,
     pruned: PrunedArgument,
     output: ExportOutput,
-    to: ExportTarget = "c",
+    to: ExportTarget = None,
     level: ExportLevels = None,
     batch: ExportBatches = None,
     threads: ExportThreads = None,
     as_json: Json = False,
 ) -> None:
-    """Export a pruned model as a library with a C interface, which needs neither Python nor a compiler to run."""
+    """Export a pruned model in the form in which it is deployed: for OpenVINO, or as a library with a C interface."""
     from latbench.cli.json_output import print_json
     from latbench.cli.progress_bar import live
     from latbench.errors import UsageError
-    from search.export.export_job import ExportRequest, export_model
+    from search.export.export_steps import ExportRequest
     from search.task import load_task
 
-    if to not in FORMS:
-        raise UsageError(f"unknown form {to!r}: known are {', '.join(FORMS)}")
+    form = to or (OPENVINO if find_spec("openvino") else C)
+    if form not in (OPENVINO, C):
+        raise UsageError(f"unknown form {form!r}: known are {OPENVINO}, {C}")
     request = ExportRequest(level, _read_counts("--batch", batch), _read_counts("--threads", threads))
     with live() as tell:
-        manifest = export_model(load_task(task), pruned, output, request, lambda step: tell(step, None, None))
+        manifest = _find_exporter(form)(load_task(task), pruned, output, request, lambda step: tell(step, None, None))
     if as_json:
         print_json(manifest)
     else:
         typer.echo(_describe(manifest))
         typer.echo(f"{output} is written; next: python {output / 'example.py'}")
+
+
+def _find_exporter(form: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that exports to a form. Raises EnvironmentUnusable if it needs what is not installed."""
+    from latbench.errors import EnvironmentUnusable
+
+    if form == C:
+        from search.export.c_export import export_to_c
+
+        return export_to_c
+    if find_spec("openvino") is None:
+        raise EnvironmentUnusable("--to openvino needs OpenVINO: pip install openvino, or take --to c")
+    from search.export.openvino_export import export_to_openvino
+
+    return export_to_openvino
 
 
 def _read_counts(option: str, texts: list[str] | None) -> list[int] | None:

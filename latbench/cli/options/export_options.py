@@ -13,7 +13,13 @@ ExportOutput = Annotated[
     Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write: library, weights, examples.")
 ]
 ExportTarget = Annotated[
-    str, typer.Option("--to", metavar="FORM", help="Deployed form: c, a library with a C interface. Default: c.")
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="FORM",
+        help="Deployed form. openvino: a model of OpenVINO, and an extension with its sparse layers. c: a library "
+        "with a C interface, for chains of layers. Default: openvino if it is installed, else c.",
+    ),
 ]
 ExportLevels = Annotated[
     list[str] | None,

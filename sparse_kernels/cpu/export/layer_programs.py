@@ -30,6 +30,9 @@ _STAND_INS = {X: 1 << 56, Y: 1 << 57, BIAS: 1 << 58}
 _REACH = 1 << 50
 _LARGEST_NUMBER = 1 << 20
 
+# The fewest tokens for which a program of the plan for many tokens is better than one token after the other.
+_FEWEST = 8
+
 
 @dataclass(frozen=True)
 class ExportedLayer:
@@ -84,18 +87,27 @@ class LayerProgram:
 def record_programs(layer: ExportedLayer, sizes: Sequence[int], threads: Sequence[int]) -> list[LayerProgram]:
     """Return the programs of a layer for each of these numbers of tokens or images, and of threads.
 
+    A linear layer also gets programs for the powers of two below the most tokens. They are of the same plan, so they
+    need no other weights, and any number of tokens is a sum of few.
+
     Raises ValueError for a layer that no plan runs.
     """
     found = []
     for count in threads:
         numba.set_num_threads(count)
-        for size in sizes:
-            found.append(_record_image(layer, size, count) if layer.image else _record_tokens(layer, size, count))
+        if layer.image:
+            found += [_record_image(layer, size, count) for size in sizes]
+            continue
+        most = max(sizes)
+        powers = {2**i for i in range(_FEWEST.bit_length() - 1, most.bit_length())} - {*sizes}
+        found += [_record_tokens(layer, size, size, count) for size in sizes]
+        found += [_record_tokens(layer, most, size, count) for size in sorted(powers)]
     return found
 
 
-def _record_tokens(layer: ExportedLayer, size: int, threads: int) -> LayerProgram:
-    plan: Any = prepare(layer.weight, "numba", "token_major", size, precision=layer.precision)
+def _record_tokens(layer: ExportedLayer, planned: int, size: int, threads: int) -> LayerProgram:
+    """Return the program for `size` tokens, by the plan for `planned` tokens."""
+    plan: Any = prepare(layer.weight, "numba", "token_major", planned, precision=layer.precision)
     with record_calls() as recording:
         found = plan.prepare_call(size, threads)
         call = _stand_in_call(layer)

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import RUNTIME, compute_library_id
 
 HEADER = RUNTIME / "latbench.h"
-_COMPILERS = ("cc", "gcc", "g++", "clang")
+EXTENSION = Path(__file__).parent / "openvino" / "sparse_layer.cpp"
+_COMPILERS, CPP_COMPILERS = ("cc", "gcc", "g++", "clang"), ("c++", "g++", "clang++")
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -33,18 +35,28 @@ class NoCompiler(Exception):
     """A machine without a C compiler, or one that refused. The message is one sentence."""
 
 
-def find_compiler() -> list[str]:
-    """Return the command of a C compiler: that of CC, else the first of the usual names. Raises NoCompiler."""
-    wanted = os.environ.get("CC", "").strip()
+@dataclass(frozen=True)
+class Extension:
+    """What makes the library an extension of an engine: a file in C++, folders of headers, and libraries."""
+
+    source: Path
+    includes: Sequence[Path]
+    libraries: Sequence[Path]
+
+
+def find_compiler(variable: str = "CC", usual: Sequence[str] = _COMPILERS) -> list[str]:
+    """Return a compiler's command: that of the variable, else the first of the usual names. Raises NoCompiler."""
+    wanted = os.environ.get(variable, "").strip()
     try:
         first, *settings = shlex.split(wanted) or [""]
     except ValueError as error:
-        raise NoCompiler(f"CC={wanted} is no command: {error}") from None
-    for name in [first] if wanted else _COMPILERS:
+        raise NoCompiler(f"{variable}={wanted} is no command: {error}") from None
+    for name in [first] if wanted else usual:
         if found := shutil.which(name):
             return [found, *settings]
-    missing = f"CC={wanted} is not" if wanted else f"none of {', '.join(_COMPILERS)} is"
-    raise NoCompiler(f"no C compiler was found: {missing} on the PATH; install g++, or set CC")
+    language = "C++" if usual is CPP_COMPILERS else "C"
+    missing = f"{variable}={wanted} is not" if wanted else f"none of {', '.join(usual)} is"
+    raise NoCompiler(f"no {language} compiler was found: {missing} on the PATH; install g++, or set {variable}")
 
 
 def check_compiler() -> None:
@@ -53,23 +65,41 @@ def check_compiler() -> None:
         link_library(Path(name) / "library.so", [])
 
 
-def link_library(path: Path, levels: Sequence[CompiledLevel], sources: Sequence[Path] = ()) -> None:
+def link_library(
+    path: Path, levels: Sequence[CompiledLevel], sources: Sequence[Path] = (), extension: Extension | None = None
+) -> None:
     """Write the shared library of these levels; `sources` are C files that become part of it. Raises NoCompiler."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="latbench-link-") as name:
         folder = Path(name)
-        table = generate_kernel_table(levels, compute_library_id(levels, sources))
+        parts = [*sources, *((extension.source,) if extension else ())]
+        table = generate_kernel_table(levels, compute_library_id(levels, parts))
         (folder / "kernel_table.c").write_text(table, encoding="utf-8")
         files = [folder / "kernel_table.c", *sorted(RUNTIME.glob("*.c")), *sources]
         for number, each in enumerate(each for level in levels for each in level.objects):
             files.append(folder / f"kernel_{number}.o")
             files[-1].write_bytes(each.content)
+        if extension is not None:
+            files.append(_compile_extension(folder / "extension.o", extension))
         language = ("-x", "c") if compiler[-1].endswith("++") else ()
         compiled = [file for file in files if file.suffix == ".c"]
         objects = [file for file in files if file.suffix == ".o"]
         command = [*compiler, *_FLAGS, f"-I{RUNTIME}", "-o", str(path), *language, *map(str, compiled)]
         command += [*(("-x", "none") if language else ()), *map(str, objects), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command += [*map(str, extension.libraries), "-lstdc++"] if extension else []
+        _run_compiler(compiler, command)
+
+
+def _compile_extension(path: Path, extension: Extension) -> Path:
+    compiler = find_compiler("CXX", CPP_COMPILERS)
+    includes = [f"-isystem{each}" for each in extension.includes]
+    settings = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{RUNTIME}", *includes]
+    _run_compiler(compiler, [*compiler, *settings, "-c", str(extension.source), "-o", str(path)])
+    return path
+
+
+def _run_compiler(compiler: Sequence[str], command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line] or ["no reason"]
         raise NoCompiler(f"{shlex.join(compiler)} could not build the library: {said[0]}")

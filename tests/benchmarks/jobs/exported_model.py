@@ -26,7 +26,8 @@ import torch
 
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.export.export_job import ExportRequest, export_model
+from search.export.c_export import export_to_c
+from search.export.export_steps import ExportRequest
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from sparse_kernels.cpu.export.shared_library import find_compiler
@@ -47,7 +48,7 @@ def main() -> None:
         pruned = given.pruned or prune_by_magnitude(folder / "pruned", task, given.pattern, given.sparsity)
         deploy, threads = folder / "deploy", [int(each) for each in given.threads.split(",")]
         began = time.perf_counter()
-        manifest = export_model(task, pruned, deploy, ExportRequest(batches=[given.batch], threads=threads))
+        manifest = export_to_c(task, pruned, deploy, ExportRequest(batches=[given.batch], threads=threads))
         print(f"export: {time.perf_counter() - began:.0f} s, levels {', '.join(manifest['levels'])}")
         print(", ".join(f"{file} {size / 1e6:.2f} MB" for file, size in manifest["bytes"].items() if size > 1e5))
         print(f"largest difference from the pruned model: {manifest['error']:.1e} of its largest result")

@@ -17,7 +17,8 @@ from latbench.errors import LatbenchError
 from search.artifacts import onnx_export
 from search.artifacts.onnx_export import export_onnx, find_layer_values
 from search.artifacts.onnx_weights import list_weight_shapes, remove_copies, store_transposes_once
-from search.whole_model.model_engines import check_outputs, list_tensors
+from search.example_inputs import list_tensors
+from search.whole_model.model_engines import check_outputs
 from sparse_kernels.oracle import WrongResult
 
 
@@ -185,7 +186,7 @@ def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(
     [(X, 1), ((X, X), 2), ([X, (X,)], 2), ({"a": X, "b": None}, 1), (None, 0)],
 )
 def test_a_models_output_is_flat(output: Any, count: int) -> None:
-    assert [array.shape for array in list_tensors(output)] == [tuple(X.shape)] * count
+    assert [tensor.shape for tensor in list_tensors(output)] == [tuple(X.shape)] * count
 
 
 def test_wrong_outputs_are_told_from_rounded_ones(rng: np.random.Generator) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
-from search.export.export_job import PrunedResults, _compile, _replace_folder, spread_batches
+from search.export.c_export import _count_tokens
+from search.export.export_steps import PrunedResults, compile_layers, replace_folder, spread_batches
 from search.export.model_chain import trace_chain
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
@@ -45,7 +46,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 @pytest.mark.slow
 def test_a_chain_is_deployed_and_right_without_latbench(task: Task, tmp_path: Path) -> None:
     pruned, deploy = prune_chain(tmp_path / "pruned", task), tmp_path / "deploy"
-    export_command(task.reference, pruned, deploy, batch=["2", "5"], threads=["2"])
+    export_command(task.reference, pruned, deploy, to="c", batch=["2", "5"], threads=["2"])
     manifest = json.loads((deploy / "manifest.json").read_text())
     assert (manifest["batches"], manifest["threads"]) == ([1, 2, 5], [1, 2])
     assert manifest["levels"] == [each.name for each in list_host_levels()]
@@ -63,7 +64,7 @@ def test_a_chain_is_deployed_and_right_without_latbench(task: Task, tmp_path: Pa
     found = np.array(python.stdout.replace("[", " ").replace("]", " ").split(), float)
     np.testing.assert_allclose(found, zero[0], rtol=1e-4, atol=1e-5)
     # A second export takes its place.
-    export_command(task.reference, pruned, deploy, level=manifest["levels"][:1])
+    export_command(task.reference, pruned, deploy, to="c", level=manifest["levels"][:1])
     assert json.loads((deploy / "manifest.json").read_text())["levels"] == manifest["levels"][:1]
 
 
@@ -124,14 +125,14 @@ def check_c_example(deploy: Path, x: np.ndarray, expected: np.ndarray) -> None:
 def test_layers_that_round_are_deployed(task: Task, tmp_path: Path, precision: str) -> None:
     pruned, deploy = prune_chain(tmp_path / "pruned", task, precision), tmp_path / "deploy"
     level = list_host_levels()[-1].name
-    export_command(task.reference, pruned, deploy, level=[level])
+    export_command(task.reference, pruned, deploy, to="c", level=[level])
     manifest = json.loads((deploy / "manifest.json").read_text())
     model, choices = load_pruned(pruned, task.model())
     (x,) = task.example().arguments
     results = PrunedResults(model, convert(model, choices, (x,)))
     library = ExportedLibrary(deploy / "libmodel.so", deploy / "model.latbench")
     found = torch.from_numpy(library.run(x.numpy(), (3,)))
-    right, apart = results.compare(found, x)
+    right, apart = results.compare([found], [x])
     assert right and apart <= manifest["error"]
     # It rounds, as its conversion does: the model in float32 lies farther from it.
     with torch.no_grad():
@@ -146,15 +147,16 @@ def test_wrong_results_are_found(task: Task) -> None:
     results = PrunedResults(model, model)
     swapped = expected[[1, 0, *range(2, len(expected))]]
     for wrong in (swapped, expected[:-1], torch.full_like(expected, math.nan), expected * 1.05):
-        assert not results.compare(wrong, x)[0]
-    assert results.compare(expected, x) == (True, 0.0)
+        assert not results.compare([wrong], [x])[0]
+    assert results.compare([expected], [x]) == (True, 0.0)
 
 
 def test_inputs_of_a_check_cover_every_batch_and_a_sum() -> None:
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
-    inputs = spread_batches(x, [1, 7])
-    assert [len(each) for each in inputs] == [1, 7, 8]
-    for each in inputs:
+    inputs = spread_batches([x, torch.arange(3), torch.tensor(2.0)], [1, 7])
+    assert [[len(each) for each in tensors[:2]] for tensors in inputs] == [[1, 1], [7, 7], [8, 8]]
+    for each, numbers, scalar in inputs:
+        assert numbers.tolist() == [i % 3 for i in range(len(numbers))] and scalar == 2
         assert len({*map(tuple, each.tolist())}) == len(each) and each.abs().max() <= x.abs().max()
 
 
@@ -165,16 +167,16 @@ def test_a_level_that_does_not_compile_is_no_missed_promise(
     def fail(request: object) -> None:
         raise LevelFailure("it is broken", by_machine)
 
-    monkeypatch.setattr("search.export.export_job.compile_level", fail)
+    monkeypatch.setattr("search.export.export_steps.compile_level", fail)
     with pytest.raises(error, match=r"could not be compiled for .*: it is broken") as caught:
-        export_command(task.reference, prune_chain(tmp_path / "pruned", task), tmp_path / "deploy")
+        export_command(task.reference, prune_chain(tmp_path / "pruned", task), tmp_path / "deploy", to="c")
     assert getattr(caught.value, "exit_code", 70) != 1
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"to": "java"}, UsageError, "unknown form 'java': known are c"),
+        ({"to": "java"}, UsageError, "unknown form 'java': known are openvino, c"),
         ({"level": ["x86-64-v9"]}, UsageError, "unknown CPU level 'x86-64-v9'"),
         ({"batch": ["0"]}, UsageError, "--batch takes whole numbers of at least 1, not '0'"),
         ({"threads": ["²"]}, UsageError, "--threads takes whole numbers of at least 1, not '²'"),
@@ -192,7 +194,7 @@ def test_a_wrong_request_is_refused_in_a_sentence(
 def test_a_level_that_this_machine_lacks_is_refused(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.export.export_job.list_host_levels", lambda: list_host_levels()[:1])
+    monkeypatch.setattr("search.export.export_steps.list_host_levels", lambda: list_host_levels()[:1])
     with pytest.raises(EnvironmentUnusable, match="lacks the CPU level x86-64-v4, on which the export checks"):
         export_command(task.reference, tmp_path / "pruned", tmp_path / "deploy", level=["x86-64-v4"])
 
@@ -220,12 +222,12 @@ def test_sizes_are_those_that_a_layer_sees(task: Task, tmp_path: Path, monkeypat
         asked.append(request)
         raise LevelFailure("enough", True)
 
-    monkeypatch.setattr("search.export.export_job.compile_level", note)
+    monkeypatch.setattr("search.export.export_steps.compile_level", note)
     torch.manual_seed(3)
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(6, 5)).eval(), torch.randn(2, 3, 7, 6)
     chain = trace_chain(model, {}, x)
     with pytest.raises(EnvironmentUnusable):
-        _compile(chain, list_host_levels()[0], [1, 4], [1])
+        compile_layers(list_host_levels()[0], chain.layers, _count_tokens(chain, [1, 4]), [1])
     assert asked[0].sizes == {"0": [1, 4], "1": [1, 28, 112]}
 
 
@@ -233,14 +235,14 @@ def test_what_a_killed_export_left_goes_away(tmp_path: Path) -> None:
     left, foreign = tmp_path / ".deploy.999999999.abc.tmp", tmp_path / ".deploy.notes"
     left.mkdir()
     foreign.mkdir()
-    with _replace_folder(tmp_path / "deploy") as folder:
+    with replace_folder(tmp_path / "deploy") as folder:
         assert folder.parent == tmp_path
         (folder / "manifest.json").write_text("{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".deploy.notes", "deploy"]
 
 
 def test_a_fault_inside_an_export_is_no_fault_of_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no library"), _replace_folder(tmp_path / "deploy"):
+    with pytest.raises(OSError, match="no library"), replace_folder(tmp_path / "deploy"):
         raise OSError("no library")
     assert not list(tmp_path.iterdir())
 

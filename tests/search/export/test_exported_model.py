@@ -42,7 +42,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray
     (folder / "chain_task.py").write_text(CHAIN_TASK)
     task = load_task(str(folder / "chain_task.py"))
     pruned = prune_chain(folder / "pruned", task)
-    export_command(task.reference, pruned, folder / "deploy", level=[list_host_levels()[-1].name], threads=["2"])
+    export_command(
+        task.reference, pruned, folder / "deploy", to="c", level=[list_host_levels()[-1].name], threads=["2"]
+    )
     model, choices = load_pruned(pruned, task.model())
     converted = convert(model, choices, task.example().arguments)
     return folder / "deploy", converted(torch.from_numpy(X)).numpy()

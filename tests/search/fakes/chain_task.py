@@ -1,5 +1,6 @@
 """A task whose model is a chain that `latbench export` takes, and its pruned model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +37,15 @@ def score(model): return float(model(*example()).mean())
 """
 
 
-def prune_chain(folder: Path, task: Task, precision: str = "float32") -> Path:
-    """Prune two layers of the task by magnitude, to be computed in this precision."""
+CHAIN_LAYERS = {"3": "vector:8", "4.fc1": "vector:16"}
+
+
+def prune_chain(
+    folder: Path, task: Task, precision: str = "float32", layers: Mapping[str, str] = CHAIN_LAYERS
+) -> Path:
+    """Prune layers of the task by magnitude to these patterns, to be computed in this precision."""
     model, masks, choices, quantizations = task.model(), {}, {}, {}
-    for layer, spec in (("3", "vector:8"), ("4.fc1", "vector:16")):
+    for layer, spec in layers.items():
         module = model.get_submodule(layer)
         matrix = weight_matrix(module)
         masks[layer] = torch.from_numpy(parse(spec).mask(matrix.square().numpy(), 0.75))
@@ -51,7 +57,7 @@ def prune_chain(folder: Path, task: Task, precision: str = "float32") -> Path:
             quantizations[layer] = Quantization(scales, InputRange.covering(-4, 4))
         set_weight_matrix(module, kept)
     made = make_profile("chain", model, choices)
-    layers = {name: replace(each, precision=precision) for name, each in made.layers.items()}
-    profile = replace(made, layers=layers, precisions=",".join(dict.fromkeys(["float32", precision])))
+    rounded = {name: replace(each, precision=precision) for name, each in made.layers.items()}
+    profile = replace(made, layers=rounded, precisions=",".join(dict.fromkeys(["float32", precision])))
     save_pruned(folder, model, masks, profile, {"task": "chain"}, quantizations)
     return folder

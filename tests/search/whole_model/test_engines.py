@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from latbench.backends.cpu import openvino
+from search.example_inputs import list_tensors
 from search.problem.layers import DENSE, Option
 from search.pruning.storage.model_folder import build_layer_pattern
 from search.whole_model.model_engines import (
@@ -23,8 +24,8 @@ from search.whole_model.model_engines import (
     build_layers_free,
     build_random_pruned,
     check_outputs,
+    convert_to_arrays,
     export_once,
-    list_tensors,
 )
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels.cpu.runtime import threads as threads_of_kernels
@@ -118,15 +119,15 @@ def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None
     ):
         run: Any = build()
         found = run().float()
-        check_outputs(list_tensors(found), list_tensors(expected), "this", 0.05)
+        check_outputs([found.numpy()], convert_to_arrays(list_tensors(expected)), "this", 0.05)
         with pytest.raises(WrongResult):
-            check_outputs(list_tensors(found), list_tensors(expected), "this", 1e-6)
+            check_outputs([found.numpy()], convert_to_arrays(list_tensors(expected)), "this", 1e-6)
 
 
 def test_openvino_computes_a_model_in_bfloat16_where_the_processor_can(tmp_path: Path) -> None:
     run: Any = build_dense_openvino_bf16(TASK, 1, str(tmp_path))
     exact: Any = build_dense_torch(TASK, 1)
-    found, expected = run(), list_tensors(exact())
+    found, expected = run(), convert_to_arrays(list_tensors(exact()))
     check_outputs(found, expected, "OpenVINO", 0.05)
     if "BF16" in openvino.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         with pytest.raises(WrongResult):

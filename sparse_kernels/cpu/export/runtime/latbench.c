@@ -30,6 +30,8 @@ typedef struct {
 struct latbench_model {
     packed_file file;
     const layer_entry *layers;
+    latbench_share share; /* NULL: the threads of a call's own team */
+    void *share_context;
     call_slot slots[SLOTS];
     lent_memory lent[SLOTS];
 };
@@ -80,6 +82,18 @@ void latbench_close(latbench_model *model) {
     }
     unmap_packed_file(&model->file);
     free(model);
+}
+
+void latbench_set_share(latbench_model *model, latbench_share share, void *context) {
+    model->share = share;
+    model->share_context = context;
+}
+
+static void run_parts(const latbench_model *model, const call_slot *slot, team_part run, void *job, int64_t parts,
+                      int threads) {
+    if (!model->share) run_team(slot->team, threads, run, job, parts);
+    else if (threads > 1 && parts > 1) model->share(model->share_context, run, job, parts, threads);
+    else for (int64_t part = 0; part < parts; part++) run(job, part);
 }
 
 const char *latbench_level(const latbench_model *model) { return model->file.level->name; }
@@ -207,7 +221,7 @@ static int run_step(const latbench_model *model, const program_entry *program, c
     const stage_entry *stages = at(model, step->stages);
     for (uint64_t i = 0; i < step->stage_count; i++) {
         kernel_job job = {latbench_functions[model->file.level->first_function + stages[i].function], (int64_t)frame};
-        run_team(slot->team, threads, run_part, &job, (int64_t)stages[i].parts);
+        run_parts(model, slot, run_part, &job, (int64_t)stages[i].parts, threads);
     }
     return frame[step->noted] != 0;
 }
@@ -333,7 +347,7 @@ int latbench_add(latbench_model *model, const float *a, const float *b, float *y
     int64_t parts = size / SHARE_FLOATS < threads ? size / SHARE_FLOATS : threads;
     add_job job = {a, b, y, size, relu, parts < 1 ? 1 : parts};
     call_slot *slot = job.parts > 1 ? take_slot(model) : NULL;
-    if (slot && !prepare_slot(model, slot, NULL)) run_team(slot->team, threads, add_part, &job, job.parts);
+    if (slot && !prepare_slot(model, slot, NULL)) run_parts(model, slot, add_part, &job, job.parts, threads);
     else for (int64_t part = 0; part < job.parts; part++) add_part(&job, part);
     if (slot) atomic_flag_clear_explicit(&slot->taken, memory_order_release);
     return LATBENCH_OK;

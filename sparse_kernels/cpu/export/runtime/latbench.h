@@ -50,6 +50,14 @@ LATBENCH_API latbench_model *latbench_open(const char *path, const char *level, 
 /* Close a model that nobody calls any more. NULL is fine. */
 LATBENCH_API void latbench_close(latbench_model *model);
 
+/* Runs run(job, part) for each part from 0 on, `threads` at the same time at most, and returns once all are done. */
+typedef void (*latbench_share)(void *context, void (*run)(void *job, int64_t part), void *job, int64_t parts,
+                               int threads);
+
+/* Let `share` run the parts of each call, in place of threads of the library's own; NULL takes these again. For programs
+ * with threads of their own. Not while a call is under way. */
+LATBENCH_API void latbench_set_share(latbench_model *model, latbench_share share, void *context);
+
 /* The name of the CPU level in use. */
 LATBENCH_API const char *latbench_level(const latbench_model *model);
 

@@ -1,0 +1,174 @@
+"""What exports to every form have in common: what is asked for, what is checked, and the folder that is replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latbench.base.files import stage_folder
+from latbench.errors import EnvironmentUnusable, UsageError
+from search.example_inputs import list_tensors
+from search.export.export_manifest import MANIFEST, is_exported, read_manifest
+from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
+from sparse_kernels.cpu.export.exported_library import UNUSABLE, LibraryError
+from sparse_kernels.cpu.export.layer_programs import ExportedLayer
+from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
+from sparse_kernels.cpu.export.shared_library import NoCompiler, check_compiler
+from sparse_kernels.same_results import CONVERTED, same_results
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    levels: CPU levels, None for all of this machine. batches, threads: for which kernels are chosen; None takes those
+    of the task's example and of the profile. The deployed model runs any other number, too.
+    """
+
+    levels: Sequence[str] | None = None
+    batches: Sequence[int] | None = None
+    threads: Sequence[int] | None = None
+
+
+def choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:
+    """Return the CPU levels of these names, or all of this machine, from the least to the most able."""
+    has = list_host_levels()
+    if not has:
+        raise EnvironmentUnusable("models are exported on x86-64 processors with AVX2, and this machine has none")
+    if names is None:
+        return has
+    try:
+        levels = [find_level(name) for name in names]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for level in levels:
+        if level not in has:
+            raise EnvironmentUnusable(
+                f"this machine lacks the CPU level {level.name}, on which the export checks its results: it has "
+                f"{', '.join(each.name for each in has)}"
+            )
+    return [level for level in has if level in levels]
+
+
+def check_for_compiler() -> None:
+    """Raise EnvironmentUnusable unless there is a C compiler that can link kernels."""
+    try:
+        check_compiler()
+    except NoCompiler as error:
+        raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
+
+
+def check_output(output: Path) -> None:
+    """Raise UsageError where the output exists and is neither empty nor an earlier export."""
+    if output.exists() and not is_exported(output) and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(f"{output} exists and is no exported model: give another output folder")
+
+
+def compile_layers(
+    level: CpuLevel, layers: Sequence[ExportedLayer], sizes: Mapping[str, Sequence[int]], threads: Sequence[int]
+) -> CompiledLevel:
+    """Compile layers for a CPU level and these numbers of tokens or images, in a process of its own."""
+    try:
+        return compile_level(LevelRequest(level, layers, sizes, threads))
+    except LevelFailure as error:
+        said = f"the model could not be compiled for {level.name}: {error}"
+        raise (EnvironmentUnusable if error.by_machine else RuntimeError)(said) from error
+
+
+@dataclass(frozen=True)
+class PrunedResults:
+    """What an exported model is compared with: the pruned model, and its conversion, which rounds as the export.
+
+    Both are called with tensors.
+    """
+
+    model: Callable[..., Any]
+    converted: Callable[..., Any]
+
+    def compare(self, found: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[bool, float]:
+        """Return whether results for these inputs are right, and how far they lie from the converted model's.
+
+        That is as a share of its largest. Layers in eight bits and in bfloat16 round their inputs. An input near the
+        middle of two steps may go to the other one here, for its own roundings. All roundings together are what
+        separates the converted model from the pruned one, so they bound what some of them do.
+        """
+        expected, exact = self._call(self.converted, inputs), self._call(self.model, inputs)
+        if [each.shape for each in found] != [each.shape for each in expected]:
+            return False, math.inf
+        right, worst = True, 0.0
+        for y, wanted, unrounded in zip(found, expected, exact, strict=True):
+            apart = float((y - wanted).abs().max()) if y.numel() else 0.0
+            rounded = float((wanted - unrounded).abs().max()) if y.numel() else 0.0
+            right = right and (apart <= rounded or same_results(y, wanted, CONVERTED))
+            worst = max(worst, apart / (float(wanted.abs().max()) or 1.0) if y.numel() else 0.0)
+        return right, worst
+
+    def _call(self, model: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return all tensors of what a model returns. It gets copies, for it may change its inputs."""
+        with torch.no_grad():
+            return list_tensors(model(*(each.clone() for each in inputs)))
+
+
+def spread_batches(tensors: Sequence[Tensor], batches: Sequence[int]) -> list[list[Tensor]]:
+    """Return inputs of these batches, and of one more, which runs as a sum of them.
+
+    They are the example's, floats each a little smaller than the one before it: no two are equal, and none leaves the
+    range that an input was calibrated for. Tensors without the batch of the first one stay as they are.
+    """
+    own = next((len(each) for each in tensors if each.ndim), 1)
+    return [[_spread(each, own, batch) for each in tensors] for batch in (*batches, batches[-1] + 1)]
+
+
+def _spread(x: Tensor, own: int, batch: int) -> Tensor:
+    if not x.ndim or len(x) != own:
+        return x
+    each = x.repeat(-(-batch // own), *[1] * (x.ndim - 1))[:batch]
+    if not x.is_floating_point():
+        return each
+    return each * torch.linspace(1, 0.5, batch, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+
+
+@contextmanager
+def explain_refusals() -> Iterator[None]:
+    """Turn what the library refuses into a sentence."""
+    try:
+        yield
+    except LibraryError as error:
+        kind = EnvironmentUnusable if error.code == UNUSABLE else RuntimeError
+        raise kind(f"the exported model does not run: {error}") from error
+
+
+@contextmanager
+def explain_writes(output: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
+
+
+@contextmanager
+def replace_folder(output: Path) -> Iterator[Path]:
+    """Yield an empty folder, whose files then take the place of those in `output`, the manifest last.
+
+    Each is renamed, so a process that has the old ones open keeps them. Other files of an earlier export are deleted.
+    """
+    with ExitStack() as stack:
+        with explain_writes(output):
+            temporary = stack.enter_context(stage_folder(output))
+        yield temporary
+        with explain_writes(output):
+            output.mkdir(exist_ok=True)
+            left = set(read_manifest(output)["files"]) if is_exported(output) else set()
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+                path.replace(output / path.name)
+                left.discard(path.name)
+            for name in left:
+                (output / name).unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""A pruned model as a graph of OpenVINO, in which each pruned layer is one operation of latbench's own.
+
+OpenVINO's importer traces the model with a stand-in for each of these layers, so that it never sees their weights.
+What reads a layer alone and is its ReLU or GELU becomes part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+import torch
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+from openvino.utils.node_factory import NodeFactory
+from torch import Tensor, nn
+
+from latbench.errors import UsageError
+from search.example_inputs import TensorCall
+
+OPERATION, OPSET = "SparseLayer", "latbench"
+"""The operation, as `sparse_layer.cpp` has it."""
+
+Layers = Mapping[str, nn.Linear | nn.Conv2d]
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """What a layer is called with. sizes: tokens or images of its calls. image: (channels, height, width) of one."""
+
+    sizes: frozenset[int]
+    image: tuple[int, ...] | None
+
+
+def record_calls(called: TensorCall, layers: Layers, batches: Sequence[Sequence[Tensor]]) -> dict[str, LayerCalls]:
+    """Run the model on each batch; return what its layers are called with.
+
+    Layers that are not called are left out. Raises UsageError for a convolution that sees images of two sizes.
+    """
+    sizes: dict[str, set[int]] = {}
+    images: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        image = tuple(x.shape[1:]) if isinstance(layers[name], nn.Conv2d) else None
+        sizes.setdefault(name, set()).add(len(x) if image else math.prod(x.shape[:-1]))
+        if image and images.setdefault(name, image) != image:
+            raise UsageError(
+                f"the model cannot be exported: convolution {name} gets images of {_name_sides(images[name])} and of "
+                f"{_name_sides(image)}, and an exported one has one size"
+            )
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.no_grad():
+            for tensors in batches:
+                called.model(*(each.clone() for each in tensors))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: LayerCalls(frozenset(found), images.get(name)) for name, found in sizes.items()}
+
+
+def _name_sides(image: Sequence[int]) -> str:
+    return "x".join(map(str, image))
+
+
+class _StandIn(nn.Module):
+    """A module that calls a layer, whose parameters are none of the model's.
+
+    OpenVINO's importer cannot trace a replaced module that has parameters of its own, nor two calls of the same ones:
+    a layer that is called several times has a copy for each.
+    """
+
+    def __init__(self, layer: nn.Module, calls: int) -> None:
+        super().__init__()
+        layer.requires_grad_(False)
+        self._layers = itertools.cycle([layer, *(copy.deepcopy(layer) for _ in range(calls - 1))])
+
+    def forward(self, x: Tensor) -> Any:
+        return next(self._layers)(x)
+
+
+class _Placeholder(ov.Op):  # type: ignore[misc]
+    """The operation of a layer in a graph for which there is no library yet."""
+
+    class_type_info = ov.DiscreteTypeInfo(OPERATION + "Placeholder", OPSET)
+
+    def __init__(self, inputs: Sequence[ov.Output], layer: str, shape: tuple[int | None, ...]) -> None:
+        super().__init__(self)
+        self.layer, self._shape = layer, shape
+        self.set_arguments(inputs)
+        self.constructor_validate_and_infer_types()
+
+    def get_type_info(self) -> Any:
+        return self.class_type_info
+
+    def visit_attributes(self, visitor: Any) -> bool:
+        """Tell the layer: OpenVINO merges operations of one input that differ in nothing."""
+        visitor.on_attributes({"layer": self.layer})
+        return True
+
+    def validate_and_infer_types(self) -> None:
+        x = self.get_input_partial_shape(0)
+        if x.rank.is_dynamic:
+            y = ov.PartialShape.dynamic()
+        elif len(self._shape) == 1:
+            y = ov.PartialShape([*list(x)[:-1], ov.Dimension(self._shape[0])])
+        else:
+            y = ov.PartialShape([x[0], *map(ov.Dimension, self._shape)])
+        self.set_output_type(0, ov.Type.f32, y)
+
+    def clone_with_new_inputs(self, inputs: Sequence[ov.Output]) -> ov.Node:
+        return _Placeholder(inputs, self.layer, self._shape)
+
+
+class LayerGraph:
+    """The graph of a model with placeholders for its layers.
+
+    Parameters
+    ----------
+    called : TensorCall
+        The model. It may be changed here: give a copy.
+    layers : mapping of str to Module
+        The linear layers and convolutions to replace, by their names in `called`.
+    tensors : sequence of Tensor
+        Its inputs.
+    """
+
+    def __init__(self, called: TensorCall, layers: Layers, tensors: Sequence[Tensor]) -> None:
+        results = _record_results(called, layers, tensors)
+        called.model.requires_grad_(False)
+        self._factory = NodeFactory()  # the library of its operations is loaded as long as it lives
+        self._placeholders: list[_Placeholder] = []
+        """One a call of a layer. The graph gives their nodes without what Python knows of them."""
+        extensions: list[Any] = []
+        for number, (name, layer) in enumerate(layers.items()):
+            stand_in, target = _StandIn(layer, len(results[name])), f"{OPSET}::layer_{number}"
+            called.model.set_submodule(name, stand_in)
+            extensions.append(ModuleExtension(stand_in, target))
+            extensions.append(ConversionExtension(target, self._build_converter(name, results[name][0])))
+        with _explain_importer():
+            self.model: ov.Model = ov.convert_model(called.model, example_input=tuple(tensors), extension=extensions)
+        self.activations: dict[str, str | None] = dict.fromkeys(layers)
+        """Layer -> the activation that became part of it, or None."""
+        self._absorb_activations()
+
+    def _build_converter(self, name: str, shape: tuple[int, ...]) -> Any:
+        def convert(context: Any) -> list[ov.Output]:
+            self._placeholders.append(_Placeholder([context.get_input(0)], name, shape))
+            return list(self._placeholders[-1].outputs())
+
+        return convert
+
+    def _absorb_activations(self) -> None:
+        """Make an activation part of a layer where it is what reads each call of the layer, alone."""
+        readers: dict[str, list[ov.Node]] = {}
+        for placeholder in self._placeholders:
+            inputs = list(placeholder.output(0).get_target_inputs())
+            readers.setdefault(placeholder.layer, []).append(inputs[0].get_node() if len(inputs) == 1 else None)
+        for layer, nodes in readers.items():
+            found = {None if node is None else _name_activation(node) for node in nodes}
+            if len(found) == 1 and (activation := found.pop()) is not None:
+                self.activations[layer] = activation
+                for node in nodes:
+                    node.output(0).replace(node.input_value(0))
+
+    def finish(self, library: Path) -> ov.Model:
+        """Put the operations of a library in place of the placeholders; return the graph."""
+        self._factory.add_extension(str(library))
+        for placeholder in self._placeholders:
+            node = self._factory.create(OPERATION, [placeholder.input_value(0)], {"layer": placeholder.layer})
+            node.set_friendly_name(placeholder.get_friendly_name())
+            placeholder.output(0).replace(node.output(0))
+        self.model.validate_nodes_and_infer_types()
+        return self.model
+
+
+def _record_results(
+    called: TensorCall, layers: Layers, tensors: Sequence[Tensor]
+) -> dict[str, list[tuple[int, ...]]]:
+    """Return what each call of a layer gives: features, or the (channels, height, width) of a convolution."""
+    found: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
+
+    def note(name: str, y: Tensor) -> None:
+        found[name].append(tuple(y.shape[1:]) if isinstance(layers[name], nn.Conv2d) else (y.shape[-1],))
+
+    hooks = [
+        layer.register_forward_hook(lambda _, inputs, y, name=name: note(name, y)) for name, layer in layers.items()
+    ]
+    try:
+        with torch.no_grad():
+            called.model(*(each.clone() for each in tensors))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _name_activation(node: ov.Node) -> str | None:
+    """Return the activation that a node computes, if a layer can compute it."""
+    kind = node.get_type_name()
+    if kind == "Relu":
+        return "relu"
+    exact = kind == "Gelu" and str(node.get_attributes().get("approximation_mode", "")).lower() == "erf"
+    return "gelu" if exact else None
+
+
+@contextmanager
+def _explain_importer() -> Iterator[None]:
+    """Turn what OpenVINO's importer refuses into a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice to the importer's developers
+            yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # What torch said comes behind what the importer did.
+        said = lines[(lines.index("Exception:") + 1) % len(lines)] if "Exception:" in lines else lines[0]
+        raise UsageError(f"the model cannot be exported to OpenVINO, which cannot import it: {said}") from error

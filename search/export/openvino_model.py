@@ -1,0 +1,139 @@
+"""A model exported to OpenVINO, in Python: a callable of NumPy arrays, without torch or Numba."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from latbench.errors import EnvironmentUnusable, UsageError
+from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, OPENVINO, PACKED, check_files, read_manifest
+
+LEVEL = "LATBENCH_LEVEL"
+"""Environment variable with the CPU level that models take, in place of the most able one of the machine."""
+
+
+def name_release() -> str:
+    """Return the release of the installed OpenVINO, such as 2026.4.1. Raises EnvironmentUnusable if there is none."""
+    return re.split("-", _import_openvino().__version__)[0]
+
+
+def _import_openvino() -> Any:
+    # With this package openvino reports every import to a web service; without it, it does not.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as error:
+        raise EnvironmentUnusable(f"OpenVINO is not installed: pip install openvino ({error})") from error
+    return openvino
+
+
+class OpenVINOModel:
+    """A model that `latbench export --to openvino` wrote: call it with inputs, get results.
+
+    Threads of a process may call it at the same time. A process that forks after it was loaded loads it again at its
+    first call. A pickle holds its folder, so a spawned process does so, too.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of the exported model.
+    threads : int
+        Threads of a call.
+    checked : bool
+        Whether the files must be those of the manifest.
+
+    Raises
+    ------
+    BadData
+        A file is missing or damaged, or does not belong to the others.
+    EnvironmentUnusable
+        This machine lacks each CPU level of the model, the C library that it needs, or the OpenVINO that it is for.
+    """
+
+    def __init__(self, folder: Path, threads: int = 1, *, checked: bool = True) -> None:
+        if threads < 1:
+            raise UsageError(f"a call has at least one thread, not {threads}")
+        self.folder, self.threads = folder.resolve(), threads
+        if checked:
+            manifest = read_manifest(self.folder)
+            check_files(self.folder, manifest, [LIBRARY, PACKED, GRAPH, GRAPH_WEIGHTS])
+            if (here := name_release()) != manifest[OPENVINO]:
+                raise EnvironmentUnusable(
+                    f"{folder} was exported for OpenVINO {manifest[OPENVINO]}, and here is {here}: install that one, "
+                    "or export the model again"
+                )
+        self._compile()
+
+    def _compile(self) -> None:
+        openvino = _import_openvino()
+        core = openvino.Core()
+        settings = {
+            "INFERENCE_NUM_THREADS": self.threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": "f32",
+        }  # fmt: skip
+        try:
+            core.add_extension(str(self.folder / LIBRARY))
+            self._compiled = core.compile_model(core.read_model(self.folder / GRAPH), "CPU", settings)
+        except RuntimeError as error:
+            raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {_shorten(error)}") from error
+        self._idle: SimpleQueue[Any] = SimpleQueue()
+        self._process = os.getpid()
+
+    def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
+        """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
+        if self._process != os.getpid():
+            # OpenVINO's threads are not copied by a fork, and freeing what had them would wait for them.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._compiled, self._idle)))
+            self._compile()
+        ports = self._compiled.inputs
+        if len(inputs) != len(ports):
+            raise UsageError(f"the model takes {len(ports)} inputs, not {len(inputs)}")
+        arrays = [_read_input(each, port, i) for i, (each, port) in enumerate(zip(inputs, ports, strict=True), 1)]
+        try:
+            request = self._idle.get_nowait()
+        except Empty:
+            request = self._compiled.create_infer_request()
+        try:
+            results = request.infer(arrays, share_inputs=True)
+            return [results[i] for i in range(len(results))]
+        except RuntimeError as error:
+            raise UsageError(f"the model did not run: {_shorten(error)}") from error
+        finally:
+            self._idle.put(request)
+
+    def __call__(self, *inputs: ArrayLike) -> Any:
+        """Return the result for these inputs; a tuple of all of them, where the model has several."""
+        found = self.run(*inputs)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def __repr__(self) -> str:
+        return f"OpenVINOModel({str(self.folder)!r}, threads={self.threads})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.threads)
+
+
+def _read_input(given: ArrayLike, port: Any, number: int) -> NDArray[Any]:
+    """Return an input as the model takes it."""
+    x, wanted = np.asarray(given), np.dtype(port.get_element_type().to_dtype())
+    if x.dtype.kind != wanted.kind:
+        raise UsageError(f"input {number} of the model is {wanted}, not {x.dtype}")
+    shape = port.get_partial_shape()
+    sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else [*x.shape]
+    if len(sides) != x.ndim or any(side not in (None, own) for side, own in zip(sides, x.shape, strict=True)):
+        raise UsageError(f"input {number} of the model has the shape {shape}, not {x.shape}")
+    return np.ascontiguousarray(x, wanted)
+
+
+def _shorten(error: Exception) -> str:
+    """Return the last line of what OpenVINO says: those before it name places in its own code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,338 @@
+"""`latbench export --to openvino`: what is deployed computes the pruned model, in OpenVINO and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+import torch
+from chain_task import CHAIN_TASK, prune_chain
+from torch import nn
+
+import latbench as lb
+from latbench.cli.commands import export as export_module
+from latbench.cli.commands.export import export as export_command
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
+from search.example_inputs import TensorCall
+from search.export import openvino_model
+from search.export.openvino_graph import LayerGraph, record_calls
+from search.export.openvino_model import OpenVINOModel
+from search.pruning.storage.model_folder import load_pruned
+from search.task import Task, load_task
+from sparse_kernels.convert import convert
+from sparse_kernels.cpu.export.cpu_levels import list_host_levels
+
+if not list_host_levels():
+    pytest.skip("no CPU level for which kernels are compiled ahead of time", allow_module_level=True)
+
+# Attention whose three layers read one value, a GELU that is a layer's own, keywords, and two results.
+ENCODER_TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 32)
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+    def forward(self, ids, mask):
+        x = self.words(ids)
+        scores = self.query(x) @ self.key(x).transpose(1, 2) + (mask[:, None, :] - 1) * 1e4
+        x = x + self.out(scores.softmax(-1) @ self.value(x))
+        x = self.norm(x + self.down(F.gelu(self.up(x))))
+        return {"tokens": x, "pooled": x.mean(1)}
+
+def model():
+    torch.manual_seed(0)
+    return Encoder().eval()
+def example():
+    torch.manual_seed(1)
+    mask = torch.ones(2, 12)
+    mask[1, 9:] = 0
+    return {"ids": torch.randint(50, (2, 12)), "mask": mask}
+def calibration(): return [example()]
+def loss(model, batch): return model(**batch)["pooled"].square().mean()
+def score(model): return float(model(**example())["pooled"].mean())
+"""
+ENCODER_LAYERS = {
+    "query": "vector:8",
+    "key": "vector:8",
+    "value": "unstructured",
+    "up": "vector:16",
+    "down": "nm:1:4",
+}
+
+
+def make_task(folder: Path, text: str) -> Task:
+    (folder / "exported_task.py").write_text(text)
+    return load_task(str(folder / "exported_task.py"))
+
+
+def export_best(task: Task, pruned: Path, deploy: Path, **options: Any) -> Path:
+    """Export for the most able level alone."""
+    export_command(task.reference, pruned, deploy, to="openvino", level=[list_host_levels()[-1].name], **options)
+    return deploy
+
+
+def make_inputs(batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(batch * tokens)
+    mask = (torch.rand(batch, tokens, generator=generator) < 0.8).float()
+    mask[:, 0] = 1
+    return {"ids": torch.randint(50, (batch, tokens), generator=generator), "mask": mask}
+
+
+def check(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """An exported encoder, and its converted model."""
+    folder = tmp_path_factory.mktemp("encoder")
+    task = make_task(folder, ENCODER_TASK)
+    pruned = prune_chain(folder / "pruned", task, layers=ENCODER_LAYERS)
+    export_command(task.reference, pruned, folder / "deploy", threads=["2"])  # to OpenVINO, which is installed
+    model, choices = load_pruned(pruned, task.model())
+    return folder / "deploy", convert(model, choices, (), example_keywords=task.example().keywords)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_no_chain_is_deployed(encoder: tuple[Path, nn.Module]) -> None:
+    deploy, converted = encoder
+    manifest = json.loads((deploy / "manifest.json").read_text())
+    assert (manifest["form"], manifest["threads"]) == ("openvino", [1, 2])
+    assert manifest["levels"] == [each.name for each in list_host_levels()]
+    assert {name: facts["activation"] for name, facts in manifest["layers"].items()} == {
+        "model." + name: "gelu" if name == "up" else None for name in ENCODER_LAYERS
+    }
+    # Sizes that nothing was compiled for, and none at all.
+    for threads, batch, tokens in ((1, 2, 12), (2, 2, 12), (2, 1, 1), (2, 3, 29), (1, 1, 131), (2, 0, 5)):
+        inputs = make_inputs(batch, tokens)
+        expected = converted(**inputs)
+        tokens_found, pooled = lb.load(deploy, threads=threads)(*(each.numpy() for each in inputs.values()))
+        check(tokens_found, expected["tokens"])
+        check(pooled, expected["pooled"])
+    # Not what a dense model gives, nor one whose query, key and value are one layer.
+    weights = ov.Core()
+    weights.add_extension(str(deploy / "libmodel.so"))
+    operations = [node.get_type_name() for node in weights.read_model(deploy / "model.xml").get_ops()]
+    assert operations.count("SparseLayer") == len(ENCODER_LAYERS) and "Gelu" not in operations
+
+
+@pytest.mark.slow
+def test_examples_need_openvino_alone(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    deploy = shutil.copytree(encoder[0], tmp_path / "moved")
+    zeros = {"ids": torch.zeros(1, 1, dtype=torch.long), "mask": torch.zeros(1, 1)}
+    expected = encoder[1](**zeros)["tokens"].flatten().numpy()
+    program = f"import sys, runpy; runpy.run_path({str(deploy / 'example.py')!r}); print([*sys.modules])"
+    told = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "'numba'" not in told and "'torch'" not in told and "sparse_kernels" not in told
+    numbers = told.split("[[[")[1].split("]")[0].split()
+    check(np.array(numbers, float), expected)
+    libraries = Path(ov.__file__).parent / "libs"
+    command = [
+        "c++", "-std=c++17", "-O1", f"-I{libraries.parent / 'include'}", "main.cpp", "-o", "main",
+        *map(str, libraries.glob("libopenvino.so.*")), f"-Wl,-rpath,{libraries}",
+    ]  # fmt: skip
+    subprocess.run(command, cwd=deploy, check=True)
+    told = subprocess.run(["./main", "2"], cwd=deploy, capture_output=True, text=True, check=True).stdout
+    check(np.array(told.splitlines()[0].split("]")[1].split(), float), expected[:8])
+    (deploy / "model.latbench").unlink()
+    failed = subprocess.run(["./main"], cwd=deploy, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1 and "No such file" in failed.stderr
+
+
+@pytest.mark.slow
+def test_threads_processes_and_forks_share_it(encoder: tuple[Path, nn.Module]) -> None:
+    inputs = make_inputs(3, 40)
+    arrays, expected = [each.numpy() for each in inputs.values()], encoder[1](**inputs)["tokens"].numpy()
+    model = lb.load(encoder[0], threads=2)
+    check(pickle.loads(pickle.dumps(model))(*arrays)[0], expected)
+    found: list[np.ndarray] = []
+    callers = [threading.Thread(target=lambda: found.extend(model(*arrays)[0] for _ in range(20))) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 160
+    for each in found:
+        check(each, expected)
+    program = f"""
+import os, sys
+import numpy as np
+import latbench as lb
+from pathlib import Path
+model = lb.load({str(encoder[0])!r}, threads=2)
+arrays = np.load(sys.argv[1])
+ids, mask = arrays["ids"], arrays["mask"]
+expected = model(ids, mask)[0]
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        sys.exit(0 if all(np.array_equal(model(ids, mask)[0], expected) for _ in range(20)) else 1)
+    children.append(child)
+print([os.waitpid(child, 0)[1] for child in children], np.array_equal(model(ids, mask)[0], expected))
+heavy = "torch numba llvmlite pandas pyarrow sklearn scipy typer rich".split()
+print([name for name in heavy if name in sys.modules])
+"""
+    file = encoder[0].parent / "arrays.npz"
+    np.savez(file, **dict(zip(inputs, arrays, strict=True)))
+    told = subprocess.run(
+        [sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert told.stdout.split("\n")[:2] == ["[0, 0, 0, 0] True", "[]"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    encoder: tuple[Path, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lb.load(encoder[0])
+    ids, mask = (each.numpy() for each in make_inputs(2, 12).values())
+    for wrong, why in (((ids,), "takes 2 inputs, not 1"), ((ids * 1.0, mask), "input 1 of the model is int64, not"),
+                       ((ids[0], mask), "has the shape")):  # fmt: skip
+        with pytest.raises(UsageError, match=why):
+            model(*wrong)
+    check(model(ids.astype(np.int32), mask.astype(np.float64))[0], model(ids, mask)[0])
+    with pytest.raises(UsageError, match="at least one thread, not 0"):
+        lb.load(encoder[0], threads=0)
+    for name in ("libmodel.so", "model.latbench", "model.xml", "model.bin"):
+        damaged = shutil.copytree(encoder[0], tmp_path / name)
+        content = bytearray((damaged / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (damaged / name).write_bytes(content)
+        with pytest.raises(BadData, match=f"{name} is missing or was changed"):
+            lb.load(damaged)
+    monkeypatch.setenv("LATBENCH_LEVEL", "x86-64-v9")
+    with pytest.raises(EnvironmentUnusable, match="x86-64-v9"):
+        lb.load(encoder[0])
+    monkeypatch.setattr(openvino_model, "name_release", lambda: "2025.0.0")
+    with pytest.raises(EnvironmentUnusable, match=r"was exported for OpenVINO .*, and here is 2025\.0\.0"):
+        lb.load(encoder[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_convolutions_and_batches_are_deployed(tmp_path: Path, precision: str) -> None:
+    task = make_task(tmp_path, CHAIN_TASK)
+    pruned = prune_chain(
+        tmp_path / "pruned", task, precision, {"0": "vector:8", "3": "vector:8", "4.fc1": "vector:16"}
+    )
+    deploy = export_best(task, pruned, tmp_path / "deploy", batch=["2"])
+    manifest = json.loads((deploy / "manifest.json").read_text())
+    assert manifest["batches"] == [2, 5] and manifest["layers"]["0"]["activation"] == "relu"
+    model, choices = load_pruned(pruned, task.model())
+    converted, x = convert(model, choices, task.example().arguments), torch.randn(7, 3, 7, 6).clamp(-2, 2)
+    found = OpenVINOModel(deploy, 2)(x.numpy())
+    with torch.no_grad():
+        rounding = float((converted(x) - model(x)).abs().max()) if precision == "int8" else 0.0
+    np.testing.assert_allclose(found, converted(x), rtol=1e-4, atol=1e-5 + rounding)
+    # A second export, to C, leaves nothing of the first.
+    export_command(task.reference, pruned, deploy, to="c", level=[manifest["levels"][0]])
+    assert not (deploy / "model.xml").exists() and (deploy / "model.c").is_file()
+    np.save(tmp_path / "x.npy", x.numpy())
+    program = f"import numpy, sys, latbench as lb; numpy.save('y', lb.load({str(deploy)!r})(numpy.load('x.npy')))"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)  # this process has the first library
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), converted(x), rtol=1e-4, atol=1e-5 + rounding)
+
+
+class Shared(nn.Module):
+    """A layer that is called twice: before a ReLU, and before a sum; and another, whose result has two readers."""
+
+    def __init__(self, twice: bool = True) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.twice = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.a(x))
+        z = self.b(y)
+        again = self.a(z) if self.twice else z
+        return again + torch.relu(z) + torch.relu(self.c(x)) + torch.nn.functional.gelu(z, approximate="tanh")
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_an_activation_is_absorbed_where_it_alone_reads_each_call(twice: bool) -> None:
+    torch.manual_seed(5)
+    model, x = Shared(twice).eval(), torch.randn(2, 8)
+    called = TensorCall(model, (x,), "")
+    layers: Any = {name: model.get_submodule(name) for name in ("a", "b", "c")}
+    calls = record_calls(called, layers, [(x,), (x[:1],)])
+    assert {name: each.sizes for name, each in calls.items()} == {name: {1, 2} for name in layers}
+    graph = LayerGraph(called, layers, (x,))
+    assert graph.activations == {"a": None if twice else "relu", "b": None, "c": "relu"}
+    kinds = [node.get_type_name() for node in graph.model.get_ops()]
+    assert kinds.count("SparseLayerPlaceholder") == 3 + twice and kinds.count("Relu") == 1 + twice
+
+
+def test_layers_of_one_input_stay_apart() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) - self.b(x)
+
+    model, x = Pair().eval(), torch.randn(2, 8)
+    layers: Any = {"a": model.a, "b": model.b}
+    graph = LayerGraph(TensorCall(model, (x,), ""), layers, (x,))
+    kinds = [node.get_type_name() for node in graph.model.get_ops()]
+    assert kinds.count("SparseLayerPlaceholder") == 2
+
+
+def test_a_convolution_of_two_sizes_is_refused() -> None:
+    conv: Any = nn.Conv2d(3, 3, 3, padding=1)
+    model = nn.Sequential(conv, nn.MaxPool2d(2), conv)
+    with pytest.raises(UsageError, match="convolution 0 gets images of 3x8x8 and of 3x4x4"):
+        record_calls(TensorCall(model, (), ""), {"0": conv}, [(torch.randn(1, 3, 8, 8),)])
+
+
+def test_what_openvino_cannot_import_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvals(self.a(x)).real
+
+    model, x = Odd().eval(), torch.eye(8)
+    with pytest.raises(UsageError, match="cannot be exported to OpenVINO, which cannot import it"):
+        LayerGraph(TensorCall(model, (x,), ""), {"a": model.a}, (x,))
+
+
+@pytest.mark.parametrize(
+    ("to", "installed", "error", "said"),
+    [("openvino", False, EnvironmentUnusable, "needs OpenVINO: pip install openvino, or take --to c"),
+     (None, False, BadData, "pruned"), (None, True, BadData, "pruned")],
+)  # fmt: skip
+def test_the_form_is_openvino_where_it_is_installed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    to: str | None,
+    installed: bool,
+    error: type[LatbenchError],
+    said: str,
+) -> None:
+    asked: list[str] = []
+    find = export_module._find_exporter
+    monkeypatch.setattr(export_module, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(export_module, "_find_exporter", lambda form: asked.append(form) or find(form))
+    task = make_task(tmp_path, CHAIN_TASK)
+    with pytest.raises(error, match=said):
+        export_command(task.reference, tmp_path / "pruned", tmp_path / "deploy", to=to)
+    assert asked == ["openvino" if installed or to else "c"]
+    assert os.environ.get("LATBENCH_LEVEL") is None
