@@ -9,10 +9,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.profile import read_profile
 from search.example_inputs import ExampleInputs, TensorCall, convert_to_tensor_call
 from search.export.export_manifest import GRAPH, LIBRARY, OPENVINO, PACKED, write_manifest
@@ -39,18 +37,20 @@ from search.export.export_steps import (
 from search.export.model_chain import build_exported_layer
 from search.export.openvino_examples import MAIN, PYTHON
 from search.export.openvino_graph import LayerCalls, LayerGraph, record_calls
-from search.export.openvino_model import LEVEL, OpenVINOModel, name_release
+from search.export.openvino_model import LEVEL, name_release
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
 from search.user_code import call_user_code
 from sparse_kernels.convert import LayerPattern, convert, copy_model
-from sparse_kernels.cpu.export.exported_library import ExportedLibrary
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
 from sparse_kernels.cpu.export.packed_weights import build_packed_file
 from sparse_kernels.cpu.export.shared_library import EXTENSION, Extension, NoCompiler, find_needed_libc, link_library
 from sparse_kernels.prunable_layers import bake_weights
+
+RUN_SECONDS = 600.0
+"""Limit of the time in which a deployed model computes the inputs of its check."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,8 @@ def export_to_openvino(
     ------
     UsageError
         OpenVINO cannot import the model, no layer of it was pruned, or the request cannot be met.
-    EnvironmentUnusable
-        There is no compiler for C and C++, or this machine lacks a CPU level, memory or disk.
-    BadData
-        The pruned folder is damaged or of another model.
-    RuntimeError
-        The exported model gives other results: a fault of latbench.
+    EnvironmentUnusable, BadData, RuntimeError
+        As `search.export.c_export.export_to_c` does.
     """
     levels = choose_levels(request.levels)
     check_for_compiler()
@@ -111,12 +107,10 @@ def export_to_openvino(
     model, choices = load_pruned(pruned, task.model())
     bake_weights(model)
     example = task.example()
-    converted = _convert(model, choices, example)
-    results = PrunedResults(*(convert_to_tensor_call(each, example).model for each in (model, converted)))
+    called, converted = (convert_to_tensor_call(each, example) for each in (model, _convert(model, choices, example)))
     batches = sorted({example.batch, *(request.batches or ())})
     threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
-    inputs = spread_batches(convert_to_tensor_call(model, example).tensors, batches)
-    inputs = inputs if request.batches else inputs[:1]
+    inputs = spread_batches(called.tensors, batches) if request.batches else [list(called.tensors)]
     progress("importing into OpenVINO")
     found = _import_model(convert_to_tensor_call(copy_model(model), example), choices, inputs)
     compiled = []
@@ -129,9 +123,9 @@ def export_to_openvino(
             _write_files(folder, found.graph, compiled)
         progress("checking results")
         facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
-        error = _check_results(folder, results, inputs, facts)
+        error = _check_results(folder, PrunedResults(called.model, converted.model), inputs, facts)
         with explain_writes(output):
-            return write_manifest(folder, facts | {"error": error} | _describe_files(folder, found, threads[-1]))
+            return write_manifest(folder, facts | {"error": error} | _describe_files(folder, found))
 
 
 def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
@@ -173,7 +167,7 @@ def _write_files(folder: Path, graph: LayerGraph, levels: Sequence[CompiledLevel
         link_library(folder / LIBRARY, levels, extension=extension)
     except NoCompiler as error:
         raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
-    ov.save_model(graph.finish(folder / LIBRARY), folder / GRAPH, compress_to_fp16=False)
+    graph.save(folder / GRAPH)
     (folder / "main.cpp").write_text(MAIN, encoding="utf-8")
     (folder / "example.py").write_text(PYTHON, encoding="utf-8")
 
@@ -187,51 +181,51 @@ def _find_library(folder: Path, name: str) -> Path:
     )
 
 
-@contextmanager
-def _take_level(name: str) -> Iterator[None]:
-    """Let models that are loaded in this context take this CPU level."""
-    before = os.environ.get(LEVEL)
-    os.environ[LEVEL] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(LEVEL)
-        if before is not None:
-            os.environ[LEVEL] = before
-
-
 def _check_results(
     folder: Path, results: PrunedResults, inputs: Sequence[Sequence[Tensor]], facts: dict[str, Any]
 ) -> float:
     """Return how far deployed results are from the converted model's, as a share of its largest; raise if far.
 
-    facts: the CPU levels and numbers of threads.
+    Each CPU level runs in a process of its own: this one would go on with a library that it has loaded, wherever that
+    file is then. facts: the CPU levels and numbers of threads.
     """
-    worst = 0.0
-    for level, threads in itertools.product(facts["levels"], facts["threads"]):
-        with _take_level(level):
-            deployed = OpenVINOModel(folder, threads, checked=False)
-        for tensors in inputs:
-            found = deployed.run(*(each.numpy() for each in tensors))
-            right, apart = results.compare([torch.from_numpy(each) for each in found], tensors)
-            if not right:
-                raise RuntimeError(
-                    f"the exported model gives other results than the pruned one at CPU level {level}, with "
-                    f"{threads} threads, for inputs of {[tuple(each.shape) for each in tensors]}"
-                )
-            worst = max(worst, apart)
+    worst, arrays = 0.0, [[each.numpy() for each in tensors] for tensors in inputs]
+    for level in facts["levels"]:
+        with Worker(threads=facts["threads"][-1], name=f"checking {level}", environment={LEVEL: level}) as worker:
+            for threads in facts["threads"]:
+                found = _run(worker, folder, threads, arrays)
+                for tensors, given in zip(inputs, found, strict=True):
+                    right, apart = results.compare([torch.from_numpy(each) for each in given], tensors)
+                    if not right:
+                        raise RuntimeError(
+                            f"the exported model gives other results than the pruned one at CPU level {level}, with "
+                            f"{threads} threads, for inputs of {[tuple(each.shape) for each in tensors]}"
+                        )
+                    worst = max(worst, apart)
     return worst
 
 
-def _describe_files(folder: Path, found: _LayersToExport, threads: int) -> dict[str, Any]:
+def _run(worker: Worker, folder: Path, threads: int, inputs: list[list[Any]]) -> list[list[Any]]:
+    """Return the results of the deployed model for each of the inputs."""
+    try:
+        found: list[list[Any]] = worker.call(
+            "search.export.openvino_model:run_model", str(folder), threads, inputs, timeout=RUN_SECONDS
+        )
+        return found
+    except TaskFailed as error:
+        raise RuntimeError(f"the exported model does not run: {error.message}") from error
+    except WorkerDied as error:
+        raise RuntimeError(f"the exported model does not run: {error}") from error
+
+
+def _describe_files(folder: Path, found: _LayersToExport) -> dict[str, Any]:
     """Return what the manifest says of versions, inputs, outputs and layers."""
-    library, graph = ExportedLibrary(folder / LIBRARY, folder / PACKED), found.graph.model
+    graph = found.graph.model
     layers = {
         layer.name: {
             "shape": layer.weight.shape,
             "pattern": str(layer.weight.pattern),
             "activation": layer.activation,
-            "kernel": library.name_kernel(layer.name, max(found.calls[layer.name].sizes), threads),
         }
         for layer in found.layers
     }

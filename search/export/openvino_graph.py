@@ -19,14 +19,13 @@ from typing import Any
 import openvino as ov
 import torch
 from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
-from openvino.utils.node_factory import NodeFactory
 from torch import Tensor, nn
 
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
 
 OPERATION, OPSET = "SparseLayer", "latbench"
-"""The operation, as `sparse_layer.cpp` has it."""
+"""The operation, as `sparse_layer.cpp` has it. The file of a graph names it, so writing one needs no library."""
 
 Layers = Mapping[str, nn.Linear | nn.Conv2d]
 
@@ -91,9 +90,9 @@ class _StandIn(nn.Module):
 
 
 class _Placeholder(ov.Op):  # type: ignore[misc]
-    """The operation of a layer in a graph for which there is no library yet."""
+    """The operation of a layer, as long as there is no library that computes it."""
 
-    class_type_info = ov.DiscreteTypeInfo(OPERATION + "Placeholder", OPSET)
+    class_type_info = ov.DiscreteTypeInfo(OPERATION, OPSET)
 
     def __init__(self, inputs: Sequence[ov.Output], layer: str, shape: tuple[int | None, ...]) -> None:
         super().__init__(self)
@@ -124,7 +123,7 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
 
 
 class LayerGraph:
-    """The graph of a model with placeholders for its layers.
+    """The graph of a model, with an operation of ours for each call of its layers.
 
     Parameters
     ----------
@@ -139,7 +138,6 @@ class LayerGraph:
     def __init__(self, called: TensorCall, layers: Layers, tensors: Sequence[Tensor]) -> None:
         results = _record_results(called, layers, tensors)
         called.model.requires_grad_(False)
-        self._factory = NodeFactory()  # the library of its operations is loaded as long as it lives
         self._placeholders: list[_Placeholder] = []
         """One a call of a layer. The graph gives their nodes without what Python knows of them."""
         extensions: list[Any] = []
@@ -174,15 +172,9 @@ class LayerGraph:
                 for node in nodes:
                     node.output(0).replace(node.input_value(0))
 
-    def finish(self, library: Path) -> ov.Model:
-        """Put the operations of a library in place of the placeholders; return the graph."""
-        self._factory.add_extension(str(library))
-        for placeholder in self._placeholders:
-            node = self._factory.create(OPERATION, [placeholder.input_value(0)], {"layer": placeholder.layer})
-            node.set_friendly_name(placeholder.get_friendly_name())
-            placeholder.output(0).replace(node.output(0))
-        self.model.validate_nodes_and_infer_types()
-        return self.model
+    def save(self, path: Path) -> None:
+        """Write the graph to a file, and its weights to one beside it."""
+        ov.serialize(self.model, path, path.with_suffix(".bin"))
 
 
 def _record_results(

@@ -121,6 +121,12 @@ class OpenVINOModel:
         return type(self), (self.folder, self.threads)
 
 
+def run_model(folder: str, threads: int, inputs: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
+    """Return the results of a deployed model for each of the inputs."""
+    model = OpenVINOModel(Path(folder), threads, checked=False)
+    return [model.run(*each) for each in inputs]
+
+
 def _read_input(given: ArrayLike, port: Any, number: int) -> NDArray[Any]:
     """Return an input as the model takes it."""
     x, wanted = np.asarray(given), np.dtype(port.get_element_type().to_dtype())

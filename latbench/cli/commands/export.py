@@ -75,7 +75,8 @@ def _describe(manifest: dict[str, Any]) -> str:
     """Return lines that say what was exported."""
     width = max(map(len, manifest["layers"]))
     lines = [
-        f"{name:<{width}}  {facts['pattern']:<14} {facts['kernel']}" for name, facts in manifest["layers"].items()
+        f"{name:<{width}}  {facts['pattern']:<14} {facts.get('kernel', '')}".rstrip()
+        for name, facts in manifest["layers"].items()
     ]
     counts = ", ".join(map(str, manifest["batches"])), ", ".join(map(str, manifest["threads"]))
     lines.append(f"\nCPU levels {', '.join(manifest['levels'])}; batches {counts[0]}; threads {counts[1]}")

@@ -274,7 +274,7 @@ def test_an_activation_is_absorbed_where_it_alone_reads_each_call(twice: bool) -
     graph = LayerGraph(called, layers, (x,))
     assert graph.activations == {"a": None if twice else "relu", "b": None, "c": "relu"}
     kinds = [node.get_type_name() for node in graph.model.get_ops()]
-    assert kinds.count("SparseLayerPlaceholder") == 3 + twice and kinds.count("Relu") == 1 + twice
+    assert kinds.count("SparseLayer") == 3 + twice and kinds.count("Relu") == 1 + twice
 
 
 def test_layers_of_one_input_stay_apart() -> None:
@@ -290,7 +290,7 @@ def test_layers_of_one_input_stay_apart() -> None:
     layers: Any = {"a": model.a, "b": model.b}
     graph = LayerGraph(TensorCall(model, (x,), ""), layers, (x,))
     kinds = [node.get_type_name() for node in graph.model.get_ops()]
-    assert kinds.count("SparseLayerPlaceholder") == 2
+    assert kinds.count("SparseLayer") == 2
 
 
 def test_a_convolution_of_two_sizes_is_refused() -> None:
