@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from latbench.base.files import stage_folder
-from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.example_inputs import list_tensors
 from search.export.export_manifest import MANIFEST, is_exported, read_manifest
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
 from sparse_kernels.cpu.export.exported_library import UNUSABLE, LibraryError
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
-from sparse_kernels.cpu.export.shared_library import NoCompiler, check_compiler
+from sparse_kernels.cpu.export.shared_library import Extension, NoCompiler, check_compiler
 from sparse_kernels.same_results import CONVERTED, same_results
 
 
@@ -57,10 +57,10 @@ def choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:
     return [level for level in has if level in levels]
 
 
-def check_for_compiler() -> None:
+def check_for_compiler(extension: Extension | None = None) -> None:
     """Raise EnvironmentUnusable unless there is a C compiler that can link kernels."""
     try:
-        check_compiler()
+        check_compiler(extension)
     except NoCompiler as error:
         raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
 
@@ -103,7 +103,7 @@ class PrunedResults:
         if [each.shape for each in found] != [each.shape for each in expected]:
             return False, math.inf
         right, worst = True, 0.0
-        for y, wanted, unrounded in zip(found, expected, exact, strict=True):
+        for y, wanted, unrounded in zip(*(map(_widen, each) for each in (found, expected, exact)), strict=True):
             apart = float((y - wanted).abs().max()) if y.numel() else 0.0
             rounded = float((wanted - unrounded).abs().max()) if y.numel() else 0.0
             right = right and (apart <= rounded or same_results(y, wanted, CONVERTED))
@@ -114,6 +114,11 @@ class PrunedResults:
         """Return all tensors of what a model returns. It gets copies, for it may change its inputs."""
         with torch.no_grad():
             return list_tensors(model(*(each.clone() for each in inputs)))
+
+
+def _widen(result: Tensor) -> Tensor:
+    """Return a result as floats, which can be subtracted, whatever it was."""
+    return result if result.is_floating_point() else result.double()
 
 
 def spread_batches(tensors: Sequence[Tensor], batches: Sequence[int]) -> list[list[Tensor]]:
@@ -154,6 +159,14 @@ def explain_writes(output: Path) -> Iterator[None]:
         raise EnvironmentUnusable(f"cannot write {output}: {error}") from error
 
 
+def _list_files(output: Path) -> set[str]:
+    """Return the names of the files of an earlier export; none where its manifest tells none."""
+    try:
+        return set(read_manifest(output)["files"]) if is_exported(output) else set()
+    except BadData:
+        return set()
+
+
 @contextmanager
 def replace_folder(output: Path) -> Iterator[Path]:
     """Yield an empty folder, whose files then take the place of those in `output`, the manifest last.
@@ -166,7 +179,7 @@ def replace_folder(output: Path) -> Iterator[Path]:
         yield temporary
         with explain_writes(output):
             output.mkdir(exist_ok=True)
-            left = set(read_manifest(output)["files"]) if is_exported(output) else set()
+            left = _list_files(output)
             for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
                 path.replace(output / path.name)
                 left.discard(path.name)

@@ -1,9 +1,12 @@
 """The examples beside a model that was exported to OpenVINO: one in C++, one in Python."""
 
-from search.export.export_manifest import GRAPH, LIBRARY
+from collections.abc import Sequence
+
+from search.export.export_manifest import GRAPH, LIBRARY, MANIFEST
 
 PYTHON = f'''"""Run the exported model with OpenVINO alone: python example.py [THREADS]"""
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,15 +21,17 @@ threads = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 settings = {{"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}}
 model = core.compile_model(core.read_model(folder / "{GRAPH}"), "CPU", settings)
 
-inputs = []
-for port in model.inputs:  # 1 where a side may be any, as the batch
-    sides = [1 if side.is_dynamic else side.get_length() for side in port.get_partial_shape()]
-    inputs.append(np.zeros(sides, port.get_element_type().to_dtype()))
+shapes = [each["example"] for each in json.loads((folder / "{MANIFEST}").read_text())["inputs"]]
+inputs = [np.zeros(shape, port.get_element_type().to_dtype()) for shape, port in zip(shapes, model.inputs)]
 for result in model(inputs).values():
     print(result)
 '''
 
-MAIN = f"""/* Run the exported model with OpenVINO alone: ./main [THREADS], in the folder of the model.
+
+def generate_main(shapes: Sequence[Sequence[int]]) -> str:
+    """Return the example in C++, which calls the model with zeros of these shapes."""
+    listed = ", ".join("{" + ", ".join(map(str, shape)) + "}" for shape in shapes)
+    return f"""/* Run the exported model with OpenVINO alone: ./main [THREADS], in the folder of the model.
 
    OpenVINO comes from its archive, or from a pip package:
    package=$(python -c "import openvino; print(openvino.__path__[0])")
@@ -34,10 +39,12 @@ MAIN = f"""/* Run the exported model with OpenVINO alone: ./main [THREADS], in t
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <vector>
 
 #include <openvino/openvino.hpp>
 
 int main(int count, char **arguments) {{
+    const std::vector<ov::Shape> shapes{{{listed}}};
     try {{
         ov::Core core;
         core.add_extension("./{LIBRARY}"); /* before the model is read */
@@ -47,10 +54,7 @@ int main(int count, char **arguments) {{
                                                      ov::hint::inference_precision(ov::element::f32));
         ov::InferRequest request = model.create_infer_request();
         for (size_t i = 0; i < model.inputs().size(); i++) {{
-            ov::Shape shape;
-            for (const ov::Dimension &side : model.input(i).get_partial_shape()) /* 1 where a side may be any */
-                shape.push_back(side.is_dynamic() ? 1 : side.get_length());
-            ov::Tensor input(model.input(i).get_element_type(), shape);
+            ov::Tensor input(model.input(i).get_element_type(), shapes[i]);
             std::memset(input.data(), 0, input.get_byte_size());
             request.set_input_tensor(i, input);
         }}

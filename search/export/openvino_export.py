@@ -9,15 +9,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import openvino as ov
 import torch
 from torch import Tensor, nn
 
+from latbench.base.quiet_openvino import openvino as ov
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.profile import read_profile
@@ -34,9 +35,10 @@ from search.export.export_steps import (
     replace_folder,
     spread_batches,
 )
+from search.export.free_sides import change_axis, list_free_axes
 from search.export.model_chain import build_exported_layer
-from search.export.openvino_examples import MAIN, PYTHON
-from search.export.openvino_graph import LayerCalls, LayerGraph, record_calls
+from search.export.openvino_examples import PYTHON, generate_main
+from search.export.openvino_graph import OPSET, LayerCalls, LayerGraph, record_calls
 from search.export.openvino_model import LEVEL, name_release
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
@@ -45,7 +47,7 @@ from sparse_kernels.convert import LayerPattern, convert, copy_model
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
-from sparse_kernels.cpu.export.packed_weights import build_packed_file
+from sparse_kernels.cpu.export.packed_weights import build_packed_file, read_checksum
 from sparse_kernels.cpu.export.shared_library import EXTENSION, Extension, NoCompiler, find_needed_libc, link_library
 from sparse_kernels.prunable_layers import bake_weights
 
@@ -101,8 +103,8 @@ def export_to_openvino(
         As `search.export.c_export.export_to_c` does.
     """
     levels = choose_levels(request.levels)
-    check_for_compiler()
     check_output(output)
+    check_for_compiler(_find_extension("unnamed", 0))
     progress("reading the model")
     model, choices = load_pruned(pruned, task.model())
     bake_weights(model)
@@ -110,22 +112,24 @@ def export_to_openvino(
     called, converted = (convert_to_tensor_call(each, example) for each in (model, _convert(model, choices, example)))
     batches = sorted({example.batch, *(request.batches or ())})
     threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
-    inputs = spread_batches(called.tensors, batches) if request.batches else [list(called.tensors)]
+    inputs = spread_batches(called.tensors, batches)[:-1] if request.batches else [list(called.tensors)]
     progress("importing into OpenVINO")
     found = _import_model(convert_to_tensor_call(copy_model(model), example), choices, inputs)
+    found.graph.name_ports(example.name_tensors(), _name_results(converted))
     compiled = []
     for level in levels:
         progress(f"compiling for {level.name}")
         compiled.append(compile_layers(level, found.layers, found.list_sizes(), threads))
+    facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
     with replace_folder(output) as folder:
         progress("linking")
         with explain_writes(output):
-            _write_files(folder, found.graph, compiled)
+            opset = _write_files(folder, compiled, example)
         progress("checking results")
-        facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
-        error = _check_results(folder, PrunedResults(called.model, converted.model), inputs, facts)
+        deployed = _Deployed(folder, found.graph, opset, PrunedResults(called.model, converted.model))
+        error = deployed.check(called.tensors, inputs, facts)
         with explain_writes(output):
-            return write_manifest(folder, facts | {"error": error} | _describe_files(folder, found))
+            return write_manifest(folder, facts | {"error": error} | _describe_files(folder, found, example))
 
 
 def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
@@ -141,35 +145,49 @@ def _import_model(
     called: TensorCall, choices: Mapping[str, LayerPattern], inputs: Sequence[Sequence[Tensor]]
 ) -> _LayersToExport:
     """Import a copy of the model into OpenVINO, without its pruned layers."""
-    names = [called.prefix + name for name in choices]
-    modules: dict[str, Any] = {name: called.model.get_submodule(name) for name in names}
+    modules: dict[str, Any] = {name: called.model.get_submodule(called.prefix + name) for name in choices}
     calls = call_user_code("the model, called with these batches,", lambda: record_calls(called, modules, inputs))
     if not calls:
         raise UsageError("the model cannot be exported to OpenVINO: no layer of it was pruned; its ONNX file will do")
     modules = {name: module for name, module in modules.items() if name in calls}
+    images = {name: calls[name].find_image(name) for name in modules}
     graph = LayerGraph(called, modules, inputs[0])
     layers = [
-        replace(
-            build_exported_layer(name, module, choices[name.removeprefix(called.prefix)], calls[name].image or ()),
-            activation=graph.activations[name],
-        )
+        replace(build_exported_layer(name, module, choices[name], images[name]), activation=graph.activations[name])
         for name, module in modules.items()
     ]
     return _LayersToExport(layers, calls, graph)
 
 
-def _write_files(folder: Path, graph: LayerGraph, levels: Sequence[CompiledLevel]) -> None:
-    package = Path(ov.__file__).parent
-    libraries = [_find_library(package / "libs", name) for name in ("libopenvino.so", "libtbb.so")]
-    extension = Extension(EXTENSION, [package / "include"], libraries)
-    (folder / PACKED).write_bytes(build_packed_file(levels, [extension.source]))
+def _name_results(called: TensorCall) -> list[str]:
+    """Return the names of a model's results; none unless it returns a mapping of tensors."""
+    with torch.no_grad():
+        results = called.model(*(each.clone() for each in called.tensors))
+    named = isinstance(results, Mapping) and all(isinstance(each, Tensor) for each in results.values())
+    return [str(name) for name in results] if named else []
+
+
+def _write_files(folder: Path, levels: Sequence[CompiledLevel], example: ExampleInputs) -> str:
+    """Write the library, the packed file and the examples; return the opset of the export."""
+    packed = build_packed_file(levels, [EXTENSION])
+    opset = f"{OPSET}_{hashlib.sha256(packed).hexdigest()[:16]}"
+    (folder / PACKED).write_bytes(packed)
     try:
-        link_library(folder / LIBRARY, levels, extension=extension)
+        link_library(folder / LIBRARY, levels, extension=_find_extension(opset, read_checksum(packed)))
     except NoCompiler as error:
         raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
-    graph.save(folder / GRAPH)
-    (folder / "main.cpp").write_text(MAIN, encoding="utf-8")
+    shapes = [tuple(each.shape) for each in example.tensors()]
+    (folder / "main.cpp").write_text(generate_main(shapes), encoding="utf-8")
     (folder / "example.py").write_text(PYTHON, encoding="utf-8")
+    return opset
+
+
+def _find_extension(opset: str, checksum: int) -> Extension:
+    """Return what makes a library an extension of the installed OpenVINO. Raises EnvironmentUnusable."""
+    package = Path(ov.__file__).parent
+    libraries = [_find_library(package / "libs", name) for name in ("libopenvino.so", "libtbb.so")]
+    definitions = {"LATBENCH_OPSET": f'"{opset}"', "LATBENCH_CHECKSUM": f"{checksum:#x}ULL"}
+    return Extension(EXTENSION, [package / "include"], libraries, definitions)
 
 
 def _find_library(folder: Path, name: str) -> Path:
@@ -181,44 +199,72 @@ def _find_library(folder: Path, name: str) -> Path:
     )
 
 
-def _check_results(
-    folder: Path, results: PrunedResults, inputs: Sequence[Sequence[Tensor]], facts: dict[str, Any]
-) -> float:
-    """Return how far deployed results are from the converted model's, as a share of its largest; raise if far.
+@dataclass(frozen=True)
+class _Deployed:
+    """An exported folder whose graph is not written yet, and what it must compute."""
 
-    Each CPU level runs in a process of its own: this one would go on with a library that it has loaded, wherever that
-    file is then. facts: the CPU levels and numbers of threads.
-    """
-    worst, arrays = 0.0, [[each.numpy() for each in tensors] for tensors in inputs]
-    for level in facts["levels"]:
-        with Worker(threads=facts["threads"][-1], name=f"checking {level}", environment={LEVEL: level}) as worker:
-            for threads in facts["threads"]:
-                found = _run(worker, folder, threads, arrays)
-                for tensors, given in zip(inputs, found, strict=True):
-                    right, apart = results.compare([torch.from_numpy(each) for each in given], tensors)
+    folder: Path
+    graph: LayerGraph
+    opset: str
+    results: PrunedResults
+
+    def check(self, example: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], facts: dict[str, Any]) -> float:
+        """Write the graph; return how far its results are from the converted model's, as a share of its largest.
+
+        Sides along which other sizes work stay free. Each CPU level runs in a process of its own, which takes its
+        kernels from the environment. Raises RuntimeError for other results than the model's.
+
+        facts: the CPU levels and numbers of threads.
+        """
+        free = list_free_axes(self.results.model, example)
+        self._save(example, free)
+        if fixed := [axis for axis in free if not self._agrees(change_axis(example, axis), facts)]:
+            self._save(example, [axis for axis in free if axis not in fixed])
+        worst = 0.0
+        for level in facts["levels"]:
+            with Worker(threads=facts["threads"][-1], name=f"checking {level}", environment={LEVEL: level}) as worker:
+                for threads in facts["threads"]:
+                    right, apart = self._compare(worker, threads, inputs)
                     if not right:
                         raise RuntimeError(
                             f"the exported model gives other results than the pruned one at CPU level {level}, with "
-                            f"{threads} threads, for inputs of {[tuple(each.shape) for each in tensors]}"
+                            f"{threads} threads"
                         )
                     worst = max(worst, apart)
-    return worst
+        return worst
+
+    def _save(self, example: Sequence[Tensor], free: Sequence[int]) -> None:
+        self.graph.set_free_axes(example, free)
+        with explain_writes(self.folder):
+            self.graph.save(self.folder / GRAPH, self.opset)
+
+    def _agrees(self, tensors: Sequence[Tensor] | None, facts: dict[str, Any]) -> bool:
+        """Return whether inputs of another size give the model's results. An importer may have fixed what it read."""
+        assert tensors is not None
+        with Worker(threads=1, name="checking sizes", environment={LEVEL: facts["levels"][-1]}) as worker:
+            try:
+                return self._compare(worker, 1, [tensors])[0]
+            except RuntimeError:
+                return False
+
+    def _compare(self, worker: Worker, threads: int, inputs: Sequence[Sequence[Tensor]]) -> tuple[bool, float]:
+        """Return whether the results for all of the inputs are right, and how far they lie from the model's."""
+        arrays = [[each.numpy() for each in tensors] for tensors in inputs]
+        function = "search.export.openvino_model:run_model"
+        try:
+            found = worker.call(function, str(self.folder), threads, arrays, timeout=RUN_SECONDS)
+        except TaskFailed as error:
+            raise RuntimeError(f"the exported model does not run: {error.message}") from error
+        except WorkerDied as error:
+            raise RuntimeError(f"the exported model does not run: {error}") from error
+        compared = [
+            self.results.compare([torch.from_numpy(each) for each in given], tensors)
+            for given, tensors in zip(found, inputs, strict=True)
+        ]
+        return all(right for right, _ in compared), max(apart for _, apart in compared)
 
 
-def _run(worker: Worker, folder: Path, threads: int, inputs: list[list[Any]]) -> list[list[Any]]:
-    """Return the results of the deployed model for each of the inputs."""
-    try:
-        found: list[list[Any]] = worker.call(
-            "search.export.openvino_model:run_model", str(folder), threads, inputs, timeout=RUN_SECONDS
-        )
-        return found
-    except TaskFailed as error:
-        raise RuntimeError(f"the exported model does not run: {error.message}") from error
-    except WorkerDied as error:
-        raise RuntimeError(f"the exported model does not run: {error}") from error
-
-
-def _describe_files(folder: Path, found: _LayersToExport) -> dict[str, Any]:
+def _describe_files(folder: Path, found: _LayersToExport, example: ExampleInputs) -> dict[str, Any]:
     """Return what the manifest says of versions, inputs, outputs and layers."""
     graph = found.graph.model
     layers = {
@@ -233,11 +279,18 @@ def _describe_files(folder: Path, found: _LayersToExport) -> dict[str, Any]:
         "version": VERSION,
         OPENVINO: name_release(),
         "libc": find_needed_libc(folder / LIBRARY),
-        "inputs": [_describe_port(each) for each in graph.inputs],
+        "inputs": [
+            _describe_port(port) | {"example": list(tensor.shape)}
+            for port, tensor in zip(graph.inputs, example.tensors(), strict=False)
+        ],
         "outputs": [_describe_port(each) for each in graph.outputs],
         "layers": layers,
     }
 
 
-def _describe_port(port: Any) -> dict[str, str]:
-    return {"shape": str(port.get_partial_shape()), "type": str(port.get_element_type().get_type_name())}
+def _describe_port(port: Any) -> dict[str, Any]:
+    return {
+        "name": port.get_any_name() if port.get_names() else "",
+        "shape": str(port.get_partial_shape()),
+        "type": port.get_element_type().get_type_name(),
+    }

@@ -16,44 +16,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openvino as ov
 import torch
-from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
 from torch import Tensor, nn
 
+from latbench.base.quiet_openvino import openvino as ov
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
+from search.export.free_sides import list_along
 
 OPERATION, OPSET = "SparseLayer", "latbench"
-"""The operation, as `sparse_layer.cpp` has it. The file of a graph names it, so writing one needs no library."""
+"""The operation, as `sparse_layer.cpp` has it. The file of a graph names it, so writing one needs no library.
+
+In the file the opset has the number of the export behind its name.
+"""
 
 Layers = Mapping[str, nn.Linear | nn.Conv2d]
 
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """What a layer is called with. sizes: tokens or images of its calls. image: (channels, height, width) of one."""
+    """What a layer is called with. sizes: tokens or images of a call. images: (channels, height, width) of one."""
 
     sizes: frozenset[int]
-    image: tuple[int, ...] | None
+    images: frozenset[tuple[int, ...]]
+
+    def find_image(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an image of the convolution `name`; () for a linear layer. Raises UsageError."""
+        shapes = sorted(self.images)
+        if len(shapes) > 1:
+            sides = " and of ".join("x".join(map(str, shape)) for shape in shapes)
+            raise UsageError(
+                f"the model cannot be exported: convolution {name} gets images of {sides}, and an exported one has "
+                "one size"
+            )
+        if shapes and len(shapes[0]) != 3:
+            raise UsageError(f"the model cannot be exported: convolution {name} gets an image without a batch")
+        return shapes[0] if shapes else ()
 
 
 def record_calls(called: TensorCall, layers: Layers, batches: Sequence[Sequence[Tensor]]) -> dict[str, LayerCalls]:
-    """Run the model on each batch; return what its layers are called with.
-
-    Layers that are not called are left out. Raises UsageError for a convolution that sees images of two sizes.
-    """
+    """Run the model on each batch; return what its layers are called with. Those that are not called are left out."""
     sizes: dict[str, set[int]] = {}
-    images: dict[str, tuple[int, ...]] = {}
+    images: dict[str, set[tuple[int, ...]]] = {}
 
     def note(name: str, x: Tensor) -> None:
-        image = tuple(x.shape[1:]) if isinstance(layers[name], nn.Conv2d) else None
-        sizes.setdefault(name, set()).add(len(x) if image else math.prod(x.shape[:-1]))
-        if image and images.setdefault(name, image) != image:
-            raise UsageError(
-                f"the model cannot be exported: convolution {name} gets images of {_name_sides(images[name])} and of "
-                f"{_name_sides(image)}, and an exported one has one size"
-            )
+        if isinstance(layers[name], nn.Conv2d):
+            images.setdefault(name, set()).add(tuple(x.shape[1:]))
+            sizes.setdefault(name, set()).add(len(x))
+        else:
+            sizes.setdefault(name, set()).add(math.prod(x.shape[:-1]))
 
     hooks = [
         layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
@@ -66,11 +77,7 @@ def record_calls(called: TensorCall, layers: Layers, batches: Sequence[Sequence[
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: LayerCalls(frozenset(found), images.get(name)) for name, found in sizes.items()}
-
-
-def _name_sides(image: Sequence[int]) -> str:
-    return "x".join(map(str, image))
+    return {name: LayerCalls(frozenset(found), frozenset(images.get(name, ()))) for name, found in sizes.items()}
 
 
 class _StandIn(nn.Module):
@@ -83,10 +90,15 @@ class _StandIn(nn.Module):
     def __init__(self, layer: nn.Module, calls: int) -> None:
         super().__init__()
         layer.requires_grad_(False)
+        self._first = (layer,)  # in a tuple, where torch does not look for modules
         self._layers = itertools.cycle([layer, *(copy.deepcopy(layer) for _ in range(calls - 1))])
 
     def forward(self, x: Tensor) -> Any:
         return next(self._layers)(x)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the layer has: a model may ask for the type of its weight."""
+        return getattr(self.__dict__["_first"][0], name)
 
 
 class _Placeholder(ov.Op):  # type: ignore[misc]
@@ -133,6 +145,11 @@ class LayerGraph:
         The linear layers and convolutions to replace, by their names in `called`.
     tensors : sequence of Tensor
         Its inputs.
+
+    Raises
+    ------
+    UsageError
+        OpenVINO cannot import the model, or the model multiplies by the weight of a layer without calling it.
     """
 
     def __init__(self, called: TensorCall, layers: Layers, tensors: Sequence[Tensor]) -> None:
@@ -140,16 +157,24 @@ class LayerGraph:
         called.model.requires_grad_(False)
         self._placeholders: list[_Placeholder] = []
         """One a call of a layer. The graph gives their nodes without what Python knows of them."""
+        from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+
         extensions: list[Any] = []
         for number, (name, layer) in enumerate(layers.items()):
             stand_in, target = _StandIn(layer, len(results[name])), f"{OPSET}::layer_{number}"
-            called.model.set_submodule(name, stand_in)
+            called.model.set_submodule(called.prefix + name, stand_in)
             extensions.append(ModuleExtension(stand_in, target))
             extensions.append(ConversionExtension(target, self._build_converter(name, results[name][0])))
         with _explain_importer():
             self.model: ov.Model = ov.convert_model(called.model, example_input=tuple(tensors), extension=extensions)
         self.activations: dict[str, str | None] = dict.fromkeys(layers)
         """Layer -> the activation that became part of it, or None."""
+        read = {each.layer for each in self._placeholders if each.output(0).get_target_inputs()}
+        if missing := [name for name in layers if name not in read]:
+            raise UsageError(
+                f"the model cannot be exported to OpenVINO: it multiplies by the weight of {missing[0]} without "
+                "calling the layer"
+            )
         self._absorb_activations()
 
     def _build_converter(self, name: str, shape: tuple[int, ...]) -> Any:
@@ -172,9 +197,27 @@ class LayerGraph:
                 for node in nodes:
                     node.output(0).replace(node.input_value(0))
 
-    def save(self, path: Path) -> None:
-        """Write the graph to a file, and its weights to one beside it."""
+    def set_free_axes(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> None:
+        """Let inputs have any size along these axes, and the sizes of these tensors along the others."""
+        along = {axis: list_along(tensors, axis) for axis in axes}
+        shapes = {}
+        for number, tensor in enumerate(tensors):
+            free = {axis for axis in axes if along[axis][number]}
+            sides = [ov.Dimension() if axis in free else ov.Dimension(side) for axis, side in enumerate(tensor.shape)]
+            shapes[number] = ov.PartialShape(sides)
+        self.model.reshape(shapes)
+
+    def name_ports(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Name the inputs and the results, as far as there are names."""
+        for ports, names in ((self.model.inputs, inputs), (self.model.outputs, outputs)):
+            for port, name in zip(ports, names, strict=False):
+                port.get_tensor().set_names({name})
+
+    def save(self, path: Path, opset: str) -> None:
+        """Write the graph to a file, and its weights to one beside it; `opset` is that of the export."""
         ov.serialize(self.model, path, path.with_suffix(".bin"))
+        text, mark = path.read_text(encoding="utf-8"), f'type="{OPERATION}" version="{OPSET}"'
+        path.write_text(text.replace(mark, f'type="{OPERATION}" version="{opset}"'), encoding="utf-8")
 
 
 def _record_results(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, OPENVINO, PACKED, check_files, read_manifest
+from sparse_kernels.cpu.export.exported_library import name_anew
 
 LEVEL = "LATBENCH_LEVEL"
 """Environment variable with the CPU level that models take, in place of the most able one of the machine."""
@@ -26,20 +29,35 @@ def name_release() -> str:
 
 
 def _import_openvino() -> Any:
-    # With this package openvino reports every import to a web service; without it, it does not.
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
-        import openvino
+        from latbench.base.quiet_openvino import openvino
     except ImportError as error:
         raise EnvironmentUnusable(f"OpenVINO is not installed: pip install openvino ({error})") from error
     return openvino
 
 
+_loaded: WeakSet[OpenVINOModel] = WeakSet()
+
+
+def _abandon_models() -> None:
+    """Let the models of a forked process compile anew, and never free what they had.
+
+    OpenVINO's threads are not copied by a fork, and freeing what had them would wait for them.
+    """
+    for model in [*_loaded]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((model._compiled, model._idle)))
+        model._compiled, model._lock = None, Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_models)
+
+
 class OpenVINOModel:
     """A model that `latbench export --to openvino` wrote: call it with inputs, get results.
 
-    Threads of a process may call it at the same time. A process that forks after it was loaded loads it again at its
-    first call. A pickle holds its folder, so a spawned process does so, too.
+    Threads of a process may call it at the same time. A process that forks after it was loaded compiles it again at
+    its first call. A pickle holds its folder, so a spawned process does so, too.
 
     Parameters
     ----------
@@ -70,7 +88,11 @@ class OpenVINOModel:
                     f"{folder} was exported for OpenVINO {manifest[OPENVINO]}, and here is {here}: install that one, "
                     "or export the model again"
                 )
+        self._compiled: Any = None
+        self._idle: SimpleQueue[Any] = SimpleQueue()
+        self._lock = Lock()
         self._compile()
+        _loaded.add(self)
 
     def _compile(self) -> None:
         openvino = _import_openvino()
@@ -80,19 +102,17 @@ class OpenVINOModel:
             "INFERENCE_PRECISION_HINT": "f32",
         }  # fmt: skip
         try:
-            core.add_extension(str(self.folder / LIBRARY))
+            core.add_extension(name_anew(self.folder / LIBRARY))
             self._compiled = core.compile_model(core.read_model(self.folder / GRAPH), "CPU", settings)
         except RuntimeError as error:
             raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {_shorten(error)}") from error
-        self._idle: SimpleQueue[Any] = SimpleQueue()
-        self._process = os.getpid()
+        self._idle = SimpleQueue()
 
     def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
         """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
-        if self._process != os.getpid():
-            # OpenVINO's threads are not copied by a fork, and freeing what had them would wait for them.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._compiled, self._idle)))
-            self._compile()
+        with self._lock:
+            if self._compiled is None:  # in a forked process
+                self._compile()
         ports = self._compiled.inputs
         if len(inputs) != len(ports):
             raise UsageError(f"the model takes {len(ports)} inputs, not {len(inputs)}")
@@ -109,10 +129,19 @@ class OpenVINOModel:
         finally:
             self._idle.put(request)
 
-    def __call__(self, *inputs: ArrayLike) -> Any:
-        """Return the result for these inputs; a tuple of all of them, where the model has several."""
-        found = self.run(*inputs)
+    def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
+        """Return the result for these inputs, by place or by name; a tuple, where the model has several results."""
+        found = self.run(*inputs, *self._order(named, len(inputs)))
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _order(self, named: Mapping[str, ArrayLike], first: int) -> list[ArrayLike]:
+        """Return inputs that were given by name in the order of the model, from number `first` on."""
+        if not named:
+            return []
+        names = [each["name"] for each in read_manifest(self.folder)["inputs"]]
+        if unknown := [name for name in named if name not in names[first:]]:
+            raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
+        return [named[name] for name in names[first:] if name in named]
 
     def __repr__(self) -> str:
         return f"OpenVINOModel({str(self.folder)!r}, threads={self.threads})"
@@ -136,7 +165,7 @@ def _read_input(given: ArrayLike, port: Any, number: int) -> NDArray[Any]:
     sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else [*x.shape]
     if len(sides) != x.ndim or any(side not in (None, own) for side, own in zip(sides, x.shape, strict=True)):
         raise UsageError(f"input {number} of the model has the shape {shape}, not {x.shape}")
-    return np.ascontiguousarray(x, wanted)
+    return np.asarray(x, wanted, order="C")
 
 
 def _shorten(error: Exception) -> str:

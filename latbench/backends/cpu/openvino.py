@@ -9,7 +9,6 @@ planned with channels last: any other order would be converted before and after 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,16 +20,13 @@ from latbench.backends.cpu.block_steps import BlockSteps
 from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies, find_block_bits
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import INT4, INT8
+from latbench.base.quiet_openvino import openvino
 from latbench.workloads.points import Point
 from sparse_kernels.formats import unpack
 from sparse_kernels.formats.int8 import STEPS
 from sparse_kernels.shapes import Conv2dShape
 
-# With this package openvino reports every import to a web service; without it, it does not.
-sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-
-import openvino  # noqa: E402
-from openvino import opset13 as operators  # noqa: E402
+operators = openvino.opset13
 
 PRECISIONS = {"float32": ("f32",), "bfloat16": ("bf16",), "int8": ("u8", "i8"), "int4": ("i4", "u4")}
 """What OpenVINO says that it computes in, by the type of a point's activations."""

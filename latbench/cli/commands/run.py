@@ -38,7 +38,7 @@ def run(
     Finished steps are kept: the same command continues an interrupted job.
     """
     from latbench.errors import PromiseMissed
-    from latbench.machines.processors import select_threads
+    from latbench.machines.processors import count_cores, select_threads
     from search.task import check_task_file
 
     # First, so that what cannot work is refused before anything is said.
@@ -55,8 +55,10 @@ def run(
     from latbench.cli.job.job_steps import Job, JobSettings  # imports torch, which takes seconds
     from latbench.cli.job.job_threads import choose_threads
 
+    # Cores that are left to other programs may take part in what is not timed, but not those that --threads forbids.
+    pruners = threads or count_cores()
     threads = choose_threads(threads, folder)
-    settings = JobSettings(target, confidence, quick, recipe, threads, seed, allowed)
+    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed)
     with note_load(threads):
         result = _carry_out(Job(task, folder, settings))
         if as_json:

@@ -78,7 +78,7 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Choose a pattern, a sparsity and a precision for every layer: the least loss that reaches a speedup."""
-    from latbench.machines.processors import count_cores, select_threads
+    from latbench.machines.processors import select_threads
     from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search.deployment import Deployment
     from search.loss.parallel import MOST_PROCESSES, Workers
@@ -88,7 +88,7 @@ def search(
     _check_names(strategy, backend, method, judges, errors)
     _check_inputs(backend, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
     _check_goal(target, max_drop, refine)
-    threads, cores = select_threads(threads), count_cores()
+    threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
@@ -96,7 +96,7 @@ def search(
         Deployment(threads, backend, parse_precisions(precisions)),
         CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
         SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
-        Workers(processes or min(threads, MOST_PROCESSES), judges, processes or min(cores, MOST_PROCESSES)),
+        Workers(processes or min(threads, MOST_PROCESSES), judges),
     )
     stated = read_limits(limits) if limits is not None else Limits()
     files = _SearchFiles(task, table, model, database, output, method)

@@ -35,7 +35,7 @@ from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
 from latbench.errors import BadData, PromiseMissed
 from latbench.machines.devices import name_cpu
-from latbench.machines.processors import count_cores, select_threads
+from latbench.machines.processors import select_threads
 from latbench.report import report_data, report_inputs
 from latbench.report.pages import html_page
 from latbench.report.summary import build_summary_table, summarise
@@ -91,6 +91,8 @@ class JobSettings:
         Training recipe of `latbench prune`; None for no training.
     threads
         Threads of each engine; None for one a core.
+    pruners
+        Processes that prune layers; None for one a thread. Nothing is timed then.
     seed
         Random seed of weights and search.
     precisions
@@ -102,6 +104,7 @@ class JobSettings:
     quick: bool = True
     recipe: str | None = None
     threads: int | None = None
+    pruners: int | None = None
     seed: int = 0
     precisions: tuple[str, ...] = (FLOAT32,)
 
@@ -270,8 +273,7 @@ class Job:
             self.task.loss(model, batches[0])
         seconds = (time.monotonic() - began) * len(batches) * evaluations
         evaluators = 1 if seconds < SHORT_EVALUATION_SECONDS else min(self._threads, MOST_PROCESSES)
-        # Nothing is timed while layers are pruned, so that all cores may take part.
-        return Workers(evaluators, pruners=min(count_cores(), MOST_PROCESSES))
+        return Workers(evaluators, pruners=min(self.settings.pruners or self._threads, MOST_PROCESSES))
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile unless the folder holds the result."""

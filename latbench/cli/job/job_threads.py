@@ -41,8 +41,8 @@ def choose_threads(wanted: int | None, folder: Path) -> int:
     free = count_free_cores(SAMPLE_SECONDS)
     if free < cores:
         _LOG.warning(
-            f"other programs keep {cores - free} of {cores} cores busy: each engine has {_name(free)}, and what is "
-            f"promised holds for so many; --threads {cores} uses all"
+            f"other programs keep {cores - free} of {cores} cores busy: each engine has {_name(free)}, and the "
+            f"promise holds for that number of threads; --threads {cores} uses all"
         )
     return free
 

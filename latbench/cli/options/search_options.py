@@ -153,8 +153,7 @@ Processes = Annotated[
         "--processes",
         min=1,
         metavar="COUNT",
-        help="Worker processes. Results differ only by rounding. Default: one per thread, and one per core for "
-        "pruning, at most 8.",
+        help="Worker processes. Results differ only by rounding. Default: one per thread, at most 8.",
     ),
 ]
 Evaluators = Annotated[

@@ -6,6 +6,7 @@ It needs neither Numba nor a compiler. Calls release Python's lock, so threads m
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -37,13 +38,25 @@ class _LayerFacts(ctypes.Structure):
     )  # fmt: skip
 
 
+_loads = itertools.count()
+
+
+def name_anew(library: Path) -> str:
+    """Return a path of the library that this process has not used yet.
+
+    A system's loader knows libraries by their paths. It would give the one that lay there before, where an export has
+    replaced it.
+    """
+    return f"{library.parent}/{'./' * next(_loads)}{library.name}"
+
+
 class ExportedLibrary:
     """A model of an exported library, opened from its packed file."""
 
     def __init__(self, library: Path, packed: Path, level: str | None = None) -> None:
         """Open a packed file for the most able CPU level, or the one that is named. Raises LibraryError."""
         self._handle: int | None = None
-        self._library: Any = ctypes.CDLL(str(library))
+        self._library: Any = ctypes.CDLL(name_anew(library))
         _declare(self._library)
         error = _Error()
         self._handle = self._library.latbench_open(

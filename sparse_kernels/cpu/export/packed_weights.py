@@ -41,6 +41,11 @@ def build_packed_file(levels: Sequence[CompiledLevel], sources: Sequence[Path] =
     return seal((head.tobytes() + table).ljust(at, b"\0") + sections)
 
 
+def read_checksum(content: bytes) -> int:
+    """Return the checksum that the head of a packed file tells."""
+    return int(np.frombuffer(content[:_HEAD_BYTES], np.uint64)[CHECKSUM_WORD])
+
+
 def seal(content: bytes) -> bytes:
     """Return the content of a packed file with its checksum."""
     words = np.frombuffer(bytearray(content), np.uint64)

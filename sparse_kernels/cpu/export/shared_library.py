@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +37,15 @@ class NoCompiler(Exception):
 
 @dataclass(frozen=True)
 class Extension:
-    """What makes the library an extension of an engine: a file in C++, folders of headers, and libraries."""
+    """What makes the library an extension of an engine: a file in C++, folders of headers, and libraries.
+
+    definitions: macros of the file, such as the number of the export.
+    """
 
     source: Path
     includes: Sequence[Path]
     libraries: Sequence[Path]
+    definitions: Mapping[str, str]
 
 
 def find_compiler(variable: str = "CC", usual: Sequence[str] = _COMPILERS) -> list[str]:
@@ -59,10 +63,10 @@ def find_compiler(variable: str = "CC", usual: Sequence[str] = _COMPILERS) -> li
     raise NoCompiler(f"no {language} compiler was found: {missing} on the PATH; install g++, or set {variable}")
 
 
-def check_compiler() -> None:
+def check_compiler(extension: Extension | None = None) -> None:
     """Build a library without kernels, which says early whether kernels can be linked. Raises NoCompiler."""
     with tempfile.TemporaryDirectory(prefix="latbench-check-") as name:
-        link_library(Path(name) / "library.so", [])
+        link_library(Path(name) / "library.so", [], extension=extension)
 
 
 def link_library(
@@ -94,6 +98,7 @@ def _compile_extension(path: Path, extension: Extension) -> Path:
     compiler = find_compiler("CXX", CPP_COMPILERS)
     includes = [f"-isystem{each}" for each in extension.includes]
     settings = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{RUNTIME}", *includes]
+    settings += [f"-D{name}={value}" for name, value in extension.definitions.items()]
     _run_compiler(compiler, [*compiler, *settings, "-c", str(extension.source), "-o", str(path)])
     return path
 

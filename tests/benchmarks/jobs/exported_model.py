@@ -1,12 +1,13 @@
-"""An exported model beside the converted torch module: time of a call, cold start, and bytes.
+"""An exported model beside the converted torch module: time of a call, cold start, memory, and bytes.
 
-    python tests/benchmarks/jobs/exported_model.py [TASK] [--pruned FOLDER] [--pattern vector:16] [--sparsity 0.9]
-        [--batch 128] [--threads 1,2] [--rounds 15]
+    python tests/benchmarks/jobs/exported_model.py [TASK] [--to c] [--pruned FOLDER] [--pattern vector:16]
+        [--sparsity 0.9] [--batch COUNT] [--threads 1,2] [--rounds 15]
 
 Without a pruned folder all layers but the excluded ones are pruned by magnitude: times do not depend on how layers
 were pruned. Each side runs in a process of its own, in turns: a burst of calls, then the other's. Prints the median
-of the bursts' medians, and the ratio. Cold starts are whole processes, from their start to the first result on disk;
-that of Python imports latbench, loads the pruned folder, and calls it, with kernels that are compiled already.
+of the bursts' medians, the ratio, and the memory that each process has of its own. Cold starts are whole processes,
+from their start to the first result on disk; that of torch imports latbench, loads the pruned folder, and calls it,
+with kernels that are compiled already.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import psutil
 import torch
 
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.export.c_export import export_to_c
-from search.export.export_steps import ExportRequest
+from search.example_inputs import ExampleInputs
+from search.export.export_manifest import OPENVINO, C
+from search.export.export_steps import ExportRequest, spread_batches
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from sparse_kernels.cpu.export.shared_library import find_compiler
 from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import set_weight_matrix, survey_layers, weight_matrix
 
-BURST, WARMING, STARTS = 40, 20, 11
+BURST_SECONDS, WARMING, STARTS = 0.1, 20, 11
 
 
 def main() -> None:
@@ -48,13 +52,43 @@ def main() -> None:
         pruned = given.pruned or prune_by_magnitude(folder / "pruned", task, given.pattern, given.sparsity)
         deploy, threads = folder / "deploy", [int(each) for each in given.threads.split(",")]
         began = time.perf_counter()
-        manifest = export_to_c(task, pruned, deploy, ExportRequest(batches=[given.batch], threads=threads))
+        batches = None if given.batch is None else [given.batch]
+        manifest = _find_exporter(given.to)(task, pruned, deploy, ExportRequest(batches=batches, threads=threads))
         print(f"export: {time.perf_counter() - began:.0f} s, levels {', '.join(manifest['levels'])}")
         print(", ".join(f"{file} {size / 1e6:.2f} MB" for file, size in manifest["bytes"].items() if size > 1e5))
         print(f"largest difference from the pruned model: {manifest['error']:.1e} of its largest result")
         for count in threads:
-            compare_calls(given.task, pruned, deploy, given.batch, count, given.rounds)
-        compare_starts(given.task, pruned, deploy, given.batch, folder)
+            compare_calls(Sides(given.task, pruned, deploy, given.to, given.batch, count), given.rounds)
+        compare_starts(Sides(given.task, pruned, deploy, given.to, given.batch, 1), folder)
+
+
+def _find_exporter(form: str) -> Any:
+    if form == C:
+        from search.export.c_export import export_to_c
+
+        return export_to_c
+    from search.export.openvino_export import export_to_openvino
+
+    return export_to_openvino
+
+
+class Sides(NamedTuple):
+    """What is compared: a task's pruned folder and its exported one, at a batch and a number of threads."""
+
+    task: str
+    pruned: Path
+    deploy: Path
+    form: str
+    batch: int | None
+    threads: int
+
+    def read_example(self) -> ExampleInputs:
+        """Return the task's example, with the batch."""
+        example = load_task(self.task).example()
+        if self.batch is None:
+            return example
+        left = iter(spread_batches(example.tensors(), [self.batch])[0])
+        return example.map_tensors(lambda _: next(left))
 
 
 def prune_by_magnitude(folder: Path, task: Task, pattern: str, sparsity: float) -> Path:
@@ -82,52 +116,53 @@ def prune_by_magnitude(folder: Path, task: Task, pattern: str, sparsity: float) 
     return folder
 
 
-def compare_calls(task: str, pruned: Path, deploy: Path, batch: int, threads: int, rounds: int) -> None:
+def compare_calls(sides: Sides, rounds: int) -> None:
     """Time both in turns, and print the medians."""
     context = get_context("spawn")
     found: dict[str, list[float]] = {}
-    workers = {}
-    for side, work in (("torch module", serve_module), ("C library", serve_library)):
+    workers, bytes_used = {}, {}
+    for side, work in (("torch module", serve_module), (sides.form, serve_exported)):
         here, there = context.Pipe()
-        process = context.Process(target=work, args=(there, task, pruned, deploy, batch, threads), daemon=True)
+        process = context.Process(target=work, args=(there, sides), daemon=True)
         process.start()
         here.recv()
         workers[side], found[side] = here, []
+        bytes_used[side] = psutil.Process(process.pid).memory_full_info().uss
     for _ in range(rounds):
         for side, pipe in workers.items():
             pipe.send(True)
             found[side].append(pipe.recv())
     medians = {side: statistics.median(times) for side, times in found.items()}
-    ratios = [c / t for c, t in zip(found["C library"], found["torch module"], strict=True)]
+    ratios = [c / t for c, t in zip(found[sides.form], found["torch module"], strict=True)]
     print(
-        f"batch {batch}, {threads} threads: "
+        f"batch {sides.batch or 'of the example'}, {sides.threads} threads: "
         + ", ".join(f"{side} {1e6 * seconds:.1f} us" for side, seconds in medians.items())
-        + f"; C / torch {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+        + f"; {sides.form} / torch {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}); own memory "
+        + ", ".join(f"{side} {size / 1e6:.0f} MB" for side, size in bytes_used.items())
     )
     for pipe in workers.values():
         pipe.send(False)
 
 
-def serve_module(pipe: Connection, task: str, pruned: Path, deploy: Path, batch: int, threads: int) -> None:
+def serve_module(pipe: Connection, sides: Sides) -> None:
     """Time the converted module each time that the pipe asks for it."""
     import latbench as lb
 
-    loaded = load_task(task)
-    x = _repeat(loaded, batch)
-    module = lb.load(pruned, loaded.model(), x, threads=threads)
-    module(x)
-    torch.set_num_threads(threads)  # again: when its threads start, OpenMP takes as many as there are cores
-    _serve(pipe, lambda: module(x))
+    example = sides.read_example()
+    given = dict(example.keywords) if example.keywords else example.arguments
+    module = lb.load(sides.pruned, load_task(sides.task).model(), given, threads=sides.threads)
+    example.call(module)
+    torch.set_num_threads(sides.threads)  # again: when its threads start, OpenMP takes as many as there are cores
+    _serve(pipe, lambda: example.call(module))
 
 
-def serve_library(pipe: Connection, task: str, pruned: Path, deploy: Path, batch: int, threads: int) -> None:
-    """Time the library each time that the pipe asks for it."""
-    from sparse_kernels.cpu.export.exported_library import ExportedLibrary
+def serve_exported(pipe: Connection, sides: Sides) -> None:
+    """Time the exported model each time that the pipe asks for it."""
+    import latbench as lb
 
-    x = _repeat(load_task(task), batch).numpy()
-    library = ExportedLibrary(deploy / "libmodel.so", deploy / "model.latbench")
-    outputs = tuple(_read_outputs(deploy))
-    _serve(pipe, lambda: library.run(x, outputs, threads))
+    arrays = [each.numpy() for each in sides.read_example().tensors()]
+    model: Any = lb.load(sides.deploy, threads=sides.threads)
+    _serve(pipe, lambda: model(*arrays))
 
 
 def _serve(pipe: Connection, call: Any) -> None:
@@ -135,58 +170,50 @@ def _serve(pipe: Connection, call: Any) -> None:
         call()
     pipe.send(True)
     while pipe.recv():
-        times = []
-        for _ in range(BURST):
+        times: list[float] = []
+        while sum(times) < BURST_SECONDS:
             began = time.perf_counter()
             call()
             times.append(time.perf_counter() - began)
         pipe.send(statistics.median(times))
 
 
-def compare_starts(task: str, pruned: Path, deploy: Path, batch: int, folder: Path) -> None:
+def compare_starts(sides: Sides, folder: Path) -> None:
     """Time whole processes, and print the medians."""
-    command = [*find_compiler(), "-O2", "-I.", "main.c", "-o", "main", "-L.", "-lmodel", "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(command, cwd=deploy, check=True)
-    x = _repeat(load_task(task), batch)
-    x.numpy().tofile(deploy / "inputs.bin")
-    code = (
-        "import sys, numpy as np, torch, latbench as lb; from search.task import load_task; "
-        "task = load_task(sys.argv[1]); example, = task.example().arguments; "
-        "x = torch.from_numpy(np.fromfile('inputs.bin', np.float32)).reshape(-1, *example.shape[1:]); "
-        "lb.load(sys.argv[2], task.model(), x)(x).numpy().tofile(sys.argv[3])"
-    )
-    (deploy / "batch.py").write_text(
-        (deploy / "example.py").read_text().rsplit("print(", 1)[0]
-        + "y = run(np.fromfile('inputs.bin', np.float32).reshape(-1, *SHAPE))\ny.tofile('outputs.bin')\n".replace(
-            "SHAPE", repr(tuple(x.shape[1:]))
-        )
+    arrays = [each.numpy() for each in sides.read_example().tensors()]
+    np.savez(folder / "inputs.npz", *arrays)
+    read = "import sys, numpy as np, latbench as lb; x = [*np.load('inputs.npz').values()]; "
+    exported = read + "y = lb.load(sys.argv[1])(*x); np.save('y', y[0] if isinstance(y, tuple) else y)"
+    module = (
+        "import sys, torch, numpy as np, latbench as lb; from search.task import load_task; "
+        "task = load_task(sys.argv[2]); example = task.example(); x = example.tensors(); "
+        "given = dict(example.keywords) if example.keywords else example.arguments; "
+        "from search.example_inputs import list_tensors; "
+        "y = example.call(lb.load(sys.argv[1], task.model(), given)); np.save('y', list_tensors(y)[0].numpy())"
     )
     ways = {
-        "C": ["./main", "inputs.bin", "outputs.bin", "1"],
-        "NumPy and ctypes": [sys.executable, "batch.py"],
-        "torch module": [sys.executable, "-P", "-c", code, task, str(pruned), str(folder / "outputs.bin")],
+        f"{sides.form}, in Python": [sys.executable, "-P", "-c", exported, str(sides.deploy)],
+        "torch module": [sys.executable, "-P", "-c", module, str(sides.pruned), sides.task],
+        **_build_program(sides, arrays),
     }
     for way, words in ways.items():
         times = []
-        for _ in range(STARTS if way == "C" else 5):
+        for _ in range(STARTS if way.endswith("C") else 5):
             began = time.perf_counter()
-            subprocess.run(words, cwd=deploy, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
             times.append(time.perf_counter() - began)
         print(f"cold start, {way}: {1e3 * statistics.median(times):.1f} ms")
 
 
-def _repeat(task: Task, batch: int) -> torch.Tensor:
-    """Return the task's example, repeated or cut to a batch."""
-    (x,) = task.example().arguments
-    repeated: torch.Tensor = x.repeat(-(-batch // len(x)), *[1] * (x.ndim - 1))[:batch]
-    return repeated.contiguous()
-
-
-def _read_outputs(deploy: Path) -> list[int]:
-    import json
-
-    outputs: list[int] = json.loads((deploy / "manifest.json").read_text())["output"]
-    return outputs
+def _build_program(sides: Sides, arrays: list[np.ndarray]) -> dict[str, list[str]]:
+    """Compile the example in C, and return its command; none for another form."""
+    if sides.form != C:
+        return {}
+    command = [*find_compiler(), "-O2", "-I.", "main.c", "-o", "main", "-L.", "-lmodel", "-Wl,-rpath,$ORIGIN"]
+    subprocess.run(command, cwd=sides.deploy, check=True)
+    arrays[0].tofile(sides.deploy / "inputs.bin")
+    run = f"cd {sides.deploy} && ./main inputs.bin outputs.bin 1"
+    return {"C": ["sh", "-c", run]}
 
 
 def _arguments() -> argparse.Namespace:
@@ -195,7 +222,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pruned", type=lambda path: Path(path).resolve())
     parser.add_argument("--pattern", default="vector:16")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--to", choices=[C, OPENVINO], default=C)
+    parser.add_argument("--batch", type=int, help="default: that of the task's example")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=15)
     return parser.parse_args()

@@ -1,12 +1,17 @@
 /* The sparse layers of an exported model as an operation of OpenVINO. Its packed file lies beside this library.
  *
+ * The operation's opset is of this export alone, so that one program can read several exported models.
+ * LATBENCH_OPSET: its name. LATBENCH_CHECKSUM: that of the packed file, which must be the one of this export.
+ *
  * OpenVINO calls an operation in one of its own threads, so a layer shares its work among these: no other thread wakes
  * up, and a call has as many threads as the model was compiled with.
  */
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -47,6 +52,13 @@ std::string find_packed_file() {
     return (slash == std::string::npos ? "" : library.substr(0, slash + 1)) + PACKED_FILE;
 }
 
+/* The checksum that the head of a packed file tells. */
+uint64_t read_checksum(const std::string &path) {
+    uint64_t head[4] = {};
+    std::ifstream(path, std::ios::binary).read(reinterpret_cast<char *>(head), sizeof head);
+    return head[3];
+}
+
 /* The packed file, which all layers of a process share while there is one. */
 Model open_model() {
     static std::mutex mutex;
@@ -56,8 +68,13 @@ Model open_model() {
     const std::lock_guard<std::mutex> lock(mutex);
     if (Model known = opened[level].lock()) return known;
     latbench_error error;
-    latbench_model *found = latbench_open(find_packed_file().c_str(), level.empty() ? nullptr : named, &error);
+    const std::string path = find_packed_file();
+    latbench_model *found = latbench_open(path.c_str(), level.empty() ? nullptr : named, &error);
     OPENVINO_ASSERT(found, error.text);
+    if (read_checksum(path) != LATBENCH_CHECKSUM) {
+        latbench_close(found);
+        OPENVINO_THROW(path, ": the library is of another export; use the files that were exported together");
+    }
     latbench_set_share(found, share_among_tbb, nullptr);
     const Model model(found, latbench_close);
     opened[level] = model;
@@ -66,7 +83,7 @@ Model open_model() {
 
 class SparseLayer : public ov::op::Op {
 public:
-    OPENVINO_OP("SparseLayer", "latbench");
+    OPENVINO_OP("SparseLayer", LATBENCH_OPSET);
 
     SparseLayer() = default;
     SparseLayer(const ov::OutputVector &inputs, const std::string &layer) : Op(inputs), layer_(layer) {

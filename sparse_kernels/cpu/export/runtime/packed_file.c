@@ -62,9 +62,7 @@ static int check_head(const packed_file *file, const char *path, latbench_error 
                          path);
     if (head->library != latbench_library)
         return set_error(error, LATBENCH_BAD_FILE,
-                         "%s: the library is of another export; use the two that were exported together, and start a process "
-                         "anew that has loaded the one before",
-                         path);
+                         "%s: the library is of another export; use the two that were exported together", path);
     if (head->level_count > 64 || sizeof *head + head->level_count * sizeof(level_entry) > file->size)
         return set_error(error, LATBENCH_BAD_FILE, "%s: damaged, its CPU levels do not fit into it", path);
     return LATBENCH_OK;
