@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latbench.base.quiet_openvino import openvino as ov
+from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.profile import read_profile
@@ -44,6 +44,7 @@ from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
 from search.user_code import call_user_code
 from sparse_kernels.convert import LayerPattern, convert, copy_model
+from sparse_kernels.cpu.export.cpu_levels import CpuLevel
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
@@ -116,10 +117,7 @@ def export_to_openvino(
     progress("importing into OpenVINO")
     found = _import_model(convert_to_tensor_call(copy_model(model), example), choices, inputs)
     found.graph.name_ports(example.name_tensors(), _name_results(converted))
-    compiled = []
-    for level in levels:
-        progress(f"compiling for {level.name}")
-        compiled.append(compile_layers(level, found.layers, found.list_sizes(), threads))
+    compiled = _compile(levels, found, threads, progress)
     facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
     with replace_folder(output) as folder:
         progress("linking")
@@ -167,6 +165,16 @@ def _name_results(called: TensorCall) -> list[str]:
     return [str(name) for name in results] if named else []
 
 
+def _compile(
+    levels: Sequence[CpuLevel], found: _LayersToExport, threads: Sequence[int], progress: Callable[[str], None]
+) -> list[CompiledLevel]:
+    compiled = []
+    for level in levels:
+        progress(f"compiling for {level.name}")
+        compiled.append(compile_layers(level, found.layers, found.list_sizes(), threads))
+    return compiled
+
+
 def _write_files(folder: Path, levels: Sequence[CompiledLevel], example: ExampleInputs) -> str:
     """Write the library, the packed file and the examples; return the opset of the export."""
     packed = build_packed_file(levels, [EXTENSION])
@@ -184,7 +192,7 @@ def _write_files(folder: Path, levels: Sequence[CompiledLevel], example: Example
 
 def _find_extension(opset: str, checksum: int) -> Extension:
     """Return what makes a library an extension of the installed OpenVINO. Raises EnvironmentUnusable."""
-    package = Path(ov.__file__).parent
+    package = Path(import_openvino().__file__).parent
     libraries = [_find_library(package / "libs", name) for name in ("libopenvino.so", "libtbb.so")]
     definitions = {"LATBENCH_OPSET": f'"{opset}"', "LATBENCH_CHECKSUM": f"{checksum:#x}ULL"}
     return Extension(EXTENSION, [package / "include"], libraries, definitions)

@@ -14,15 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from latbench.base.quiet_openvino import openvino as ov
+from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
 from search.export.free_sides import list_along
+
+if TYPE_CHECKING:
+    import openvino as ov
+else:
+    ov = import_openvino()
 
 OPERATION, OPSET = "SparseLayer", "latbench"
 """The operation, as `sparse_layer.cpp` has it. The file of a graph names it, so writing one needs no library.

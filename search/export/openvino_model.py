@@ -15,9 +15,9 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, OPENVINO, PACKED, check_files, read_manifest
-from sparse_kernels.cpu.export.exported_library import name_anew
 
 LEVEL = "LATBENCH_LEVEL"
 """Environment variable with the CPU level that models take, in place of the most able one of the machine."""
@@ -30,10 +30,9 @@ def name_release() -> str:
 
 def _import_openvino() -> Any:
     try:
-        from latbench.base.quiet_openvino import openvino
+        return import_openvino()
     except ImportError as error:
         raise EnvironmentUnusable(f"OpenVINO is not installed: pip install openvino ({error})") from error
-    return openvino
 
 
 _loaded: WeakSet[OpenVINOModel] = WeakSet()
@@ -102,10 +101,13 @@ class OpenVINOModel:
             "INFERENCE_PRECISION_HINT": "f32",
         }  # fmt: skip
         try:
-            core.add_extension(name_anew(self.folder / LIBRARY))
+            core.add_extension(str(self.folder / LIBRARY))
             self._compiled = core.compile_model(core.read_model(self.folder / GRAPH), "CPU", settings)
         except RuntimeError as error:
-            raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {_shorten(error)}") from error
+            said = _shorten(error)
+            if "unsupported opset" in said:  # the system's loader gives the library that lay at this path before
+                said = "this process has loaded an earlier export from there: load the new one in a new process"
+            raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {said}") from error
         self._idle = SimpleQueue()
 
     def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:

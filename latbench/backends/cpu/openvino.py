@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +20,16 @@ from latbench.backends.cpu.block_steps import BlockSteps
 from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies, find_block_bits
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import INT4, INT8
-from latbench.base.quiet_openvino import openvino
+from latbench.base.quiet_openvino import import_openvino
 from latbench.workloads.points import Point
 from sparse_kernels.formats import unpack
 from sparse_kernels.formats.int8 import STEPS
 from sparse_kernels.shapes import Conv2dShape
 
+if TYPE_CHECKING:
+    import openvino
+else:
+    openvino = import_openvino()
 operators = openvino.opset13
 
 PRECISIONS = {"float32": ("f32",), "bfloat16": ("bf16",), "int8": ("u8", "i8"), "int4": ("i4", "u4")}

@@ -41,7 +41,7 @@ class _LayerFacts(ctypes.Structure):
 _loads = itertools.count()
 
 
-def name_anew(library: Path) -> str:
+def find_new_path(library: Path) -> str:
     """Return a path of the library that this process has not used yet.
 
     A system's loader knows libraries by their paths. It would give the one that lay there before, where an export has
@@ -56,7 +56,7 @@ class ExportedLibrary:
     def __init__(self, library: Path, packed: Path, level: str | None = None) -> None:
         """Open a packed file for the most able CPU level, or the one that is named. Raises LibraryError."""
         self._handle: int | None = None
-        self._library: Any = ctypes.CDLL(name_anew(library))
+        self._library: Any = ctypes.CDLL(find_new_path(library))
         _declare(self._library)
         error = _Error()
         self._handle = self._library.latbench_open(
