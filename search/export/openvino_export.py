@@ -194,7 +194,7 @@ def _find_extension(opset: str, checksum: int) -> Extension:
     """Return what makes a library an extension of the installed OpenVINO. Raises EnvironmentUnusable."""
     package = Path(import_openvino().__file__).parent
     libraries = [_find_library(package / "libs", name) for name in ("libopenvino.so", "libtbb.so")]
-    definitions = {"LATBENCH_OPSET": f'"{opset}"', "LATBENCH_CHECKSUM": f"{checksum:#x}ULL"}
+    definitions = {"EXPORT_OPSET": f'"{opset}"', "EXPORT_CHECKSUM": f"{checksum:#x}ULL"}
     return Extension(EXTENSION, [package / "include"], libraries, definitions)
 
 

@@ -1,7 +1,7 @@
 /* The sparse layers of an exported model as an operation of OpenVINO. Its packed file lies beside this library.
  *
  * The operation's opset is of this export alone, so that one program can read several exported models.
- * LATBENCH_OPSET: its name. LATBENCH_CHECKSUM: that of the packed file, which must be the one of this export.
+ * EXPORT_OPSET: its name. EXPORT_CHECKSUM: that of the packed file, which must be the one of this export.
  *
  * OpenVINO calls an operation in one of its own threads, so a layer shares its work among these: no other thread wakes
  * up, and a call has as many threads as the model was compiled with.
@@ -71,7 +71,7 @@ Model open_model() {
     const std::string path = find_packed_file();
     latbench_model *found = latbench_open(path.c_str(), level.empty() ? nullptr : named, &error);
     OPENVINO_ASSERT(found, error.text);
-    if (read_checksum(path) != LATBENCH_CHECKSUM) {
+    if (read_checksum(path) != EXPORT_CHECKSUM) {
         latbench_close(found);
         OPENVINO_THROW(path, ": the library is of another export; use the files that were exported together");
     }
@@ -83,7 +83,7 @@ Model open_model() {
 
 class SparseLayer : public ov::op::Op {
 public:
-    OPENVINO_OP("SparseLayer", LATBENCH_OPSET);
+    OPENVINO_OP("SparseLayer", EXPORT_OPSET);
 
     SparseLayer() = default;
     SparseLayer(const ov::OutputVector &inputs, const std::string &layer) : Op(inputs), layer_(layer) {

@@ -28,6 +28,7 @@ SHARE = 16384  # floats of a sum from which on a thread gets a share
 NAMES = (
     "open", "close", "level", "count_layers", "describe", "find", "kernel", "linear", "conv2d", "add", "borrow",
     "give_back",
+    "set_share",
 )  # fmt: skip
 
 # A second copy of the runtime, under other names, which looks into a model.
