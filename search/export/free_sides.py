@@ -13,9 +13,9 @@ from search.export.export_steps import spread_batches
 BATCH, TOKENS = 0, 1
 
 
-def list_free_axes(model: Callable[..., Any], tensors: Sequence[Tensor]) -> list[int]:
-    """List the axes, BATCH and TOKENS, along which the model takes inputs of another size."""
-    found = []
+def try_other_sizes(model: Callable[..., Any], tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Return inputs of another size for each axis, BATCH and TOKENS, along which the model takes such."""
+    found = {}
     for axis in (BATCH, TOKENS):
         changed = change_axis(tensors, axis)
         if changed is None:
@@ -25,7 +25,7 @@ def list_free_axes(model: Callable[..., Any], tensors: Sequence[Tensor]) -> list
                 model(*(each.clone() for each in changed))
         except Exception:  # noqa: BLE001 - the user's model may raise anything
             continue
-        found.append(axis)
+        found[axis] = changed
     return found
 
 

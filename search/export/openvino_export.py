@@ -35,7 +35,7 @@ from search.export.export_steps import (
     replace_folder,
     spread_batches,
 )
-from search.export.free_sides import change_axis, list_free_axes
+from search.export.free_sides import try_other_sizes
 from search.export.model_chain import build_exported_layer
 from search.export.openvino_examples import PYTHON, generate_main
 from search.export.openvino_graph import OPSET, LayerCalls, LayerGraph, record_calls
@@ -224,10 +224,11 @@ class _Deployed:
 
         facts: the CPU levels and numbers of threads.
         """
-        free = list_free_axes(self.results.model, example)
-        self._save(example, free)
-        if fixed := [axis for axis in free if not self._agrees(change_axis(example, axis), facts)]:
-            self._save(example, [axis for axis in free if axis not in fixed])
+        others = try_other_sizes(self.results.model, example)
+        self._save(example, [*others])
+        free = [axis for axis, tensors in others.items() if self._agrees(tensors, facts)]
+        if len(free) < len(others):
+            self._save(example, free)
         worst = 0.0
         for level in facts["levels"]:
             with Worker(threads=facts["threads"][-1], name=f"checking {level}", environment={LEVEL: level}) as worker:
@@ -246,9 +247,8 @@ class _Deployed:
         with explain_writes(self.folder):
             self.graph.save(self.folder / GRAPH, self.opset)
 
-    def _agrees(self, tensors: Sequence[Tensor] | None, facts: dict[str, Any]) -> bool:
+    def _agrees(self, tensors: Sequence[Tensor], facts: dict[str, Any]) -> bool:
         """Return whether inputs of another size give the model's results. An importer may have fixed what it read."""
-        assert tensors is not None
         with Worker(threads=1, name="checking sizes", environment={LEVEL: facts["levels"][-1]}) as worker:
             try:
                 return self._compare(worker, 1, [tensors])[0]

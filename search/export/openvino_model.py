@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,7 +24,8 @@ LEVEL = "LATBENCH_LEVEL"
 
 def name_release() -> str:
     """Return the release of the installed OpenVINO, such as 2026.4.1. Raises EnvironmentUnusable if there is none."""
-    return re.split("-", _import_openvino().__version__)[0]
+    version: str = _import_openvino().__version__
+    return version.partition("-")[0]
 
 
 def _import_openvino() -> Any:
@@ -110,12 +110,15 @@ class OpenVINOModel:
             raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {said}") from error
         self._idle = SimpleQueue()
 
-    def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
-        """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
+    def _get_compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:  # in a forked process
                 self._compile()
-        ports = self._compiled.inputs
+            return self._compiled
+
+    def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
+        """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
+        ports = self._get_compiled().inputs
         if len(inputs) != len(ports):
             raise UsageError(f"the model takes {len(ports)} inputs, not {len(inputs)}")
         arrays = [_read_input(each, port, i) for i, (each, port) in enumerate(zip(inputs, ports, strict=True), 1)]
@@ -140,7 +143,7 @@ class OpenVINOModel:
         """Return inputs that were given by name in the order of the model, from number `first` on."""
         if not named:
             return []
-        names = [each["name"] for each in read_manifest(self.folder)["inputs"]]
+        names = [port.get_any_name() for port in self._get_compiled().inputs]
         if unknown := [name for name in named if name not in names[first:]]:
             raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
         return [named[name] for name in names[first:] if name in named]
