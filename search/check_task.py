@@ -25,7 +25,7 @@ from search.pruning.forward_hooks import get_product, register_forward_hooks
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.user_code import call_user_code, describe_error
-from search.whole_model.model_engines import convert_for_example
+from search.whole_model.convert_model import convert_for_example
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.patterns import Dense
 from sparse_kernels.prunable_layers import is_layer

@@ -37,7 +37,7 @@ from search.loss.evaluation_conditions import find_conditions
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.task import OPTIONAL, REQUIRED, Task, find_task, list_interface_faults
 from search.user_code import call_user_code
-from search.whole_model.model_engines import convert_for_example
+from search.whole_model.convert_model import convert_for_example
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.denormal_weights import count_denormals
 from sparse_kernels.patterns import Dense

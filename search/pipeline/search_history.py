@@ -59,7 +59,7 @@ class SearchHistory:
         """Return the conditions, and what the choice of the probe profiles depends on."""
         inputs, candidates = self._inputs, self._request.candidates
         return {
-            **self.conditions(), "probes": overhead.VERSION, "table_hash": inputs.table_hash,
+            **self.conditions(), "table_hash": inputs.table_hash,
             "cost_model": hash_file(inputs.cost_model)[:16] if inputs.cost_model else None,
             "patterns": list(candidates.patterns) if candidates.patterns else None,
             "excluded": list(inputs.task.limits.excluded),

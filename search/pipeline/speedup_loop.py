@@ -160,8 +160,8 @@ def run_speedup_loop(
     Raises
     ------
     Infeasible
-        The target is out of reach even at the favourable ends of all predictions.
-    PromiseMissed
+        No profile keeps the second budget.
+    TargetMissed
         The fastest profile was timed, and missed the target as all others did.
     """
     loop = _SpeedupLoop(problem, search, time_profiles, target, dict(before or {}))
@@ -190,7 +190,6 @@ class _SpeedupLoop:
     ) -> None:  # fmt: skip
         # Predictions that are too uncertain for a promise may still turn out well: measuring decides.
         self.predicted = problem if _is_feasible(problem.reachable, target) else ignore_intervals(problem)
-        self._could_reach = _is_feasible(problem.check_could_reach, target)
         self._search, self._time_profiles, self._target, self._before = search, time_profiles, target, before
         self._number = 0
         self.found: dict[Choice, SearchResult] = {}
@@ -236,7 +235,7 @@ class _SpeedupLoop:
         try:
             found = _search_first(self._search, problems, number, missed)
         except Infeasible:
-            if self.measured or (number == 0 and (self._before or self._could_reach)):
+            if self.measured or number == 0:  # before a target is refused, the fastest profile is timed
                 return []
             raise
         if found.choice in missed:

@@ -16,7 +16,8 @@ from search.example_inputs import ExampleInputs
 from search.model_weights import remove_compilation
 from search.pruning.storage.model_folder import is_pruned, load_pruned, read_manifest
 from search.user_code import call_user_code
-from sparse_kernels.convert import convert, copy_model
+from search.whole_model.convert_model import convert_for_example
+from sparse_kernels.convert import copy_model
 from sparse_kernels.prunable_layers import bake_weights
 
 
@@ -41,7 +42,7 @@ def load_deployed(
     with torch.no_grad():
         call_user_code("the model, called with the example inputs,", lambda: inputs.call(pruned))
     try:
-        return convert(pruned, choices, inputs.arguments, example_keywords=inputs.keywords)
+        return convert_for_example(pruned, choices, inputs)
     except ValueError as error:
         raise UsageError(f"{folder} cannot be converted with this model: {error}") from error
 

@@ -32,8 +32,9 @@ from search.artifacts.onnx_export import export_onnx
 from search.example_inputs import ExampleInputs, convert_to_tensor_call, list_tensors
 from search.pruning.storage.model_folder import build_layer_pattern, load_pruned
 from search.task import load_task
+from search.whole_model.convert_model import convert_for_example
 from search.whole_model.sessions import OptionsByLayer
-from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales
 from sparse_kernels.nn import SparseConv2d, SparseLayer, SparseLinear
 from sparse_kernels.oracle import WrongResult
@@ -199,11 +200,12 @@ def build_random_pruned(reference: str, threads: int, backend: str, choices: Opt
 def build_layers_free(reference: str, threads: int, choices: OptionsByLayer) -> Run:
     """Build the model of `build_random_pruned` on latbench's own kernels, with sparse layers that take no time.
 
-    Each sparse layer computes an output once, and returns it from then on.
+    Each of these layers computes an output once, and returns it from then on.
     """
     model, swapped, example = mask_at_random(reference, choices)
     converted = convert_for_example(model, swapped, example)
-    for layer in converted.modules():
+    for name in choices:
+        layer = converted.get_submodule(name)
         if isinstance(layer, SparseLayer):
             layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
         if isinstance(layer, SparseLinear):
@@ -305,11 +307,6 @@ def _build_on(
     if is_deepsparse(backend):
         return _build_on_deepsparse(model, example, threads, exported)
     return _run_model(convert_for_example(model, choices, example), example, threads)
-
-
-def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
-    """Return the model converted to `choices`, and proved on the example inputs."""
-    return convert(model, choices, example.arguments, example_keywords=example.keywords)
 
 
 def _build_on_deepsparse(

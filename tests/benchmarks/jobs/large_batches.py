@@ -20,7 +20,8 @@ from latbench.base.engine_registry import PRECISIONS
 from search.problem.layers import Option
 from search.task import load_task
 from search.traced_layers import list_prunable_layers
-from search.whole_model.model_engines import convert_for_example, mask_at_random
+from search.whole_model.convert_model import convert_for_example
+from search.whole_model.model_engines import mask_at_random
 from sparse_kernels.graph_passes.image_turns import ImageTurns
 
 

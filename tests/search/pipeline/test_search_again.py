@@ -135,7 +135,7 @@ def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None
     )
     key = SearchHistory(inputs, asked).key()
     assert list(key) == [
-        "model_hash", "device", "inputs", "threads", "backend", "precisions", "engines", "probes", "table_hash",
+        "models", "model_hash", "device", "inputs", "threads", "backend", "precisions", "engines", "table_hash",
         "cost_model", "patterns", "excluded", "sparsities",
     ]  # fmt: skip
     assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]

@@ -1,0 +1,52 @@
+"""Convert a pruned model to what is timed, verified and served.
+
+Its pruned layers run on latbench's kernels, and so do convolutions that read few channels, such as a network's first.
+There torch's convolution takes longer than our dense one (`tests/benchmarks/jobs/first_convolutions.py`). The next
+convolution also finds its input in the frames that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from latbench.workloads.workload import trace_model
+from search.example_inputs import ExampleInputs
+from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.patterns import Dense
+from sparse_kernels.shapes import Conv2dShape
+
+FEW_CHANNELS = 4
+"""Input channels, at most, of a convolution that runs on our dense kernel although it was not searched.
+
+With more channels torch is faster on some processors.
+"""
+
+
+def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
+    """Return the model converted to `choices`, and proved on the example inputs.
+
+    Convolutions that read few channels are converted, too, and stay dense.
+
+    Parameters
+    ----------
+    model : Module
+        The pruned model. It is not changed.
+    choices : mapping of str to LayerPattern
+        The patterns of its pruned layers.
+    example : ExampleInputs
+        The arguments of a call.
+
+    Raises
+    ------
+    ValueError
+        As `sparse_kernels.convert.convert`.
+    """
+    traced, _ = trace_model(model, example.arguments, keywords=example.keywords)
+    first = {layer.name: LayerPattern(Dense()) for layer in traced.layers if _reads_few_channels(layer.shape)}
+    return convert(model, {**first, **choices}, example.arguments, example_keywords=example.keywords)
+
+
+def _reads_few_channels(shape: object) -> bool:
+    return isinstance(shape, Conv2dShape) and shape.c_in <= FEW_CHANNELS
