@@ -62,13 +62,13 @@ def main() -> None:
         _report(name, partial(dense, x), partial(ours, x), given.rounds)
 
 
-def _build_both(reference: str, pattern: str) -> list[Callable[[], object]]:
+def _build_both(reference: str, pattern: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return calls of a task's pruned model with its other layers in torch, and with its first layer ours."""
     task = load_task(reference)
     options = dict.fromkeys(list_prunable_layers(task, task.model()), Option(pattern, SPARSITY))
     model, choices, example = mask_at_random(task.reference, options)
     plain = convert(model, choices, example.arguments, example_keywords=example.keywords)
-    return [partial(example.call, it) for it in (plain, convert_for_example(model, choices, example))]
+    return partial(example.call, plain), partial(example.call, convert_for_example(model, choices, example))
 
 
 def _report(name: str, torchs: Callable[[], object], ours: Callable[[], object], rounds: int) -> None:
