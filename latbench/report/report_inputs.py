@@ -184,8 +184,7 @@ def _read_model(path: Path) -> ModelFile:
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:
-    from search.pipeline.verify import hash_manifest
-    from search.pruning.storage.model_folder import read_manifest
+    from search.pruning.storage.model_folder import hash_manifest, read_manifest
 
     manifest = read_manifest(folder)
     try:

@@ -5,6 +5,7 @@
 - model.latbench: the packed weights
 - model.c: the chain; it is part of libmodel.so
 - main.c, example.py: examples, which call the library
+- profile.json, expected.npz: the promise, and results for the task's example; `latbench verify` reads them
 - manifest.json: levels, batches, threads, layers and their kernels; bytes and SHA-256 of the other files
 """
 
@@ -20,19 +21,21 @@ from torch import Tensor, nn
 
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.artifacts.profile import read_profile
+from search.deployment import C
 from search.export.chain_source import MAIN, generate_chain, generate_header, generate_python_example
-from search.export.export_manifest import LIBRARY, PACKED, C, write_manifest
+from search.export.export_manifest import LIBRARY, PACKED, write_manifest
 from search.export.export_steps import (
     ExportRequest,
     PrunedResults,
     check_for_compiler,
     check_output,
     choose_levels,
-    compile_layers,
+    compile_levels,
     explain_refusals,
     explain_writes,
     replace_folder,
     spread_batches,
+    write_promise,
 )
 from search.export.model_chain import ModelChain, trace_chain
 from search.pruning.storage.model_folder import load_pruned
@@ -93,10 +96,7 @@ def export_to_c(
     chain, results = trace_chain(model, choices, x), PrunedResults(model, _convert(model, choices, x))
     batches = sorted({1, *(request.batches or (len(x),))})
     threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
-    compiled = []
-    for level in levels:
-        progress(f"compiling for {level.name}")
-        compiled.append(compile_layers(level, chain.layers, _count_tokens(chain, batches), threads))
+    compiled = compile_levels(levels, chain.layers, _count_tokens(chain, batches), threads, progress)
     facts = {"form": C, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
     with replace_folder(output) as folder:
         progress("linking")
@@ -105,7 +105,8 @@ def export_to_c(
         progress("checking results")
         error = _check_results(folder, chain, results, spread_batches([x], batches), facts)
         with explain_writes(output):
-            return _describe_export(folder, chain, facts | {"error": error})
+            facts |= {"error": error} | write_promise(folder, pruned, results.compute([x]))
+            return _describe_export(folder, chain, facts)
 
 
 def _read_example(task: Task) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,12 @@ from typing import Any
 
 from latbench.base.files import hash_file
 from latbench.errors import BadData
+from search.deployment import OPENVINO, C
 
 MANIFEST, LIBRARY, PACKED = "manifest.json", "libmodel.so", "model.latbench"
+PROFILE, EXPECTED = "profile.json", "expected.npz"
 GRAPH, GRAPH_WEIGHTS = "model.xml", "model.bin"
 """OpenVINO's two files of a model."""
-
-C, OPENVINO = "c", "openvino"
-"""Forms of an exported model."""
 
 _KEYS = {C: ("input", "output"), OPENVINO: (OPENVINO, "inputs", "outputs")}
 """What a manifest of each form tells its loader, beside the files."""
@@ -42,13 +42,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of an exported model. Raises BadData if it is none."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name in ("files", *_KEYS[manifest["form"]]):
+        for name in ("files", "pruned", *_KEYS[manifest["form"]]):
             manifest[name]
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(f"{folder / MANIFEST} is no manifest of an exported model: export the model again") from error
     except OSError as error:
         raise BadData(f"{folder} is no exported model: {error}") from error
     return manifest
+
+
+def hash_export(folder: Path) -> str:
+    """Return a hash of an exported model, whose manifest lists the hashes of its files. Raises BadData if none is."""
+    return hashlib.sha256(json.dumps(read_manifest(folder), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_files(folder: Path, manifest: dict[str, Any], names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from torch import Tensor
 from latbench.base.files import stage_folder
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.example_inputs import list_tensors
-from search.export.export_manifest import MANIFEST, is_exported, read_manifest
+from search.export.expected_results import ExpectedResults, compare_results
+from search.export.export_manifest import MANIFEST, PROFILE, is_exported, read_manifest
+from search.pruning.storage.model_folder import hash_manifest
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
 from sparse_kernels.cpu.export.exported_library import UNUSABLE, LibraryError
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
 from sparse_kernels.cpu.export.shared_library import Extension, NoCompiler, check_compiler
-from sparse_kernels.same_results import CONVERTED, same_results
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,21 @@ def check_output(output: Path) -> None:
         raise UsageError(f"{output} exists and is no exported model: give another output folder")
 
 
-def compile_layers(
+def compile_levels(
+    levels: Sequence[CpuLevel], layers: Sequence[ExportedLayer], sizes: Mapping[str, Sequence[int]],
+    threads: Sequence[int], progress: Callable[[str], None],
+) -> list[CompiledLevel]:  # fmt: skip
+    """Compile layers for CPU levels and these numbers of tokens or images, each level in a process of its own."""
+    compiled = []
+    for level in levels:
+        progress(f"compiling for {level.name}")
+        compiled.append(_compile(level, layers, sizes, threads))
+    return compiled
+
+
+def _compile(
     level: CpuLevel, layers: Sequence[ExportedLayer], sizes: Mapping[str, Sequence[int]], threads: Sequence[int]
 ) -> CompiledLevel:
-    """Compile layers for a CPU level and these numbers of tokens or images, in a process of its own."""
     try:
         return compile_level(LevelRequest(level, layers, sizes, threads))
     except LevelFailure as error:
@@ -93,22 +105,12 @@ class PrunedResults:
     converted: Callable[..., Any]
 
     def compare(self, found: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[bool, float]:
-        """Return whether results for these inputs are right, and how far they lie from the converted model's.
+        """Return what `compare_results` says of results for these inputs."""
+        return compare_results(found, self._call(self.converted, inputs), self._call(self.model, inputs))
 
-        That is as a share of its largest. Layers in eight bits and in bfloat16 round their inputs. An input near the
-        middle of two steps may go to the other one here, for its own roundings. All roundings together are what
-        separates the converted model from the pruned one, so they bound what some of them do.
-        """
-        expected, exact = self._call(self.converted, inputs), self._call(self.model, inputs)
-        if [each.shape for each in found] != [each.shape for each in expected]:
-            return False, math.inf
-        right, worst = True, 0.0
-        for y, wanted, unrounded in zip(*(map(_widen, each) for each in (found, expected, exact)), strict=True):
-            apart = float((y - wanted).abs().max()) if y.numel() else 0.0
-            rounded = float((wanted - unrounded).abs().max()) if y.numel() else 0.0
-            right = right and (apart <= rounded or same_results(y, wanted, CONVERTED))
-            worst = max(worst, apart / (float(wanted.abs().max()) or 1.0) if y.numel() else 0.0)
-        return right, worst
+    def compute(self, inputs: Sequence[Tensor]) -> ExpectedResults:
+        """Return the results of both models for these inputs."""
+        return ExpectedResults(list(inputs), self._call(self.converted, inputs), self._call(self.model, inputs))
 
     def _call(self, model: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return all tensors of what a model returns. It gets copies, for it may change its inputs."""
@@ -116,9 +118,11 @@ class PrunedResults:
             return list_tensors(model(*(each.clone() for each in inputs)))
 
 
-def _widen(result: Tensor) -> Tensor:
-    """Return a result as floats, which can be subtracted, whatever it was."""
-    return result if result.is_floating_point() else result.double()
+def write_promise(folder: Path, pruned: Path, expected: ExpectedResults) -> dict[str, Any]:
+    """Write the profile and expected results, which a verification of the export needs; return facts about both."""
+    shutil.copyfile(pruned / PROFILE, folder / PROFILE)
+    expected.save(folder)
+    return {"pruned": hash_manifest(pruned)}
 
 
 def spread_batches(tensors: Sequence[Tensor], batches: Sequence[int]) -> list[list[Tensor]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from latbench.errors import BadData, UsageError
-from search.export.export_manifest import OPENVINO, is_exported, read_manifest
+from search.deployment import OPENVINO
+from search.export.export_manifest import is_exported, read_manifest
 from search.export.exported_model import ExportedModel
 from search.export.openvino_model import OpenVINOModel
 

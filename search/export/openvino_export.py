@@ -4,6 +4,7 @@
 - libmodel.so: the extension of OpenVINO with this operation, its kernels for each CPU level, and the runtime
 - model.latbench: the packed weights of the pruned layers
 - main.cpp, example.py: examples
+- profile.json, expected.npz: the promise, and results for the task's example; `latbench verify` reads them
 - manifest.json: levels, threads, versions, inputs, layers and their kernels; bytes and SHA-256 of the other files
 """
 
@@ -22,18 +23,20 @@ from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.profile import read_profile
+from search.deployment import OPENVINO
 from search.example_inputs import ExampleInputs, TensorCall, convert_to_tensor_call
-from search.export.export_manifest import GRAPH, LIBRARY, OPENVINO, PACKED, write_manifest
+from search.export.export_manifest import GRAPH, LIBRARY, PACKED, write_manifest
 from search.export.export_steps import (
     ExportRequest,
     PrunedResults,
     check_for_compiler,
     check_output,
     choose_levels,
-    compile_layers,
+    compile_levels,
     explain_writes,
     replace_folder,
     spread_batches,
+    write_promise,
 )
 from search.export.free_sides import try_other_sizes
 from search.export.model_chain import build_exported_layer
@@ -44,7 +47,6 @@ from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
 from search.user_code import call_user_code
 from sparse_kernels.convert import LayerPattern, convert, copy_model
-from sparse_kernels.cpu.export.cpu_levels import CpuLevel
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
@@ -117,7 +119,7 @@ def export_to_openvino(
     progress("importing into OpenVINO")
     found = _import_model(convert_to_tensor_call(copy_model(model), example), choices, inputs)
     found.graph.name_ports(example.name_tensors(), _name_results(converted))
-    compiled = _compile(levels, found, threads, progress)
+    compiled = compile_levels(levels, found.layers, found.list_sizes(), threads, progress)
     facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
     with replace_folder(output) as folder:
         progress("linking")
@@ -127,7 +129,8 @@ def export_to_openvino(
         deployed = _Deployed(folder, found.graph, opset, PrunedResults(called.model, converted.model))
         error = deployed.check(called.tensors, inputs, facts)
         with explain_writes(output):
-            return write_manifest(folder, facts | {"error": error} | _describe_files(folder, found, example))
+            facts |= {"error": error} | write_promise(folder, pruned, deployed.results.compute(called.tensors))
+            return write_manifest(folder, facts | _describe_files(folder, found, example))
 
 
 def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
@@ -163,16 +166,6 @@ def _name_results(called: TensorCall) -> list[str]:
         results = called.model(*(each.clone() for each in called.tensors))
     named = isinstance(results, Mapping) and all(isinstance(each, Tensor) for each in results.values())
     return [str(name) for name in results] if named else []
-
-
-def _compile(
-    levels: Sequence[CpuLevel], found: _LayersToExport, threads: Sequence[int], progress: Callable[[str], None]
-) -> list[CompiledLevel]:
-    compiled = []
-    for level in levels:
-        progress(f"compiling for {level.name}")
-        compiled.append(compile_layers(level, found.layers, found.list_sizes(), threads))
-    return compiled
 
 
 def _write_files(folder: Path, levels: Sequence[CompiledLevel], example: ExampleInputs) -> str:

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
-from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, OPENVINO, PACKED, check_files, read_manifest
+from search.deployment import OPENVINO
+from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
 
 LEVEL = "LATBENCH_LEVEL"
 """Environment variable with the CPU level that models take, in place of the most able one of the machine."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from latbench.base.engine_registry import DENSE_INT8, FLOAT32, INT8, MODEL_ENGINES
 from latbench.base.number_format import format_ratio
+from search.deployment import FORM_PHRASES, PYTHON
 from search.problem.layers import Interval
 
 VERSION = 3
@@ -81,6 +82,10 @@ class SpeedupVerdict:
         The least precise type in which a layer of the pruned model is multiplied.
     score_int8
         The score of the dense model in eight bits on OpenVINO; None where it was not timed or not scored.
+    form
+        How the pruned model is deployed, one of `search.deployment.FORM_PHRASES`.
+    exported
+        Hash of the manifest of the exported model; empty for one that is not exported.
     """
 
     task: str
@@ -111,6 +116,8 @@ class SpeedupVerdict:
     code: str
     precision: str = FLOAT32
     score_int8: float | None = None
+    form: str = PYTHON
+    exported: str = ""
 
     @property
     def met(self) -> bool:
@@ -131,7 +138,7 @@ class SpeedupVerdict:
     def where(self) -> str:
         """Words for how the pruned model ran, to follow a time of it; empty for our own kernels in float32."""
         engine = MODEL_ENGINES[self.backend].phrase if self.backend in MODEL_ENGINES else ""
-        return engine + ("" if self.precision == FLOAT32 else f" in {self.precision}")
+        return FORM_PHRASES[self.form] + engine + ("" if self.precision == FLOAT32 else f" in {self.precision}")
 
     @property
     def over_precisions(self) -> dict[str, tuple[str, float]]:

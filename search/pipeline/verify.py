@@ -8,7 +8,6 @@ eight bits is timed and scored in any case, where OpenVINO and its tool are inst
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 from collections.abc import Collection
@@ -29,8 +28,8 @@ from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
-from search.artifacts.profile import Profile, read_profile
-from search.deployment import Deployment
+from search.artifacts.profile import Profile
+from search.deployment import PYTHON, Deployment
 from search.loss.cache import hash_score_code
 from search.pipeline.speedup_verdict import (
     ENGINE_COLUMNS,
@@ -40,8 +39,8 @@ from search.pipeline.speedup_verdict import (
     judge_speedup,
     read_verdict,
 )
+from search.pipeline.verified_model import VerifiedModel, read_verified
 from search.progress import Progress
-from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
 from search.whole_model.confidence import VERDICT_COVERAGE
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule, lock_cpu
@@ -80,7 +79,7 @@ def verify(
     task
         The task of the model.
     folder
-        The folder that `latbench prune` wrote.
+        The folder that `latbench prune` or `latbench export` wrote.
     output
         Folder for verify.json, the rows and session.json. On deepsparse, pruned.onnx is left there, too.
     backend
@@ -95,28 +94,28 @@ def verify(
     BadData
         The folder has no pruned model of this task, or `output` is damaged.
     UsageError
-        The task fails, or the profile has more threads than this process has processors.
+        The task fails or cannot call the exported model. Or the profile has more threads than there are processors.
     EnvironmentUnusable
         The backend is not available.
     """
-    inputs = hash_manifest(folder)
-    profile = _read_own_profile(task, folder)
+    verified = read_verified(folder)
+    verified.check_task(task)
+    profile, deployment = verified.profile, verified.deploy(backend)
     check_threads(
         profile.threads, f"{folder} was searched for {profile.threads} threads", "search again with fewer --threads"
     )
-    deployment = replace(profile.deployment, backend=backend or profile.backend)
     if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
-    exported = output / "pruned.onnx"
     with contextlib.ExitStack() as stack:
         timer = timer or stack.enter_context(ModelTimer(profile.threads))
-        timings, state = _time_pruned(task, profile, folder, exported, deployment, timer, progress)
-        progress("scoring", None, None)
-        scores = _score_models(task, folder, deployment, timer)
+        # An exported model first, because a score may call it with sizes that it does not take.
+        scores = _score_models(task, folder, deployment, timer, progress) if verified.exported else None
+        timings, state = _time_pruned(task, verified, output / "pruned.onnx", deployment, timer, progress)
+        scores = scores or _score_models(task, folder, deployment, timer, progress)
         in_bytes = _score_int8(task, deployment, timer) if DENSE_INT8 in timings.blocks else None
-    verdict = build_verdict(task, profile, deployment.backend, timings, scores, inputs)
-    verdict = replace(verdict, score_int8=in_bytes)
+    verdict = build_verdict(task, profile, deployment.backend, timings, scores, verified.pruned)
+    verdict = replace(verdict, score_int8=in_bytes, form=verified.form, exported=verified.exported)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
     key = describe_conditions(task, profile.model_hash, deployment)
     rivals = list_rivals(deployment.backend, deployment.precisions)
@@ -143,18 +142,21 @@ def _find_newest_starts(output: Path) -> dict[str, datetime]:
 
 
 def _time_pruned(
-    task: Task, profile: Profile, folder: Path, exported: Path, deployment: Deployment, timer: ModelTimer,
-    progress: Progress,
+    task: Task, verified: VerifiedModel, onnx: Path, deployment: Deployment, timer: ModelTimer, progress: Progress,
 ) -> tuple[Timings, dict[str, Any]]:  # fmt: skip
     """Time the pruned model beside the dense engines; return the timings, and the columns of the machine's state.
 
     The timing goes on while the target lies within the interval of the speedup.
     """
     engines = build_dense_engines(task, deployment) | build_informative_engine(task, deployment)
+    folder, profile = str(verified.folder.resolve()), verified.profile
     engines[PRUNED] = EngineBuilder(
         PRUNED, "search.whole_model.model_engines:build_folder_pruned",
-        (task.reference, deployment.threads, deployment.backend, str(folder.resolve()), str(exported.resolve())),
+        (task.reference, deployment.threads, deployment.backend, folder, str(onnx.resolve())),
     )  # fmt: skip
+    if verified.exported:
+        function = "search.export.deployed_engine:build_exported"
+        engines[PRUNED] = EngineBuilder(PRUNED, function, (folder, deployment.threads))
     with lock_cpu(progress):
         before, started = read_cpu_times(), datetime.now(UTC)
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
@@ -174,13 +176,19 @@ def _find_fastest_dense(timings: Timings, profile: Profile, backend: str) -> str
     return timings.fastest(list_rivals(backend, profile.deployment.precisions))
 
 
-def _score_models(task: Task, folder: Path, deployment: Deployment, timer: ModelTimer) -> tuple[float, float]:
+def _score_models(
+    task: Task, folder: Path, deployment: Deployment, timer: ModelTimer, progress: Progress
+) -> tuple[float, float]:
     """Return the scores of the dense and the pruned model, computed in another process."""
+    progress("scoring", None, None)
+    where = str(folder.resolve())
+    if deployment.form == PYTHON:
+        function, arguments = "search.whole_model.model_engines:score_models", [deployment.backend, where]
+    else:
+        function, arguments = "search.export.deployed_engine:score_exported", [where]
+    given = task.reference, deployment.threads, *arguments
     try:
-        dense, pruned = timer.call(
-            TORCH, "search.whole_model.model_engines:score_models",
-            task.reference, deployment.threads, deployment.backend, str(folder.resolve()), timeout=SCORE_SECONDS,
-        )  # fmt: skip
+        dense, pruned = timer.call(TORCH, function, *given, timeout=SCORE_SECONDS)
     except TaskFailed as error:
         raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     return dense, pruned
@@ -205,21 +213,14 @@ def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -
     A promise that was missed is verified again, because the machine may have been busy. Raises BadData as `verify`
     does.
     """
-    profile = _read_own_profile(task, folder)
+    verified = read_verified(folder)
+    verified.check_task(task)
     known = read_verdict(output / "verify.json")
-    wanted = hash_manifest(folder), backend, hash_score_code(task)
-    if known is None or not known.met or (known.inputs, known.backend, known.code) != wanted:
+    wanted = verified.pruned, verified.exported, backend, hash_score_code(task)
+    if known is None or not known.met or (known.inputs, known.exported, known.backend, known.code) != wanted:
         return None
-    key = describe_conditions(task, profile.model_hash, replace(profile.deployment, backend=backend))
+    key = describe_conditions(task, verified.profile.model_hash, replace(verified.deploy(), backend=backend))
     return known if read_sessions(output / SESSION, key) else None
-
-
-def _read_own_profile(task: Task, folder: Path) -> Profile:
-    """Return the profile of the pruned model in `folder`. Raises BadData if it belongs to another task."""
-    profile = read_profile(folder / "profile.json")
-    if profile.task != task.name:
-        raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
-    return profile
 
 
 def build_verdict(
@@ -299,9 +300,10 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
         engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
         precision = verdict.precision if name == PRUNED else engine.precision
+        kernel = verdict.form if name == PRUNED and verdict.form != PYTHON else engine.kernel
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
-            "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": engine.kernel,
+            "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
             "batch": verdict.batch, "dtype_w": precision, "dtype_a": precision,
             "dtype_out": engine.output_precision,
@@ -317,12 +319,3 @@ def _version(backend: str) -> str | None:
     return (
         deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_engine_version(backend)
     )
-
-
-def hash_manifest(folder: Path) -> str:
-    """Return a hash of the pruned model in `folder`: its manifest lists the hashes of its files. Raises BadData.
-
-    The packed file is not part of it: it has the same weights, and may be written later.
-    """
-    manifest = {name: value for name, value in read_manifest(folder).items() if name != "packed"}
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]

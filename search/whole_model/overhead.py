@@ -172,7 +172,8 @@ def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> 
     versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
     return {
         "models": VERSION, "model_hash": model_hash, "device": name_cpu(), "inputs": task.example().describe(),
-        "threads": deployment.threads, "backend": deployment.backend, "precisions": list(deployment.precisions),
+        "threads": deployment.threads, "backend": deployment.backend, "form": deployment.form,
+        "precisions": list(deployment.precisions),
         "engines": {"kernels": str(kernel_cache.VERSION), **versions},
     }  # fmt: skip
 

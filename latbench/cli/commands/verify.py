@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, TaskArgument
-from latbench.cli.options.pruning_options import PrunedArgument, RemeasureAll, VerifyBackend, VerifyOutput
+from latbench.cli.options.pruning_options import RemeasureAll, VerifiedArgument, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 def verify(
     task: TaskArgument,
-    pruned: PrunedArgument,
+    pruned: VerifiedArgument,
     output: VerifyOutput,
     backend: VerifyBackend = None,
     remeasure: RemeasureAll = False,
     as_json: Json = False,
 ) -> None:
-    """Time the pruned model against every dense engine, in turns. Exit 1 unless it is as fast as promised."""
+    """Time a pruned or exported model against dense engines, in turns. Exit 1 unless it is as fast as promised."""
     from latbench.base.engine_registry import PRUNED_ENGINES, is_deepsparse
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
-    from search.artifacts.profile import read_profile
     from search.check_task import check_task
     from search.pipeline import verify as verification
+    from search.pipeline.verified_model import read_verified
     from search.task import load_task
 
     if backend is not None and backend not in PRUNED_ENGINES:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(PRUNED_ENGINES)}")
 
-    verification.hash_manifest(pruned)  # first, so that a folder without a pruned model is refused before any work
-    followed = read_profile(pruned / "profile.json")
-    backend = backend or followed.backend
+    verified = read_verified(pruned)  # first, so that a folder without such a model is refused before any work
+    followed = verified.profile
+    backend = verified.deploy(backend).backend
     with note_load(followed.threads):
         with live() as tell:
             tell("reading the task", None, None)
@@ -45,9 +45,8 @@ def verify(
             known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
             if known is None:
                 tell("checking the task", None, None)
-                check_task(
-                    loaded, ["copy"] if is_deepsparse(backend) else ["copy", "score"], threads=followed.threads
-                )
+                converted = not (is_deepsparse(backend) or verified.exported)
+                check_task(loaded, ["copy", "score"] if converted else ["copy"], threads=followed.threads)
             verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
         if as_json:
             print_json(asdict(verdict))

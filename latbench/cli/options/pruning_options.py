@@ -51,6 +51,9 @@ OnnxFile = Annotated[
     ),
 ]
 PrunedArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder from latbench prune.")]
+VerifiedArgument = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder from latbench prune or latbench export.")
+]
 VerifyOutput = Annotated[
     Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for verify.json and the measured rows.")
 ]

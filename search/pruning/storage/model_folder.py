@@ -286,6 +286,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def hash_manifest(folder: Path) -> str:
+    """Return a hash of the pruned model in `folder`: its manifest lists the hashes of its files. Raises BadData.
+
+    The packed file is not part of it: it has the same weights, and may be written later.
+    """
+    manifest = {name: value for name, value in read_manifest(folder).items() if name != "packed"}
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest, atomically. Raises EnvironmentUnusable if the disk refuses."""
     write_text_atomically(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")

@@ -29,8 +29,8 @@ import torch
 
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
+from search.deployment import OPENVINO, C
 from search.example_inputs import ExampleInputs
-from search.export.export_manifest import OPENVINO, C
 from search.export.export_steps import ExportRequest, spread_batches
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task

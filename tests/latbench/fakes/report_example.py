@@ -21,10 +21,9 @@ from search.artifacts.layer_database import Database, Entry
 from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.speedup_verdict import ENGINE_COLUMNS, SpeedupVerdict
 from search.pipeline.speedup_verdict import VERSION as VERDICT_VERSION
-from search.pipeline.verify import hash_manifest
 from search.problem.layers import Option
 from search.pruning.storage import model_folder as pruned
-from search.pruning.storage.model_folder import FILES
+from search.pruning.storage.model_folder import FILES, hash_manifest
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 ENDS = (1, 0.99, 1.01)

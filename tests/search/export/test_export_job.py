@@ -19,7 +19,7 @@ from torch import nn
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
 from search.export.c_export import _count_tokens
-from search.export.export_steps import PrunedResults, compile_layers, replace_folder, spread_batches
+from search.export.export_steps import PrunedResults, compile_levels, replace_folder, spread_batches
 from search.export.model_chain import trace_chain
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
@@ -227,7 +227,7 @@ def test_sizes_are_those_that_a_layer_sees(task: Task, tmp_path: Path, monkeypat
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(6, 5)).eval(), torch.randn(2, 3, 7, 6)
     chain = trace_chain(model, {}, x)
     with pytest.raises(EnvironmentUnusable):
-        compile_layers(list_host_levels()[0], chain.layers, _count_tokens(chain, [1, 4]), [1])
+        compile_levels(list_host_levels()[:1], chain.layers, _count_tokens(chain, [1, 4]), [1], print)
     assert asked[0].sizes == {"0": [1, 4], "1": [1, 28, 112]}
 
 

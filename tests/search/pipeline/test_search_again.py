@@ -135,8 +135,8 @@ def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None
     )
     key = SearchHistory(inputs, asked).key()
     assert list(key) == [
-        "models", "model_hash", "device", "inputs", "threads", "backend", "precisions", "engines", "table_hash",
-        "cost_model", "patterns", "excluded", "sparsities",
+        "models", "model_hash", "device", "inputs", "threads", "backend", "form", "precisions", "engines",
+        "table_hash", "cost_model", "patterns", "excluded", "sparsities",
     ]  # fmt: skip
     assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]
 

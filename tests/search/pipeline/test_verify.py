@@ -30,12 +30,11 @@ from search.pipeline.verify import (
     build_rows,
     build_session,
     build_verdict,
-    hash_manifest,
     read_current_verdict,
     verify,
 )
 from search.problem.layers import Interval
-from search.pruning.storage.model_folder import save_pruned
+from search.pruning.storage.model_folder import hash_manifest, save_pruned
 from search.task import Task, load_task
 from search.whole_model.end_to_end import RoundSchedule
 from search.whole_model.overhead import describe_conditions

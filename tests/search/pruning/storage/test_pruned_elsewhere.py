@@ -19,11 +19,10 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.artifacts import onnx_export
 from search.artifacts.layer_database import Database, hash_model
-from search.pipeline.verify import hash_manifest
 from search.problem.layers import Option
 from search.pruning.masks.layer_targets import LayerTarget, LayerTargets, resolve_targets
 from search.pruning.one_shot.fill_database import fill_database
-from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
+from search.pruning.storage.model_folder import hash_manifest, load_pruned, read_manifest, read_masks, save_pruned
 from search.pruning.storage.packed_file import load_packed, save_packed
 from search.task import Task, load_task
 from sparse_kernels.convert import LayerPattern, convert
