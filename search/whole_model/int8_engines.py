@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from latbench.errors import UsageError
 from search.example_inputs import ExampleInputs, convert_to_tensor_call
 from search.task import Task, load_task
+from search.whole_model.compiled_module import CompiledModule
 from search.whole_model.flexible_onnx import export_flexible_onnx
 from search.whole_model.model_engines import Run, SpinningCall, convert_to_arrays, export_once
 
@@ -86,21 +87,13 @@ def score_dense_int8(reference: str, threads: int) -> float:
         if reason := export_flexible_onnx(model, example, exported):
             raise UsageError(f"the exported model takes one batch size only: {reason}")
         _quantize_for_openvino(exported, path, list_calibration_calls(task, model))
-        compiled = compile_on_cpu(read_model(path), threads, "f32")
-        return task.score(_CompiledModel(compiled, example.call(model)).eval())
+        request = compile_on_cpu(read_model(path), threads, "f32").create_infer_request()
 
+        def run(*arrays: np.ndarray) -> list[np.ndarray]:
+            results = request.infer(list(arrays))
+            return [results[i] for i in range(len(results))]
 
-class _CompiledModel(nn.Module):
-    """A model of OpenVINO that is called as the torch model that it came from, and returns what that returned."""
-
-    def __init__(self, compiled: Any, output: Any) -> None:
-        super().__init__()
-        self._request, self._output = compiled.create_infer_request(), ExampleInputs((output,))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        results = self._request.infer(convert_to_arrays(ExampleInputs(args, kwargs).tensors()))
-        tensors = iter([torch.from_numpy(results[i].copy()) for i in range(len(results))])
-        return self._output.map_tensors(lambda _: next(tensors)).arguments[0]
+        return task.score(CompiledModule(model, example, run))
 
 
 def _quantize_once(

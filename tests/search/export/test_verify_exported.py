@@ -7,22 +7,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from chain_task import CHAIN_TASK, prune_chain
-from torch import Tensor, nn
 
 from latbench.cli.commands.export import export as export_command
 from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, UsageError
 from latbench.tables.table import read_table
 from search.artifacts.profile import read_profile
-from search.example_inputs import ExampleInputs
-from search.export.deployed_engine import ExportedModule, build_exported, score_exported
+from search.export.deployed_engine import build_exported, score_exported
 from search.export.expected_results import ExpectedResults, compare_results, read_expected
 from search.pipeline.verified_model import read_verified
 from search.pipeline.verify import PRUNED, read_current_verdict, verify
@@ -33,29 +29,6 @@ from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 from sparse_kernels.oracle import WrongResult
 
 has_levels = pytest.mark.skipif(not list_host_levels(), reason="no CPU level for which kernels are compiled")
-
-
-class Two(nn.Module):
-    """A model of two tensors and a number, with two results."""
-
-    def forward(self, ids: Tensor, mask: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
-        return {"sum": (ids + mask) * scale, "first": ids}
-
-
-def build_module(run: Callable[..., Any]) -> ExportedModule:
-    example = ExampleInputs((torch.zeros(2, 3),), {"mask": torch.ones(2, 3)})
-    task: Any = SimpleNamespace(name="two", model=Two, example=lambda: example)
-    return ExportedModule(task, run)
-
-
-def test_a_score_calls_an_exported_model_as_the_model() -> None:
-    module = build_module(lambda ids, mask: [ids + 2 * mask, ids])
-    ids, mask = torch.full((5, 3), 3.0), torch.full((5, 3), 4.0)
-    for found in (module(ids, mask), module(ids, mask=mask), module(mask=mask, ids=ids)):
-        assert list(found) == ["sum", "first"] and torch.equal(found["sum"], ids + 2 * mask)
-        assert torch.equal(found["first"], ids)
-    with pytest.raises(UsageError, match="the exported model takes keyword ids, keyword mask, and was called with"):
-        module(ids)
 
 
 def test_a_rounded_result_may_lie_as_far_off_as_rounding_does() -> None:
