@@ -24,7 +24,7 @@ NOT_RUN = {"cost_models_notebook": 0, "first_job": 1, "gpu": 3, "your_cnn": 0, "
 MISSED = 1
 """The exit code of a job that reached less than its target, as may happen on a busy machine."""
 
-MOST_TRIES = 3
+MOST_TRIES = 2
 """Further commands, at most, until a job has a pruned model: on a busy machine the one advised may miss, too."""
 
 ADVICE = re.compile(r"`(latbench run [^`]+)` takes the best profile found")
@@ -93,11 +93,16 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
             code = session = session + code
         done = run_block(language, code, tmp_path, environment)
         for _ in range(MOST_TRIES):
-            if done.returncode != MISSED or (tmp_path / "job/pruned").exists():
-                break
-            # As the page says: ask for less. Where the message names nothing, time once more.
-            advice = ADVICE.search(done.stderr)
-            done = run_block("sh", advice[1] if advice else code, tmp_path, environment)
+            if has_missed(code, done, tmp_path):  # as the page says: ask for less, or time once more
+                advice = ADVICE.search(done.stderr)
+                done = run_block("sh", advice[1] if advice else code, tmp_path, environment)
+        assert "Traceback" not in done.stderr, done.stderr
+        if has_missed(code, done, tmp_path):
+            pytest.skip(f"nothing that this page prunes is faster on so busy a machine: {done.stderr[-400:]}")
         allowed = {0, MISSED} if "latbench run" in code else {0}
         assert done.returncode in allowed, f"{code}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr, done.stderr
+
+
+def has_missed(code: str, done: subprocess.CompletedProcess[str], folder: Path) -> bool:
+    """Return whether a job ended with a refusal, which leaves no pruned model."""
+    return "latbench run" in code and done.returncode == MISSED and not (folder / "job/pruned").exists()
