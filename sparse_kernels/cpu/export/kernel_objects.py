@@ -1,7 +1,8 @@
 """Compile recorded kernels to object files that need neither Python nor Numba.
 
 An object holds the functions of (address of a frame, part) that `native_call` runs, and what they call. Everything
-else that Numba made around them is dropped.
+else that Numba made around them is dropped. Objects are kept on disk beside Numba's kernels: an export mostly needs
+those of earlier ones, and each takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import llvmlite
+import numba
 from llvmlite import binding
 
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_host_name
 from sparse_kernels.cpu.launch.recording import RecordedStep
+from sparse_kernels.cpu.runtime.cache_folder import find_user_cache
+from sparse_kernels.cpu.runtime.kernel_cache import KernelFiles, warn_of_cache
 
 # What an object may ask of the C library: LLVM calls these for copies, and for functions without an instruction.
 ALLOWED_SYMBOLS = frozenset({"memcpy", "memset", "memmove", "erff", "expf", "exp", "fmaf", "_GLOBAL_OFFSET_TABLE_"})
@@ -29,11 +34,28 @@ class KernelObject:
 
 
 def compile_kernel(step: RecordedStep, level: CpuLevel) -> KernelObject:
-    """Return the object of the kernel of this step.
+    """Return the object of the kernel of this step, from disk if it was compiled before.
 
     The process must compile for this level (`compiler_settings`). Raises RuntimeError if the code needs anything but
     the C library.
     """
+    folder = find_user_cache("kernels")
+    files = KernelFiles(folder, f"{step.kernel.name}.{level.name}")
+    types = tuple(map(numba.typeof, step.given))
+    key = types, find_host_name(), level.llvm_features, llvmlite.__version__
+    kept = files.load(key)
+    if isinstance(kept, tuple):  # of plain values, which any version of this module reads
+        return KernelObject(*kept)
+    compiled = _compile(step, level)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.save(key, (compiled.content, compiled.symbols))
+    except OSError as error:
+        warn_of_cache(error)
+    return compiled
+
+
+def _compile(step: RecordedStep, level: CpuLevel) -> KernelObject:
     code, names = step.kernel.compile_parts(step.given)
     prefix = f"latbench_kernel_{hashlib.sha256((level.name + code).encode()).hexdigest()[:16]}"
     symbols = tuple(f"{prefix}_{stage}" for stage in range(len(names)))

@@ -91,6 +91,12 @@ class ParallelKernel:
         run.held = laid, given, self
         return run
 
+    @property
+    def name(self) -> str:
+        """The name of the kernel, which tells it from all others: it has a hash of the stages and their constants."""
+        name: str = self._lay.__name__
+        return name
+
     def compile_parts(self, given: Sequence[Any]) -> tuple[str, list[str]]:
         """Compile the stages for arguments of these types, anew and for no caller in Python.
 

@@ -63,7 +63,7 @@ def cache_on_disk(dispatcher: Any, function: Callable[..., Any], suffix: str = "
     try:
         attach_cache(dispatcher, _Cache(function, suffix))
     except RuntimeError as error:  # no folder that could be written to
-        _warn(error)
+        warn_of_cache(error)
     return dispatcher
 
 
@@ -77,18 +77,18 @@ class _Cache(FunctionCache):
         inherited.__init__(function)
         name = ".".join(filter(None, [self._impl.filename_base, suffix]))
         stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = _KernelFiles(Path(self._cache_path), name, stamp)  # type: ignore[assignment]
+        self._cache_file = KernelFiles(Path(self._cache_path), name, stamp)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             inherited: Any = super()
             inherited.save_overload(sig, data)
         except OSError as error:
-            _warn(error)
+            warn_of_cache(error)
 
 
-class _KernelFiles:
-    """A file for each kernel, signature and processor: a checksum, then what Numba rebuilds the kernel from."""
+class KernelFiles:
+    """A file for each kernel, signature and processor: a checksum, then what a kernel is rebuilt from."""
 
     def __init__(self, folder: Path, name: str, stamp: bytes = b"") -> None:
         self._folder, self._name, self._stamp = folder, name, stamp
@@ -123,7 +123,8 @@ class _KernelFiles:
         return self._folder / f"{self._name}.{hashlib.sha256(text.encode()).hexdigest()[:32]}.nbc"
 
 
-def _warn(error: Exception) -> None:
+def warn_of_cache(error: Exception) -> None:
+    """Warn that the disk keeps no kernels."""
     warnings.warn(
         f"compiled kernels cannot be kept ({error}), so every process compiles them anew, which takes seconds each: "
         "set LATBENCH_CACHE to a folder for them",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.cpu.runtime.kernel_cache import _KernelFiles
+from sparse_kernels.cpu.runtime.kernel_cache import KernelFiles
 
 # Prints what kernels of these constants give, how many came from disk, and what was warned of.
 PROGRAM = """
@@ -49,16 +49,16 @@ def test_what_is_saved_at_the_same_time_stays_apart(tmp_path: Path) -> None:
     keys = [("signature", ("triple", "cpu", ""), ("code", f"constants {i}")) for i in range(40)]
 
     def save(i: int) -> None:
-        _KernelFiles(tmp_path, "kernel").save(keys[i], f"kernel {i}")
+        KernelFiles(tmp_path, "kernel").save(keys[i], f"kernel {i}")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(save, [*range(40), *range(40)]))
-    assert [_KernelFiles(tmp_path, "kernel").load(key) for key in keys] == [f"kernel {i}" for i in range(40)]
+    assert [KernelFiles(tmp_path, "kernel").load(key) for key in keys] == [f"kernel {i}" for i in range(40)]
     assert len(list(tmp_path.iterdir())) == 40  # nothing half written is left
 
 
 def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
-    files = _KernelFiles(tmp_path, "kernel")
+    files = KernelFiles(tmp_path, "kernel")
     key = ("signature", ("triple", "cpu", ""), ("code", "constants"))
     files.save(key, 1)
     others = [
@@ -66,7 +66,7 @@ def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
         (*key[:2], ("code", "other")),
     ]  # fmt: skip
     assert [files.load(other) for other in others] == [None] * 4
-    assert _KernelFiles(tmp_path, "other").load(key) is None
+    assert KernelFiles(tmp_path, "other").load(key) is None
     assert files.load(key) == 1
 
 
@@ -74,7 +74,7 @@ def test_each_part_of_a_key_counts(tmp_path: Path) -> None:
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"?" + data[41:]]
 )
 def test_damaged_files_are_not_there_and_are_written_anew(tmp_path: Path, damage) -> None:
-    files, key = _KernelFiles(tmp_path, "kernel"), ("signature", (), ("code", "constants"))
+    files, key = KernelFiles(tmp_path, "kernel"), ("signature", (), ("code", "constants"))
     files.save(key, list(range(100)))
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
