@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +36,45 @@ def _import_openvino() -> Any:
         raise EnvironmentUnusable(f"OpenVINO is not installed: pip install openvino ({error})") from error
 
 
+FORK_SECONDS = 60.0
+"""How long a fork waits for calls of other threads."""
+
+
+class _Gate:
+    """Lets calls of OpenVINO through, any number at a time, but none while the process forks.
+
+    A forked process has a copy of each lock in OpenVINO as it was, and no thread that would free it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._inside, self._forking = 0, 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            if self._forking:
+                self._changed.notify_all()
+
+    def shut(self) -> None:
+        """Let nobody in any more, and wait until nobody is inside, but not for ever: a call may have hung."""
+        with self._changed:
+            self._forking += 1
+            self._changed.wait_for(lambda: not self._inside, FORK_SECONDS)
+
+    def open(self) -> None:
+        """Let calls in again."""
+        with self._changed:
+            self._forking -= 1
+            self._changed.notify_all()
+
+
+_gate = _Gate()
 _loaded: WeakSet[OpenVINOModel] = WeakSet()
 
 
@@ -44,13 +83,17 @@ def _abandon_models() -> None:
 
     OpenVINO's threads are not copied by a fork, and freeing what had them would wait for them.
     """
+    global _gate
+    _gate = _Gate()
     for model in [*_loaded]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((model._compiled, model._idle)))
         model._compiled, model._lock = None, Lock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_models)
+    os.register_at_fork(
+        before=lambda: _gate.shut(), after_in_parent=lambda: _gate.open(), after_in_child=_abandon_models
+    )
 
 
 class OpenVINOModel:
@@ -91,7 +134,8 @@ class OpenVINOModel:
         self._compiled: Any = None
         self._idle: SimpleQueue[Any] = SimpleQueue()
         self._lock = Lock()
-        self._compile()
+        with _gate:
+            self._compile()
         _loaded.add(self)
 
     def _compile(self) -> None:
@@ -119,6 +163,10 @@ class OpenVINOModel:
 
     def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
         """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
+        with _gate:
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[ArrayLike]) -> list[NDArray[Any]]:
         ports = self._get_compiled().inputs
         if len(inputs) != len(ports):
             raise UsageError(f"the model takes {len(ports)} inputs, not {len(inputs)}")
@@ -144,7 +192,8 @@ class OpenVINOModel:
         """Return inputs that were given by name in the order of the model, from number `first` on."""
         if not named:
             return []
-        names = [port.get_any_name() for port in self._get_compiled().inputs]
+        with _gate:
+            names = [port.get_any_name() for port in self._get_compiled().inputs]
         if unknown := [name for name in named if name not in names[first:]]:
             raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
         return [named[name] for name in names[first:] if name in named]

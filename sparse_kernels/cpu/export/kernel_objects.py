@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from llvmlite import binding
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_host_name
 from sparse_kernels.cpu.launch.recording import RecordedStep
 from sparse_kernels.cpu.runtime.cache_folder import find_user_cache
-from sparse_kernels.cpu.runtime.kernel_cache import KernelFiles, warn_of_cache
+from sparse_kernels.cpu.runtime.kernel_cache import KernelFiles, describe_unkept
 
 # What an object may ask of the C library: LLVM calls these for copies, and for functions without an instruction.
 ALLOWED_SYMBOLS = frozenset({"memcpy", "memset", "memmove", "erff", "expf", "exp", "fmaf", "_GLOBAL_OFFSET_TABLE_"})
@@ -51,7 +52,7 @@ def compile_kernel(step: RecordedStep, level: CpuLevel) -> KernelObject:
         folder.mkdir(parents=True, exist_ok=True)
         files.save(key, (compiled.content, compiled.symbols))
     except OSError as error:
-        warn_of_cache(error)
+        warnings.warn(describe_unkept(error), stacklevel=2)
     return compiled
 
 

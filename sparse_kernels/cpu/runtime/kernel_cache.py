@@ -63,7 +63,7 @@ def cache_on_disk(dispatcher: Any, function: Callable[..., Any], suffix: str = "
     try:
         attach_cache(dispatcher, _Cache(function, suffix))
     except RuntimeError as error:  # no folder that could be written to
-        warn_of_cache(error)
+        warnings.warn(describe_unkept(error), stacklevel=2)
     return dispatcher
 
 
@@ -84,7 +84,7 @@ class _Cache(FunctionCache):
             inherited: Any = super()
             inherited.save_overload(sig, data)
         except OSError as error:
-            warn_of_cache(error)
+            warnings.warn(describe_unkept(error), stacklevel=2)
 
 
 class KernelFiles:
@@ -123,10 +123,9 @@ class KernelFiles:
         return self._folder / f"{self._name}.{hashlib.sha256(text.encode()).hexdigest()[:32]}.nbc"
 
 
-def warn_of_cache(error: Exception) -> None:
-    """Warn that the disk keeps no kernels."""
-    warnings.warn(
+def describe_unkept(error: Exception) -> str:
+    """Return a warning for a disk that keeps no kernels."""
+    return (
         f"compiled kernels cannot be kept ({error}), so every process compiles them anew, which takes seconds each: "
-        "set LATBENCH_CACHE to a folder for them",
-        stacklevel=3,
+        "set LATBENCH_CACHE to a folder for them"
     )

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,37 @@ print([*sys.modules])
     assert failed.returncode == 1 and "No such file" in failed.stderr
 
 
+def test_a_fork_waits_for_calls_and_calls_for_a_fork() -> None:
+    gate, inside, ended, seen = openvino_model._Gate(), threading.Event(), threading.Event(), []
+
+    def call() -> None:
+        with gate:
+            inside.set()
+            ended.wait(20)
+            seen.append("called")
+
+    def fork() -> None:
+        gate.shut()
+        seen.append("forked")
+        gate.open()
+
+    first = threading.Thread(target=call)
+    first.start()
+    assert inside.wait(20)
+    forking = threading.Thread(target=fork)
+    forking.start()
+    while not gate._forking:
+        time.sleep(0.001)
+    late = threading.Thread(target=call)
+    late.start()
+    late.join(0.05)
+    assert late.is_alive() and not seen  # nobody gets in, and nobody forks
+    ended.set()
+    for thread in (first, forking, late):
+        thread.join(20)
+    assert seen == ["called", "forked", "called"]
+
+
 @pytest.mark.slow
 def test_threads_processes_and_forks_share_it(encoder: tuple[Path, nn.Module]) -> None:
     inputs = make_inputs(3, 40)
@@ -179,7 +211,7 @@ def test_threads_processes_and_forks_share_it(encoder: tuple[Path, nn.Module]) -
     for each in found:
         check(each, expected)
     program = f"""
-import os, sys
+import os, sys, threading
 import numpy as np
 import latbench as lb
 from pathlib import Path
@@ -187,16 +219,27 @@ model = lb.load({str(encoder[0])!r}, threads=2)
 arrays = np.load(sys.argv[1])
 ids, mask = arrays["ids"], arrays["mask"]
 expected = model(ids, mask)[0]
+ended = threading.Event()
+def call():
+    while not ended.is_set():
+        model(ids, mask)
+callers = [threading.Thread(target=call) for _ in range(4)]  # a lock of theirs must not be copied
+for caller in callers:
+    caller.start()
 children = []
 for number in range(5):
     child = os.fork()
     if child == 0:
         if number == 4:  # never calls it
             del model
-            sys.exit(0)
-        sys.exit(0 if all(np.array_equal(model(ids, mask=mask)[0], expected) for _ in range(20)) else 1)
+            os._exit(0)
+        os._exit(0 if all(np.array_equal(model(ids, mask=mask)[0], expected) for _ in range(20)) else 1)
     children.append(child)
-print([os.waitpid(child, 0)[1] for child in children], np.array_equal(model(ids, mask)[0], expected))
+told = [os.waitpid(child, 0)[1] for child in children]
+ended.set()
+for caller in callers:
+    caller.join()
+print(told, np.array_equal(model(ids, mask)[0], expected))
 heavy = "torch numba llvmlite pandas pyarrow sklearn scipy typer rich".split()
 print([name for name in heavy if name in sys.modules])
 """
