@@ -37,7 +37,7 @@ class VerifiedModel:
     pruned: str
     exported: str = ""
 
-    def deploy(self, backend: str | None = None) -> Deployment:
+    def choose_deployment(self, backend: str | None = None) -> Deployment:
         """Return how it runs. Raises UsageError for another backend than that of an exported model."""
         if self.exported and backend not in (None, self.profile.backend):
             raise UsageError(f"{self.folder} is exported, with latbench's kernels: leave out --backend")

@@ -100,7 +100,7 @@ def verify(
     """
     verified = read_verified(folder)
     verified.check_task(task)
-    profile, deployment = verified.profile, verified.deploy(backend)
+    profile, deployment = verified.profile, verified.choose_deployment(backend)
     check_threads(
         profile.threads, f"{folder} was searched for {profile.threads} threads", "search again with fewer --threads"
     )
@@ -219,7 +219,7 @@ def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -
     wanted = verified.pruned, verified.exported, backend, hash_score_code(task)
     if known is None or not known.met or (known.inputs, known.exported, known.backend, known.code) != wanted:
         return None
-    key = describe_conditions(task, verified.profile.model_hash, replace(verified.deploy(), backend=backend))
+    key = describe_conditions(task, verified.profile.model_hash, verified.choose_deployment(backend))
     return known if read_sessions(output / SESSION, key) else None
 
 

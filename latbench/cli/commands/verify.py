@@ -37,7 +37,7 @@ def verify(
 
     verified = read_verified(pruned)  # first, so that a folder without such a model is refused before any work
     followed = verified.profile
-    backend = verified.deploy(backend).backend
+    backend = verified.choose_deployment(backend).backend
     with note_load(followed.threads):
         with live() as tell:
             tell("reading the task", None, None)

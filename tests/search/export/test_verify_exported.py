@@ -108,7 +108,7 @@ def set_profile(deploy: Path, change: Callable[[], None]) -> None:
 def test_what_does_not_fit_is_refused_in_a_sentence(exported: Path, tmp_path: Path) -> None:
     deploy = exported / "deploy"
     with pytest.raises(UsageError, match="leave out --backend"):
-        read_verified(deploy).deploy("deepsparse")
+        read_verified(deploy).choose_deployment("deepsparse")
     assert score_exported(str(exported / "chain.py"), 1, str(deploy))[1] != 0
     for name in ("profile.json", "expected.npz"):
         changed = tmp_path / name.replace(".", "-")
