@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 
+from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import FLOAT32, NUMBA
-
-PYTHON, C, OPENVINO = "python", "c", "openvino"
-"""Forms of a pruned model: as a torch module in Python, or exported."""
-
-FORM_PHRASES = {PYTHON: "", C: " exported to C", OPENVINO: " exported to OpenVINO"}
-"""Words to follow a time of a pruned model in this form."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +19,7 @@ class Deployment:
     precisions
         Types in which its layers may be multiplied. Dense engines that round as far are its rivals, too.
     form
-        One of `FORM_PHRASES`. latbench's own kernels run in any of them.
+        One of `latbench.base.deployed_forms.FORM_PHRASES`. latbench's own kernels run in any of them.
     """
 
     threads: int

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from latbench.base.deployed_forms import FORM_PHRASES, PYTHON
 from latbench.base.engine_registry import FLOAT32, PRECISIONS
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
@@ -108,6 +109,9 @@ class Profile:
     precisions
         Types that a layer could have, with commas between them. `dense_engine` is the fastest of those that round no
         further than these.
+    form
+        How the pruned model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`. The promise is measured
+        in this form.
     """
 
     task: str
@@ -143,6 +147,7 @@ class Profile:
     weight_bytes: float | None = None
     dense_bytes: float | None = None
     precisions: str = FLOAT32
+    form: str = PYTHON
 
     @property
     def options(self) -> dict[str, Option]:
@@ -152,7 +157,7 @@ class Profile:
     @property
     def deployment(self) -> Deployment:
         """How the pruned model runs."""
-        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")))
+        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")), self.form)
 
     @property
     def weights(self) -> Weights | None:
@@ -225,6 +230,8 @@ def read_profile(path: Path) -> Profile:
         if choice.precision not in PRECISIONS:
             raise BadData(f"{path}: layer {name}: unknown precision {choice.precision}")
     found = _record(Profile, content, str(path))
+    if found.form not in FORM_PHRASES:
+        raise BadData(f"{path}: unknown form {found.form}")
     for name in ("target", "dense_seconds", "predicted_seconds", "predicted_low", "predicted_high"):
         if getattr(found, name) <= 0:
             raise BadData(f"{path}: {name} must be above 0, not {getattr(found, name):g}")

@@ -12,16 +12,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from latbench.base.deployed_forms import C
 from latbench.errors import EnvironmentUnusable, UsageError
-from search.artifacts.profile import read_profile
-from search.deployment import C
+from search.example_inputs import ExampleInputs
 from search.export.chain_source import MAIN, generate_chain, generate_header, generate_python_example
 from search.export.export_manifest import LIBRARY, PACKED, write_manifest
 from search.export.export_steps import (
@@ -38,91 +39,56 @@ from search.export.export_steps import (
     write_promise,
 )
 from search.export.model_chain import ModelChain, trace_chain
-from search.pruning.storage.model_folder import load_pruned
+from search.export.model_to_export import ModelToExport
 from search.task import Task
-from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.export.exported_library import ExportedLibrary
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
 from sparse_kernels.cpu.export.packed_weights import build_packed_file
 from sparse_kernels.cpu.export.shared_library import HEADER, NoCompiler, find_needed_libc, link_library
-from sparse_kernels.prunable_layers import bake_weights
 
 
 def export_to_c(
-    task: Task,
-    pruned: Path,
+    read_model: Callable[[], ModelToExport],
     output: Path,
     request: ExportRequest,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Export a pruned model as a C library, check that it computes the same, and return its manifest.
-
-    Parameters
-    ----------
-    task : Task
-        The task whose model was pruned.
-    pruned : Path
-        Folder from `latbench prune`.
-    output : Path
-        Folder to write: absent, empty, or an earlier export.
-    request : ExportRequest
-        CPU levels, batches and threads.
-    progress : callable
-        Told what is done next.
-
-    Returns
-    -------
-    dict of str to object
-        The manifest.
-
-    Raises
-    ------
-    UsageError
-        The model is no chain of supported layers, or the request cannot be met.
-    EnvironmentUnusable
-        There is no C compiler, or this machine lacks a CPU level, memory or disk.
-    BadData
-        The pruned folder is damaged or of another model.
-    RuntimeError
-        The exported model does not run, or gives other results: a fault of latbench.
-    """
-    levels = choose_levels(request.levels)
+    """Export a pruned model as a C library, as `search.export.export_model.export_model` does."""
+    levels = choose_levels(request)
     check_for_compiler()
     check_output(output)
-    model, choices = load_pruned(pruned, task.model())
-    bake_weights(model)
-    x = _read_example(task)
-    chain, results = trace_chain(model, choices, x), PrunedResults(model, _convert(model, choices, x))
-    batches = sorted({1, *(request.batches or (len(x),))})
-    threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
+    progress("reading the model")
+    given = read_model()
+    x = _read_example(given.task, given.example)
+    given = replace(given, example=ExampleInputs((x,)))
+    chain = trace_chain(given.model, given.choices, x)
+    results = PrunedResults(given.model, given.convert())
+    batches, threads = request.list_batches(len(x), 1), request.list_threads(given.threads)
     compiled = compile_levels(levels, chain.layers, _count_tokens(chain, batches), threads, progress)
     facts = {"form": C, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    inputs = spread_batches([x], batches)[: len(batches) if request.only_timed else None]
     with replace_folder(output) as folder:
         progress("linking")
         with explain_writes(output):
             _write_files(folder, chain, compiled)
         progress("checking results")
-        error = _check_results(folder, chain, results, spread_batches([x], batches), facts)
+        error = _check_results(folder, chain, results, inputs, facts)
         with explain_writes(output):
-            facts |= {"error": error} | write_promise(folder, pruned, results.compute([x]))
+            facts |= {"error": error} | write_promise(folder, given.folder, results.compute([x]))
             return _describe_export(folder, chain, facts)
 
 
-def _read_example(task: Task) -> Tensor:
-    example = task.example()
-    given = [*example.arguments, *example.keywords.values()]
-    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dtype != torch.float32:
-        raise UsageError(f"task {task.name} cannot be exported to C: its example is not one float32 tensor")
-    return given[0]
+def check_chain(task: Task) -> None:
+    """Raise UsageError if the task's model is no chain of supported layers."""
+    trace_chain(task.model(), {}, _read_example(task.name, task.example()))
 
 
-def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], x: Tensor) -> nn.Module:
-    """Return the converted model: its layers round as the exported ones do."""
-    try:
-        return convert(model, choices, (x.clone(),))
-    except ValueError as error:
-        raise UsageError(f"the model cannot be exported: {error}") from error
+def _read_example(task: str, example: ExampleInputs) -> Tensor:
+    tensors = [*example.arguments, *example.keywords.values()]
+    if len(tensors) != 1 or not isinstance(tensors[0], Tensor) or tensors[0].dtype != torch.float32:
+        raise UsageError(f"task {task} cannot be exported to C: its example is not one float32 tensor")
+    return tensors[0]
 
 
 def _count_tokens(chain: ModelChain, batches: Sequence[int]) -> dict[str, list[int]]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from latbench.base.deployed_forms import OPENVINO, C
 from latbench.base.files import hash_file
 from latbench.errors import BadData
-from search.deployment import OPENVINO, C
 
 MANIFEST, LIBRARY, PACKED = "manifest.json", "libmodel.so", "model.latbench"
 PROFILE, EXPECTED = "profile.json", "expected.npz"
@@ -24,6 +24,18 @@ _KEYS = {C: ("input", "output"), OPENVINO: (OPENVINO, "inputs", "outputs")}
 def is_exported(folder: Path) -> bool:
     """Return whether the folder holds an exported model."""
     return (folder / MANIFEST).is_file() and (folder / PACKED).is_file()
+
+
+def is_export_of(folder: Path, form: str, pruned: str) -> bool:
+    """Return whether the folder holds the whole export to this form of the pruned model with this hash."""
+    if not is_exported(folder):
+        return False
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, list(manifest["files"]))
+    except BadData:
+        return False
+    return (manifest["form"], manifest["pruned"]) == (form, pruned)
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:

@@ -30,19 +30,32 @@ class ExportRequest:
     """What to export.
 
     levels: CPU levels, None for all of this machine. batches, threads: for which kernels are chosen; None takes those
-    of the task's example and of the profile. The deployed model runs any other number, too.
+    of the task's example and of the profile. The deployed model runs any other number, too. only_timed: the export
+    serves a timing here, of the example with the model's threads, and nothing else.
     """
 
     levels: Sequence[str] | None = None
     batches: Sequence[int] | None = None
     threads: Sequence[int] | None = None
+    only_timed: bool = False
+
+    def list_batches(self, example: int, always: int) -> list[int]:
+        """List the batches in their order, from that of the example and one that any deployed model must have."""
+        return [example] if self.only_timed else sorted({always, *(self.batches or (example,))})
+
+    def list_threads(self, promised: int) -> list[int]:
+        """List the numbers of threads in their order; `promised` is that of the model."""
+        return [promised] if self.only_timed else sorted({1, *(self.threads or (promised,))})
 
 
-def choose_levels(names: Sequence[str] | None) -> list[CpuLevel]:
-    """Return the CPU levels of these names, or all of this machine, from the least to the most able."""
+def choose_levels(request: ExportRequest) -> list[CpuLevel]:
+    """Return the CPU levels of the request, from the least to the most able."""
+    names = request.levels
     has = list_host_levels()
     if not has:
         raise EnvironmentUnusable("models are exported on x86-64 processors with AVX2, and this machine has none")
+    if request.only_timed:
+        return has[-1:]
     if names is None:
         return has
     try:
@@ -118,10 +131,15 @@ class PrunedResults:
             return list_tensors(model(*(each.clone() for each in inputs)))
 
 
-def write_promise(folder: Path, pruned: Path, expected: ExpectedResults) -> dict[str, Any]:
-    """Write the profile and expected results, which a verification of the export needs; return facts about both."""
-    shutil.copyfile(pruned / PROFILE, folder / PROFILE)
+def write_promise(folder: Path, pruned: Path | None, expected: ExpectedResults) -> dict[str, Any]:
+    """Write the profile and expected results, which a verification of the export needs; return facts about both.
+
+    pruned: the folder with the profile; None for a model that promises nothing.
+    """
     expected.save(folder)
+    if pruned is None:
+        return {"pruned": ""}
+    shutil.copyfile(pruned / PROFILE, folder / PROFILE)
     return {"pruned": hash_manifest(pruned)}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from latbench.base.deployed_forms import OPENVINO
 from latbench.errors import BadData, UsageError
-from search.deployment import OPENVINO
 from search.export.export_manifest import is_exported, read_manifest
 from search.export.exported_model import ExportedModel
-from search.export.openvino_model import OpenVINOModel
+from search.export.openvino.openvino_model import OpenVINOModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -46,7 +46,7 @@ from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
 from search.whole_model.dense_rivals import find_fastest_dense, find_known_seconds, find_slower_engines
-from search.whole_model.end_to_end import EngineBuilder, IsEnough, ModelTimer, RoundSchedule, lock_cpu
+from search.whole_model.end_to_end import IsEnough, ModelTimer, RoundSchedule, lock_cpu
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
 from search.whole_model.timings import Timings
 
@@ -265,12 +265,8 @@ def time_profiles(
     engines = overhead.build_dense_engines(task, deployment)
     for slower in find_slower_engines(before):
         engines.pop(slower, None)
-    arguments = (
-        task.reference, deployment.threads, deployment.backend, str(inputs.database.resolve()), inputs.model_hash
-    )  # fmt: skip
-    for name, options in profiles.items():
-        function = "search.whole_model.model_engines:build_database_pruned"
-        engines[name] = EngineBuilder("pruned", function, (*arguments, options))
+    database = str(inputs.database.resolve()), inputs.model_hash
+    engines |= overhead.build_pruned_engines(task, deployment, profiles, database)
     with lock_cpu(progress):
         required = [find_fastest_dense(before), *profiles]
         return timer.time(
@@ -333,6 +329,7 @@ def build_profile(
         weight_bytes=budget.used(expand_choice(problem.layers, found.choice)) if budget else None,
         dense_bytes=float(count_model_bytes(inputs.model)) if budget else None,
         precisions=",".join(deployment.precisions),
+        form=deployment.form,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

@@ -115,7 +115,7 @@ class SearchRequest:
             "confidence": promise.confidence, "strategy": plan.strategy, "backend": deployment.backend,
             "sparsities": candidates.sparsities, "errors": candidates.errors, "time_budget": plan.time_budget,
             "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes, "quick": plan.quick,
-            "precisions": deployment.precisions,
+            "precisions": deployment.precisions, "form": deployment.form,
         }  # fmt: skip
 
 

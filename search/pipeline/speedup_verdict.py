@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from latbench.base.deployed_forms import FORM_PHRASES, PYTHON
 from latbench.base.engine_registry import DENSE_INT8, FLOAT32, INT8, MODEL_ENGINES
 from latbench.base.number_format import format_ratio
-from search.deployment import FORM_PHRASES, PYTHON
 from search.problem.layers import Interval
 
 VERSION = 3
@@ -83,7 +83,7 @@ class SpeedupVerdict:
     score_int8
         The score of the dense model in eight bits on OpenVINO; None where it was not timed or not scored.
     form
-        How the pruned model is deployed, one of `search.deployment.FORM_PHRASES`.
+        How the pruned model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
     exported
         Hash of the manifest of the exported model; empty for one that is not exported.
     """

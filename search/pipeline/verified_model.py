@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from latbench.base.deployed_forms import PYTHON
 from latbench.errors import BadData, UsageError
 from search.artifacts.profile import Profile, read_profile
-from search.deployment import PYTHON, Deployment
+from search.deployment import Deployment
 from search.export.export_manifest import EXPECTED, PROFILE, check_files, hash_export, is_exported, read_manifest
 from search.pruning.storage.model_folder import hash_manifest
 from search.task import Task
@@ -24,7 +25,7 @@ class VerifiedModel:
     profile
         The profile with its promise.
     form
-        How it is deployed, one of `search.deployment.FORM_PHRASES`.
+        How it is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
     pruned
         Hash of the manifest of the pruned model.
     exported
@@ -38,7 +39,20 @@ class VerifiedModel:
     exported: str = ""
 
     def choose_deployment(self, backend: str | None = None) -> Deployment:
-        """Return how it runs. Raises UsageError for another backend than that of an exported model."""
+        """Return how it runs.
+
+        Raises UsageError for another backend than that of an exported model, or another form than the promised one.
+        """
+        promised = self.profile.form
+        if promised not in (PYTHON, self.form):
+            raise UsageError(
+                f"{self.folder} was searched to be deployed in the form {promised}, which its promise is about: "
+                + (
+                    f"`latbench export TASK {self.folder} --to {promised} -o deploy` writes it; verify that folder"
+                    if self.form == PYTHON
+                    else f"export the pruned model with --to {promised}, and verify that"
+                )
+            )
         if self.exported and backend not in (None, self.profile.backend):
             raise UsageError(f"{self.folder} is exported, with latbench's kernels: leave out --backend")
         return replace(self.profile.deployment, backend=backend or self.profile.backend, form=self.form)

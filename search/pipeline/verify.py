@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
+from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import DENSE_INT8, MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse, list_rivals
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
@@ -29,7 +30,7 @@ from latbench.tables.table import has_rows, read_table
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing.sampling import estimate_burst_error
 from search.artifacts.profile import Profile
-from search.deployment import PYTHON, Deployment
+from search.deployment import Deployment
 from search.loss.cache import hash_score_code
 from search.pipeline.speedup_verdict import (
     ENGINE_COLUMNS,

@@ -255,6 +255,14 @@ def build_database_pruned(
     reference: str, threads: int, backend: str, folder: str, model_hash: str, choices: OptionsByLayer
 ) -> ModelRun:
     """Build the model on `backend` with the weights and masks that the layer database has for these options."""
+    model, swapped, example = prune_from_database(reference, folder, model_hash, choices)
+    return _build_on(backend, model, swapped, example, threads)
+
+
+def prune_from_database(
+    reference: str, folder: str, model_hash: str, choices: OptionsByLayer
+) -> tuple[nn.Module, dict[str, LayerPattern], ExampleInputs]:
+    """Return the model with weights of the layer database, the pattern and mask of each layer, and its inputs."""
     from search.pruning.one_shot.stitch import stitch
 
     task = load_task(reference)
@@ -265,7 +273,7 @@ def build_database_pruned(
         name: build_layer_pattern(option.pattern, option.precision, masks.get(name), stitched.quantizations.get(name))
         for name, option in choices.items()
     }
-    return _build_on(backend, model, swapped, task.example(), threads)
+    return model, swapped, task.example()
 
 
 def build_folder_pruned(reference: str, threads: int, backend: str, folder: str, exported: str) -> ModelRun:

@@ -8,10 +8,10 @@ computed once, and pruning cannot reduce what remains. With these times,
 
     seconds of the model = fixed + sum over its layers of (scale * predicted seconds - saved)
 
-is fitted: `fixed` is measured, `scale` and `saved` belong to the line through the profiles. DeepSparse's layers
-cannot be made free: there `fixed` is the line's value without layers. What the line does not explain widens the
-interval of `fixed`. The dense engines are timed in the same rounds. How far a sum of layers is from the whole, with
-and without this line, is the profile's `additivity`.
+is fitted: `fixed` is measured, `scale` and `saved` belong to the line through the profiles. The layers of DeepSparse
+and of exported models cannot be made free: there `fixed` is the line's value without layers. What the line does not
+explain widens the interval of `fixed`. The dense engines are timed in the same rounds. How far a sum of layers is
+from the whole, with and without this line, is the profile's `additivity`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from latbench.backends import installed_engines
+from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import (
     CPU_ENGINES,
     DENSE_INT8,
@@ -130,16 +131,12 @@ def time_probe_profiles(
     """
     options = [expand_choice(layers, choice) for choice in select_probe_profiles(layers).values()]
     profiles = {name_profile(it): it for it in options}
-    engines = build_dense_engines(task, deployment)
-    arguments = task.reference, deployment.threads, deployment.backend
-    for name, chosen in profiles.items():
-        engines[name] = EngineBuilder(
-            "pruned", "search.whole_model.model_engines:build_random_pruned", (*arguments, chosen)
-        )
-    if runs_our_kernels(deployment.backend):
+    engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
+    if runs_our_kernels(deployment.backend) and deployment.form == PYTHON:
         engines[FREE] = EngineBuilder(
-            "pruned", "search.whole_model.model_engines:build_layers_free", (*arguments[:2], options[-1])
-        )
+            "pruned", "search.whole_model.model_engines:build_layers_free",
+            (task.reference, deployment.threads, options[-1]),
+        )  # fmt: skip
     required = [TORCH, *profiles, *({FREE} & engines.keys())]
     timings = timer.time(engines, required=required, schedule=PROBE_SCHEDULE, progress=progress)
     return Session(profiles, timings)
@@ -155,6 +152,25 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
     return {
         name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
         for name in list_rivals(deployment.backend, deployment.precisions)
+    }
+
+
+def build_pruned_engines(
+    task: Task, deployment: Deployment, profiles: Mapping[str, OptionsByLayer], database: tuple[str, ...] = ()
+) -> dict[str, EngineBuilder]:
+    """Return an engine for each profile, in the form in which the model will be deployed.
+
+    Its weights come from the layer database with this folder and hash of the model. Without one, masks are random.
+    """
+    source, form = "database" if database else "random", deployment.form
+    if form == PYTHON:
+        function, runner = f"search.whole_model.model_engines:build_{source}_pruned", deployment.backend
+    else:
+        function, runner = f"search.export.exported_profile:build_{source}_exported", form
+    given = task.reference, deployment.threads, runner, *database
+    return {
+        name: EngineBuilder("pruned", function, (*given, options), shares=form != PYTHON)
+        for name, options in profiles.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,8 +11,6 @@ import typer
 from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.export_options import ExportBatches, ExportLevels, ExportOutput, ExportTarget, ExportThreads
 from latbench.cli.options.pruning_options import PrunedArgument
-
-C, OPENVINO = "c", "openvino"
 
 
 def export(
@@ -26,38 +24,25 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a pruned model in the form in which it is deployed: for OpenVINO, or as a library with a C interface."""
+    from latbench.base.deployed_forms import OPENVINO, C
     from latbench.cli.json_output import print_json
     from latbench.cli.progress_bar import live
-    from latbench.errors import UsageError
+    from search.export.export_model import check_form, export_model
     from search.export.export_steps import ExportRequest
+    from search.export.model_to_export import read_pruned_model
     from search.task import load_task
 
     form = to or (OPENVINO if find_spec("openvino") else C)
-    if form not in (OPENVINO, C):
-        raise UsageError(f"unknown form {form!r}: known are {OPENVINO}, {C}")
+    check_form(form)
     request = ExportRequest(level, _read_counts("--batch", batch), _read_counts("--threads", threads))
     with live() as tell:
-        manifest = _find_exporter(form)(load_task(task), pruned, output, request, lambda step: tell(step, None, None))
+        read_model = partial(read_pruned_model, load_task(task), pruned)
+        manifest = export_model(form, read_model, output, request, lambda step: tell(step, None, None))
     if as_json:
         print_json(manifest)
     else:
         typer.echo(_describe(manifest))
         typer.echo(f"{output} is written; next: python {output / 'example.py'}")
-
-
-def _find_exporter(form: str) -> Callable[..., dict[str, Any]]:
-    """Return the function that exports to a form. Raises EnvironmentUnusable if it needs what is not installed."""
-    from latbench.errors import EnvironmentUnusable
-
-    if form == C:
-        from search.export.c_export import export_to_c
-
-        return export_to_c
-    if find_spec("openvino") is None:
-        raise EnvironmentUnusable("--to openvino needs OpenVINO: pip install openvino, or take --to c")
-    from search.export.openvino_export import export_to_openvino
-
-    return export_to_openvino
 
 
 def _read_counts(option: str, texts: list[str] | None) -> list[int] | None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from latbench.base.deployed_forms import PYTHON
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, Precisions, TaskArgument
-from latbench.cli.options.option_texts import parse_precisions
+from latbench.cli.options.option_texts import check_deployed_form, parse_precisions
 from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget, RunThreads
-from latbench.cli.options.search_options import Confidence
+from latbench.cli.options.search_options import Confidence, Deploy
 
 if TYPE_CHECKING:
     from latbench.cli.job.job_steps import Job, JobResult
@@ -29,6 +30,7 @@ def run(
     confidence: Confidence = 0.9,
     recipe: RunRecipe = None,
     precisions: Precisions = None,
+    deploy: Deploy = PYTHON,
     threads: RunThreads = None,
     seed: RunSeed = 0,
     as_json: Json = False,
@@ -44,6 +46,7 @@ def run(
     # First, so that what cannot work is refused before anything is said.
     select_threads(threads)
     allowed = parse_precisions(precisions)
+    check_deployed_form(deploy)
     check_task_file(task)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
     folder = output or Path("latbench-jobs") / name
@@ -58,7 +61,7 @@ def run(
     # Cores that are left to other programs may take part in what is not timed, but not those that --threads forbids.
     pruners = threads or count_cores()
     threads = choose_threads(threads, folder)
-    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed)
+    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed, deploy)
     with note_load(threads):
         result = _carry_out(Job(task, folder, settings))
         if as_json:
@@ -86,6 +89,8 @@ def _carry_out(job: Job) -> JobResult:
         for attempt in range(MOST_TRIES):
             job.search_profile(steps.start("searching"), refine=attempt > 0)
             job.prune_model(steps.start("pruning"))
+            if job.settings.is_exported:
+                job.export_pruned(steps.start("exporting"))
             verdict = job.verify_model(steps.start("verifying"))
             if verdict.met:
                 break

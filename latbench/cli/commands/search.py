@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
+from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import FLOAT32, NUMBA
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, LimitsFile, Precisions, TaskArgument, Threads
-from latbench.cli.options.option_texts import parse_duration, parse_precisions
+from latbench.cli.options.option_texts import check_deployed_form, parse_duration, parse_precisions
 from latbench.cli.options.search_options import (
     CalibrationBatches,
     Confidence,
+    Deploy,
     Evaluations,
     Evaluators,
     LayerErrors,
@@ -56,6 +58,7 @@ def search(
     max_drop: MaxDrop = None,
     model: SearchModel = None,
     backend: SearchBackend = NUMBA,
+    deploy: Deploy = PYTHON,
     precisions: Precisions = None,
     patterns: SearchPatterns = None,
     sparsities: SearchSparsities = None,
@@ -86,6 +89,7 @@ def search(
     from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
+    check_deployed_form(deploy, backend)
     _check_inputs(backend, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
     _check_goal(target, max_drop, refine)
     threads = select_threads(threads)
@@ -93,7 +97,7 @@ def search(
     chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
     request = SearchRequest(
         Promise(target or 1.0, confidence, most_bytes),
-        Deployment(threads, backend, parse_precisions(precisions)),
+        Deployment(threads, backend, parse_precisions(precisions), deploy),
         CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
         SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
         Workers(processes or min(threads, MOST_PROCESSES), judges),
@@ -140,7 +144,7 @@ def _search(
     from search.pipeline.search_history import SearchHistory
 
     with live() as tell:
-        inputs = _read_inputs(files, limits, tell)
+        inputs = _read_inputs(files, limits, request.deployment.form, tell)
         history = SearchHistory(inputs, request)
         if refine is not None:
             met = None if remeasure else history.read_met_verdict(refine)
@@ -171,19 +175,20 @@ def _search_fastest(
 
     drop = parse_drop(max_drop)
     with live() as tell, ModelTimer(request.deployment.threads) as timer:
-        inputs = _read_inputs(files, limits, tell)
+        inputs = _read_inputs(files, limits, request.deployment.form, tell)
         _check_score(inputs, request, tell)
         found = search_fastest(inputs, request, drop, timer=timer, progress=tell)
         found.save(files.output)
     return found, f"{files.output} is written"
 
 
-def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInputs:
-    """Read the task, with the limits of the command line, and the inputs of its search."""
+def _read_inputs(files: _SearchFiles, limits: Limits, form: str, tell: Tell) -> SearchInputs:
+    """Read the task, with the limits of the command line, and the inputs of its search; check the form."""
     from dataclasses import replace
 
     from latbench.tables.storage import parse_place
     from search.check_task import check_task
+    from search.export.export_model import check_can_export
     from search.pipeline.search_request import read_inputs
     from search.task import load_task
 
@@ -191,6 +196,8 @@ def _read_inputs(files: _SearchFiles, limits: Limits, tell: Tell) -> SearchInput
     loaded = load_task(files.task)
     loaded = replace(loaded, limits=loaded.limits + limits)
     check_task(loaded, ["copy"])
+    if form != PYTHON:
+        check_can_export(loaded, form)
     return read_inputs(loaded, parse_place(files.table), files.model, files.database, files.method)
 
 

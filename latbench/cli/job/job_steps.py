@@ -6,6 +6,7 @@ cost_model.json  seconds of layers between those.
 database/        pruned layers, losses, and timings of whole models.
 profile.json     the options of all layers, and the promise.
 pruned/          the pruned model.
+deploy/          the exported model, of a job that deploys one.
 verify/          the verdict.
 report.html      everything, on one page.
 summary.json     the main figures.
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from cost_models.evaluation.held_out_errors import evaluate
 from cost_models.model_file import read, save
 from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
+from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
@@ -49,6 +51,10 @@ from latbench.workloads.workload import Layer, Workload, read_workload, write_wo
 from search.artifacts.profile import read_profile
 from search.check_task import check_task
 from search.deployment import Deployment
+from search.export.export_manifest import is_export_of
+from search.export.export_model import check_can_export, export_model
+from search.export.export_steps import ExportRequest
+from search.export.model_to_export import read_pruned_model
 from search.loss.parallel import MOST_PROCESSES, Workers
 from search.pipeline import promising_points, search_job
 from search.pipeline import verify as verification
@@ -57,6 +63,7 @@ from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest, read_inputs
 from search.pipeline.speedup_verdict import SpeedupVerdict
 from search.pruning.prune_model import check_can_train
+from search.pruning.storage.model_folder import hash_manifest
 from search.pruning.training.recipe import read_recipe
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
@@ -97,6 +104,8 @@ class JobSettings:
         Random seed of weights and search.
     precisions
         Types in which layers may be multiplied.
+    form
+        How the model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
     """
 
     target: float
@@ -107,6 +116,12 @@ class JobSettings:
     pruners: int | None = None
     seed: int = 0
     precisions: tuple[str, ...] = (FLOAT32,)
+    form: str = PYTHON
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether the model is exported, and verified as such."""
+        return self.form != PYTHON
 
 
 @dataclass(frozen=True)
@@ -189,12 +204,15 @@ class Job:
             points, layers = len(self._points), len(self._workload.layers)
             weights = sum(layer.shape.m * layer.shape.k for layer in self._workload.layers)
         options = 7 if self.settings.quick else 20
+        export = {"exporting": _START_SECONDS} if self.settings.is_exported else {}
+        rounds = _ROUNDS * (_ROUND_SECONDS + sum(export.values()))
         return {
             "reading the task": 5.0,
             "timing layers": points * _POINT_SECONDS,
             "fitting the cost model": 2.0,
-            "searching": _START_SECONDS + _ROUNDS * _ROUND_SECONDS + options * weights / 1e6 * _OPTION_SECONDS,
+            "searching": _START_SECONDS + rounds + options * weights / 1e6 * _OPTION_SECONDS,
             "pruning": layers * _LAYER_SECONDS,
+            **export,
             "verifying": _VERIFY_SECONDS,
             "writing the report": 3.0,
         }
@@ -207,6 +225,8 @@ class Job:
             check_can_train(self.task)
             steps.append("training")
         check_task(self.task, steps)
+        if self.settings.is_exported:
+            check_can_export(self.task, self.settings.form)
         path = self._path("workload.yaml")
         if not _holds(path, self._workload):
             write_workload(self._workload, path)
@@ -246,7 +266,7 @@ class Job:
         evaluations = QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS
         request = SearchRequest(
             Promise(settings.target, settings.confidence),
-            Deployment(self._threads, NUMBA, settings.precisions),
+            Deployment(self._threads, NUMBA, settings.precisions, settings.form),
             CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
             SearchPlan(seed=settings.seed, evaluations=evaluations, quick=quick),
             self._choose_workers(evaluations),
@@ -261,8 +281,8 @@ class Job:
                 search_job.search(inputs, request, timer=self._timer, progress=tell).save(path)
             except search_job.NearestProfile as error:
                 raise PromiseMissed(
-                    f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}` "
-                    "takes the best profile found"
+                    f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}"
+                    f"{f' --deploy {settings.form}' if settings.is_exported else ''}` takes the best profile found"
                 ) from error
 
     def _choose_workers(self, evaluations: int) -> Workers:
@@ -282,11 +302,19 @@ class Job:
             PruneRequest(recipe=self.settings.recipe), progress=tell,
         )  # fmt: skip
 
+    def export_pruned(self, tell: Tell) -> None:
+        """Export the pruned model unless the folder holds its export."""
+        pruned, output, form = self._path("pruned"), self._path("deploy"), self.settings.form
+        if not is_export_of(output, form, hash_manifest(pruned)):
+            read_model = partial(read_pruned_model, self.task, pruned)
+            export_model(form, read_model, output, ExportRequest(), lambda step: tell(step, None, None))
+
     def verify_model(self, tell: Tell) -> SpeedupVerdict:
-        """Time the pruned model unless it was, and kept its promise."""
-        pruned, output = self._path("pruned"), self._path("verify")
-        known = verification.read_current_verdict(self.task, pruned, output, NUMBA)
-        return known or verification.verify(self.task, pruned, output, timer=self._timer, progress=tell)
+        """Time the model as it is deployed, unless it was, and kept its promise."""
+        folder = self._path("deploy" if self.settings.is_exported else "pruned")
+        output = self._path("verify")
+        known = verification.read_current_verdict(self.task, folder, output, NUMBA)
+        return known or verification.verify(self.task, folder, output, timer=self._timer, progress=tell)
 
     def write_report(self, tell: Tell, verdict: SpeedupVerdict) -> JobResult:
         """Write the report and the summary."""

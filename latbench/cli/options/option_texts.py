@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from latbench.base.engine_registry import NUMBA, runs_our_kernels
 from latbench.errors import UsageError
 
 COLUMN_VALUE = "COLUMN=VALUE,..."
@@ -44,6 +45,16 @@ def parse_precisions(texts: Sequence[str] | None) -> tuple[str, ...]:
     if unknown := [text for text in texts or () if text not in PRECISIONS]:
         raise UsageError(f"unknown precision {unknown[0]!r}: known are {', '.join(PRECISIONS)}")
     return tuple(each for each in PRECISIONS if each == FLOAT32 or each in (texts or ()))
+
+
+def check_deployed_form(form: str, backend: str = NUMBA) -> None:
+    """Raise UsageError for an unknown form, or one in which a backend's models cannot be deployed."""
+    from latbench.base.deployed_forms import FORM_PHRASES, PYTHON
+
+    if form not in FORM_PHRASES:
+        raise UsageError(f"unknown form {form!r} to deploy: known are {', '.join(FORM_PHRASES)}")
+    if form != PYTHON and not runs_our_kernels(backend):
+        raise UsageError(f"--deploy {form} does not go with {backend}: exports run latbench's own kernels")
 
 
 def split_pairs(param: typer.CallbackParam, texts: list[str] | None) -> list[str] | None:

@@ -58,6 +58,15 @@ SearchBackend = Annotated[
         help="Engine of the pruned model: numba (latbench's kernels) or deepsparse.",
     ),
 ]
+Deploy = Annotated[
+    str,
+    typer.Option(
+        "--deploy",
+        metavar="FORM",
+        help="Form in which the model will be deployed, and in which the search times it: python (a torch module), "
+        "or what `latbench export` writes, openvino or c. The promise holds for this form.",
+    ),
+]
 SearchPatterns = Annotated[
     list[str] | None,
     typer.Option(

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,11 +28,13 @@ import numpy as np
 import psutil
 import torch
 
+from latbench.base.deployed_forms import OPENVINO, C
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
-from search.deployment import OPENVINO, C
 from search.example_inputs import ExampleInputs
+from search.export.export_model import export_model
 from search.export.export_steps import ExportRequest, spread_batches
+from search.export.model_to_export import read_pruned_model
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task, load_task
 from sparse_kernels.cpu.export.shared_library import find_compiler
@@ -53,23 +56,14 @@ def main() -> None:
         deploy, threads = folder / "deploy", [int(each) for each in given.threads.split(",")]
         began = time.perf_counter()
         batches = None if given.batch is None else [given.batch]
-        manifest = _find_exporter(given.to)(task, pruned, deploy, ExportRequest(batches=batches, threads=threads))
+        request = ExportRequest(batches=batches, threads=threads)
+        manifest = export_model(given.to, partial(read_pruned_model, task, pruned), deploy, request)
         print(f"export: {time.perf_counter() - began:.0f} s, levels {', '.join(manifest['levels'])}")
         print(", ".join(f"{file} {size / 1e6:.2f} MB" for file, size in manifest["bytes"].items() if size > 1e5))
         print(f"largest difference from the pruned model: {manifest['error']:.1e} of its largest result")
         for count in threads:
             compare_calls(Sides(given.task, pruned, deploy, given.to, given.batch, count), given.rounds)
         compare_starts(Sides(given.task, pruned, deploy, given.to, given.batch, 1), folder)
-
-
-def _find_exporter(form: str) -> Any:
-    if form == C:
-        from search.export.c_export import export_to_c
-
-        return export_to_c
-    from search.export.openvino_export import export_to_openvino
-
-    return export_to_openvino
 
 
 class Sides(NamedTuple):

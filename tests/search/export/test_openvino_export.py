@@ -26,9 +26,9 @@ from latbench.cli.commands.export import export as export_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.example_inputs import TensorCall
 from search.export import openvino_model
-from search.export.free_sides import change_axis, try_other_sizes
-from search.export.openvino_graph import LayerGraph, record_calls
-from search.export.openvino_model import OpenVINOModel
+from search.export.openvino.free_sides import change_axis, try_other_sizes
+from search.export.openvino.openvino_graph import LayerGraph, record_calls
+from search.export.openvino.openvino_model import OpenVINOModel
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
 from sparse_kernels.convert import convert

@@ -44,7 +44,7 @@ class Steps:
     def estimate_seconds(self) -> dict[str, float]:
         return dict.fromkeys(
             ["reading the task", "timing layers", "fitting the cost model", "searching", "pruning", "verifying",
-             "writing the report"], 1.0,
+             "writing the report", "exporting"], 1.0,
         )  # fmt: skip
 
     def search_profile(self, tell: Any, *, refine: bool = False) -> None:
@@ -84,6 +84,15 @@ def test_a_job_whose_promise_is_kept_has_each_step_once(monkeypatch: pytest.Monk
     assert steps.done == [*FIRST, KEPT, "report", "closed"]
     assert steps.folder == Path("latbench-jobs/digits")
     assert (steps.settings.target, steps.settings.quick, steps.settings.confidence) == (2.0, True, 0.9)
+
+
+def test_a_model_that_leaves_python_is_exported_before_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = carry_out(monkeypatch, MISSED, KEPT, deploy="c")
+    again = ["refine", "prune_model", "export_pruned", KEPT]
+    assert steps.done == [*FIRST, "export_pruned", MISSED, *again, "report", "closed"]
+    assert steps.settings.form == "c" and steps.settings.is_exported
+    with pytest.raises(UsageError, match="unknown form 'java' to deploy: known are python, c, openvino"):
+        run("digits", deploy="java")
 
 
 def test_too_many_threads_are_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
-from search.export.free_sides import list_along
+from search.export.openvino.free_sides import list_along
 
 if TYPE_CHECKING:
     import openvino as ov

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from latbench.base.deployed_forms import OPENVINO
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.artifacts.profile import read_profile
-from search.deployment import OPENVINO
 from search.example_inputs import ExampleInputs, TensorCall, convert_to_tensor_call
 from search.export.export_manifest import GRAPH, LIBRARY, PACKED, write_manifest
 from search.export.export_steps import (
@@ -38,21 +37,19 @@ from search.export.export_steps import (
     spread_batches,
     write_promise,
 )
-from search.export.free_sides import try_other_sizes
 from search.export.model_chain import build_exported_layer
-from search.export.openvino_examples import PYTHON, generate_main
-from search.export.openvino_graph import OPSET, LayerCalls, LayerGraph, record_calls
-from search.export.openvino_model import LEVEL, name_release
-from search.pruning.storage.model_folder import load_pruned
-from search.task import Task
+from search.export.model_to_export import ModelToExport
+from search.export.openvino.free_sides import try_other_sizes
+from search.export.openvino.openvino_examples import PYTHON, generate_main
+from search.export.openvino.openvino_graph import OPSET, LayerCalls, LayerGraph, record_calls
+from search.export.openvino.openvino_model import LEVEL, name_release
 from search.user_code import call_user_code
-from sparse_kernels.convert import LayerPattern, convert, copy_model
+from sparse_kernels.convert import LayerPattern, copy_model
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import VERSION
 from sparse_kernels.cpu.export.packed_weights import build_packed_file, read_checksum
 from sparse_kernels.cpu.export.shared_library import EXTENSION, Extension, NoCompiler, find_needed_libc, link_library
-from sparse_kernels.prunable_layers import bake_weights
 
 RUN_SECONDS = 600.0
 """Limit of the time in which a deployed model computes the inputs of its check."""
@@ -72,49 +69,23 @@ class _LayersToExport:
 
 
 def export_to_openvino(
-    task: Task,
-    pruned: Path,
+    read_model: Callable[[], ModelToExport],
     output: Path,
     request: ExportRequest,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Export a pruned model to OpenVINO, check that it computes the same, and return its manifest.
+    """Export a pruned model to OpenVINO, as `search.export.export_model.export_model` does.
 
-    Parameters
-    ----------
-    task : Task
-        The task whose model was pruned.
-    pruned : Path
-        Folder from `latbench prune`.
-    output : Path
-        Folder to write: absent, empty, or an earlier export.
-    request : ExportRequest
-        CPU levels, batches and threads. The batch of the example is always one of the batches.
-    progress : callable
-        Told what is done next.
-
-    Returns
-    -------
-    dict of str to object
-        The manifest.
-
-    Raises
-    ------
-    UsageError
-        OpenVINO cannot import the model, no layer of it was pruned, or the request cannot be met.
-    EnvironmentUnusable, BadData, RuntimeError
-        As `search.export.c_export.export_to_c` does.
+    The batch of the example is always one of the batches.
     """
-    levels = choose_levels(request.levels)
+    levels = choose_levels(request)
     check_output(output)
-    check_for_compiler(_find_extension("unnamed", 0))
+    check_openvino()
     progress("reading the model")
-    model, choices = load_pruned(pruned, task.model())
-    bake_weights(model)
-    example = task.example()
-    called, converted = (convert_to_tensor_call(each, example) for each in (model, _convert(model, choices, example)))
-    batches = sorted({example.batch, *(request.batches or ())})
-    threads = sorted({1, *(request.threads or (read_profile(pruned / "profile.json").threads,))})
+    given = read_model()
+    model, choices, example = given.model, given.choices, given.example
+    called, converted = (convert_to_tensor_call(each, example) for each in (model, given.convert()))
+    batches, threads = request.list_batches(example.batch, example.batch), request.list_threads(given.threads)
     inputs = spread_batches(called.tensors, batches)[:-1] if request.batches else [list(called.tensors)]
     progress("importing into OpenVINO")
     found = _import_model(convert_to_tensor_call(copy_model(model), example), choices, inputs)
@@ -127,19 +98,16 @@ def export_to_openvino(
             opset = _write_files(folder, compiled, example)
         progress("checking results")
         deployed = _Deployed(folder, found.graph, opset, PrunedResults(called.model, converted.model))
-        error = deployed.check(called.tensors, inputs, facts)
+        others = {} if request.only_timed else try_other_sizes(called.model, called.tensors)
+        error = deployed.check(called.tensors, others, inputs, facts)
         with explain_writes(output):
-            facts |= {"error": error} | write_promise(folder, pruned, deployed.results.compute(called.tensors))
+            facts |= {"error": error} | write_promise(folder, given.folder, deployed.results.compute(called.tensors))
             return write_manifest(folder, facts | _describe_files(folder, found, example))
 
 
-def _convert(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
-    """Return the converted model: its layers round as the exported ones do."""
-    copied = example.map_tensors(lambda each: each.clone())
-    try:
-        return convert(model, choices, copied.arguments, example_keywords=copied.keywords)
-    except ValueError as error:
-        raise UsageError(f"the model cannot be exported: {error}") from error
+def check_openvino() -> None:
+    """Raise EnvironmentUnusable unless OpenVINO has what extensions need, and there is a compiler."""
+    check_for_compiler(_find_extension("unnamed", 0))
 
 
 def _import_model(
@@ -209,15 +177,17 @@ class _Deployed:
     opset: str
     results: PrunedResults
 
-    def check(self, example: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], facts: dict[str, Any]) -> float:
+    def check(
+        self, example: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]], inputs: Sequence[Sequence[Tensor]],
+        facts: dict[str, Any],
+    ) -> float:  # fmt: skip
         """Write the graph; return how far its results are from the converted model's, as a share of its largest.
 
-        Sides along which other sizes work stay free. Each CPU level runs in a process of its own, which takes its
-        kernels from the environment. Raises RuntimeError for other results than the model's.
+        Sides along which the `others`, inputs of other sizes, work stay free. Each CPU level runs in a process of
+        its own, which takes its kernels from the environment. Raises RuntimeError for other results than the model's.
 
         facts: the CPU levels and numbers of threads.
         """
-        others = try_other_sizes(self.results.model, example)
         self._save(example, [*others])
         free = [axis for axis, tensors in others.items() if self._agrees(tensors, facts)]
         if len(free) < len(others):
@@ -251,7 +221,7 @@ class _Deployed:
     def _compare(self, worker: Worker, threads: int, inputs: Sequence[Sequence[Tensor]]) -> tuple[bool, float]:
         """Return whether the results for all of the inputs are right, and how far they lie from the model's."""
         arrays = [[each.numpy() for each in tensors] for tensors in inputs]
-        function = "search.export.openvino_model:run_model"
+        function = "search.export.openvino.openvino_model:run_model"
         try:
             found = worker.call(function, str(self.folder), threads, arrays, timeout=RUN_SECONDS)
         except TaskFailed as error:

@@ -14,9 +14,9 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from latbench.base.deployed_forms import OPENVINO
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
-from search.deployment import OPENVINO
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
 
 LEVEL = "LATBENCH_LEVEL"

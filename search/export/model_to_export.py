@@ -1,0 +1,62 @@
+"""What is exported: a pruned model from its folder, or one that a search times and never prunes to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from latbench.errors import UsageError
+from search.artifacts.profile import read_profile
+from search.example_inputs import ExampleInputs
+from search.export.export_manifest import PROFILE
+from search.pruning.storage.model_folder import load_pruned
+from search.task import Task
+from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.prunable_layers import bake_weights
+
+
+@dataclass(frozen=True)
+class ModelToExport:
+    """A pruned model.
+
+    Attributes
+    ----------
+    task
+        Name of its task.
+    model
+        The model with its pruned weights, as plain tensors.
+    choices
+        Layer name -> its pattern and mask.
+    example
+        Inputs of a call.
+    threads
+        Threads of a call.
+    folder
+        The folder of `latbench prune`; None for a model that is only timed, and promises nothing.
+    """
+
+    task: str
+    model: nn.Module
+    choices: Mapping[str, LayerPattern]
+    example: ExampleInputs
+    threads: int
+    folder: Path | None = None
+
+    def convert(self) -> nn.Module:
+        """Return the converted model: its layers round as the exported ones do. Raises UsageError if none can be."""
+        copied = self.example.map_tensors(lambda each: each.clone())
+        try:
+            return convert(self.model, self.choices, copied.arguments, example_keywords=copied.keywords)
+        except ValueError as error:
+            raise UsageError(f"the model cannot be exported: {error}") from error
+
+
+def read_pruned_model(task: Task, folder: Path) -> ModelToExport:
+    """Read the pruned model of a task from its folder. Raises BadData if it is damaged or of another model."""
+    model, choices = load_pruned(folder, task.model())
+    bake_weights(model)
+    threads = read_profile(folder / PROFILE).threads
+    return ModelToExport(task.name, model, choices, task.example(), threads, folder)
