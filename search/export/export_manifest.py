@@ -8,16 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from latbench.base.deployed_forms import OPENVINO, C
+from latbench.base.deployed_forms import OPENVINO, TORCH_PACKAGE, C
 from latbench.base.files import hash_file
 from latbench.errors import BadData
 
 MANIFEST, LIBRARY, PACKED = "manifest.json", "libmodel.so", "model.latbench"
 PROFILE, EXPECTED = "profile.json", "expected.npz"
+LEVEL = "LATBENCH_LEVEL"
+"""Environment variable with the CPU level that models take, in place of the most able one of the machine."""
+
 GRAPH, GRAPH_WEIGHTS = "model.xml", "model.bin"
 """OpenVINO's two files of a model."""
 
-_KEYS = {C: ("input", "output"), OPENVINO: (OPENVINO, "inputs", "outputs")}
+PACKAGE = "model.pt2"
+"""torch's file of a model."""
+
+_KEYS = {
+    C: ("input", "output"),
+    OPENVINO: (OPENVINO, "inputs", "outputs"),
+    TORCH_PACKAGE: (TORCH_PACKAGE, "namespace", "inputs", "outputs"),
+}
 """What a manifest of each form tells its loader, beside the files."""
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from latbench.base.deployed_forms import EXPORTED_FORMS, OPENVINO, C
+from latbench.base.deployed_forms import EXPORTED_FORMS, OPENVINO, TORCH_PACKAGE, C
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_steps import ExportRequest, check_for_compiler, choose_levels
 from search.export.model_to_export import ModelToExport
@@ -31,6 +31,10 @@ def check_can_export(task: Task, form: str) -> None:
 
         check_for_compiler()
         check_chain(task)
+    elif form == TORCH_PACKAGE:
+        from search.export.torch_package.torch_export import check_torch
+
+        check_torch()
     else:
         from search.export.openvino.openvino_export import check_openvino
 
@@ -80,6 +84,10 @@ def export_model(
         from search.export.c_export import export_to_c
 
         return export_to_c(read_model, output, request, progress)
+    if form == TORCH_PACKAGE:
+        from search.export.torch_package.torch_export import export_to_torch
+
+        return export_to_torch(read_model, output, request, progress)
     from search.export.openvino.openvino_export import export_to_openvino
 
     return export_to_openvino(read_model, output, request, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +17,14 @@ from latbench.base.files import stage_folder
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.example_inputs import list_tensors
 from search.export.expected_results import ExpectedResults, compare_results
-from search.export.export_manifest import MANIFEST, PROFILE, is_exported, read_manifest
+from search.export.export_manifest import LIBRARY, MANIFEST, PACKED, PROFILE, is_exported, read_manifest
 from search.pruning.storage.model_folder import hash_manifest
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, find_level, list_host_levels
 from sparse_kernels.cpu.export.exported_library import UNUSABLE, LibraryError
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
 from sparse_kernels.cpu.export.level_job import CompiledLevel, LevelFailure, LevelRequest, compile_level
-from sparse_kernels.cpu.export.shared_library import Extension, NoCompiler, check_compiler
+from sparse_kernels.cpu.export.packed_weights import build_packed_file, read_checksum
+from sparse_kernels.cpu.export.shared_library import Extension, NoCompiler, check_compiler, link_library
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class ExportRequest:
         return [example] if self.only_timed else sorted({always, *(self.batches or (example,))})
 
     def list_threads(self, promised: int) -> list[int]:
-        """List the numbers of threads in their order; `promised` is that of the model."""
-        return [promised] if self.only_timed else sorted({1, *(self.threads or (promised,))})
+        """List the numbers of threads in their order: one, and that which is `promised`, or those asked for."""
+        return sorted({1, *((promised,) if self.only_timed else self.threads or (promised,))})
 
 
 def choose_levels(request: ExportRequest) -> list[CpuLevel]:
@@ -105,6 +107,23 @@ def _compile(
     except LevelFailure as error:
         said = f"the model could not be compiled for {level.name}: {error}"
         raise (EnvironmentUnusable if error.by_machine else RuntimeError)(said) from error
+
+
+def write_library(
+    folder: Path, levels: Sequence[CompiledLevel], source: Path, build_extension: Callable[[str, int], Extension]
+) -> str:
+    """Write an engine's extension and its packed file; return the number of the export, which is of its content.
+
+    build_extension: returns the extension with this source, from the number and the checksum of the packed file.
+    """
+    packed = build_packed_file(levels, [source])
+    number = hashlib.sha256(packed).hexdigest()[:16]
+    (folder / PACKED).write_bytes(packed)
+    try:
+        link_library(folder / LIBRARY, levels, extension=build_extension(number, read_checksum(packed)))
+    except NoCompiler as error:
+        raise EnvironmentUnusable(f"the model cannot be exported: {error}") from None
+    return number
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from latbench.base.deployed_forms import OPENVINO
+from latbench.base.deployed_forms import OPENVINO, TORCH_PACKAGE, C
 from latbench.errors import BadData, UsageError
 from search.export.export_manifest import is_exported, read_manifest
 from search.export.exported_model import ExportedModel
 from search.export.openvino.openvino_model import OpenVINOModel
+from search.export.torch_package.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 @overload
-def load_model(folder: str | Path, *, threads: int | None = None) -> ExportedModel | OpenVINOModel: ...
+def load_model(folder: str | Path, *, threads: int | None = None) -> ExportedModel | OpenVINOModel | TorchModel: ...
 
 
 @overload
@@ -33,10 +34,10 @@ def load_model(
 def load_model(folder: str | Path, model: Any = None, example: Any = None, *, threads: int | None = None) -> Any:
     """Load a pruned or exported model, ready to be called.
 
-    An exported model takes and gives NumPy arrays. It needs nothing but NumPy, and OpenVINO if it was exported to
-    that. A pruned one is the fast torch module that `latbench verify` timed. It is for inference on this machine's
-    CPU, with float32 inputs. Call it as any module, in any thread, also without `torch.no_grad()`; its process may
-    fork. The given model stays as it is.
+    An exported model takes and gives NumPy arrays. It needs nothing but NumPy, and OpenVINO or torch if it was
+    exported to that. A pruned one is the fast torch module that `latbench verify` timed. It is for inference on this
+    machine's CPU, with float32 inputs. Call it as any module, in any thread, also without `torch.no_grad()`; its
+    process may fork. The given model stays as it is.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
 
     Returns
     -------
-    Module, ExportedModel or OpenVINOModel
+    Module, ExportedModel, OpenVINOModel or TorchModel
         The converted model in eval mode, without gradients; or a callable of arrays (batch, ...).
 
     Raises
@@ -76,8 +77,8 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
     if is_exported(folder):
         if model is not None or example is not None:
             raise UsageError(f"{folder} is an exported model, which is whole: load it by its folder alone")
-        loader = OpenVINOModel if read_manifest(folder)["form"] == OPENVINO else ExportedModel
-        return loader(folder, 1 if threads is None else threads)
+        loaders = {OPENVINO: OpenVINOModel, TORCH_PACKAGE: TorchModel, C: ExportedModel}
+        return loaders[read_manifest(folder)["form"]](folder, 1 if threads is None else threads)
     if model is None or example is None:
         if (folder / "profile.json").is_file():
             raise UsageError(f"{folder} is a pruned model: give the dense model and an example of its inputs, too")

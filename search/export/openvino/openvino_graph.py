@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
-from search.export.openvino.free_sides import list_along
+from search.export.free_sides import list_along
+from search.export.layer_calls import Layers, record_results
 
 if TYPE_CHECKING:
     import openvino as ov
@@ -30,59 +28,10 @@ else:
     ov = import_openvino()
 
 OPERATION, OPSET = "SparseLayer", "latbench"
-"""The operation, as `sparse_layer.cpp` has it. The file of a graph names it, so writing one needs no library.
+"""The operation, as `openvino_layer.cpp` has it. The file of a graph names it, so writing one needs no library.
 
 In the file the opset has the number of the export behind its name.
 """
-
-Layers = Mapping[str, nn.Linear | nn.Conv2d]
-
-
-@dataclass(frozen=True)
-class LayerCalls:
-    """What a layer is called with. sizes: tokens or images of a call. images: (channels, height, width) of one."""
-
-    sizes: frozenset[int]
-    images: frozenset[tuple[int, ...]]
-
-    def find_image(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an image of the convolution `name`; () for a linear layer. Raises UsageError."""
-        shapes = sorted(self.images)
-        if len(shapes) > 1:
-            sides = " and of ".join("x".join(map(str, shape)) for shape in shapes)
-            raise UsageError(
-                f"the model cannot be exported: convolution {name} gets images of {sides}, and an exported one has "
-                "one size"
-            )
-        if shapes and len(shapes[0]) != 3:
-            raise UsageError(f"the model cannot be exported: convolution {name} gets an image without a batch")
-        return shapes[0] if shapes else ()
-
-
-def record_calls(called: TensorCall, layers: Layers, batches: Sequence[Sequence[Tensor]]) -> dict[str, LayerCalls]:
-    """Run the model on each batch; return what its layers are called with. Those that are not called are left out."""
-    sizes: dict[str, set[int]] = {}
-    images: dict[str, set[tuple[int, ...]]] = {}
-
-    def note(name: str, x: Tensor) -> None:
-        if isinstance(layers[name], nn.Conv2d):
-            images.setdefault(name, set()).add(tuple(x.shape[1:]))
-            sizes.setdefault(name, set()).add(len(x))
-        else:
-            sizes.setdefault(name, set()).add(math.prod(x.shape[:-1]))
-
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
-        for name, layer in layers.items()
-    ]
-    try:
-        with torch.no_grad():
-            for tensors in batches:
-                called.model(*(each.clone() for each in tensors))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: LayerCalls(frozenset(found), frozenset(images.get(name, ()))) for name, found in sizes.items()}
 
 
 class _StandIn(nn.Module):
@@ -158,7 +107,7 @@ class LayerGraph:
     """
 
     def __init__(self, called: TensorCall, layers: Layers, tensors: Sequence[Tensor]) -> None:
-        results = _record_results(called, layers, tensors)
+        results = record_results(called, layers, tensors)
         called.model.requires_grad_(False)
         self._placeholders: list[_Placeholder] = []
         """One a call of a layer. The graph gives their nodes without what Python knows of them."""
@@ -223,27 +172,6 @@ class LayerGraph:
         ov.serialize(self.model, path, path.with_suffix(".bin"))
         text, mark = path.read_text(encoding="utf-8"), f'type="{OPERATION}" version="{OPSET}"'
         path.write_text(text.replace(mark, f'type="{OPERATION}" version="{opset}"'), encoding="utf-8")
-
-
-def _record_results(
-    called: TensorCall, layers: Layers, tensors: Sequence[Tensor]
-) -> dict[str, list[tuple[int, ...]]]:
-    """Return what each call of a layer gives: features, or the (channels, height, width) of a convolution."""
-    found: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
-
-    def note(name: str, y: Tensor) -> None:
-        found[name].append(tuple(y.shape[1:]) if isinstance(layers[name], nn.Conv2d) else (y.shape[-1],))
-
-    hooks = [
-        layer.register_forward_hook(lambda _, inputs, y, name=name: note(name, y)) for name, layer in layers.items()
-    ]
-    try:
-        with torch.no_grad():
-            called.model(*(each.clone() for each in tensors))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _name_activation(node: ov.Node) -> str | None:

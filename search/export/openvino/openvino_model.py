@@ -19,9 +19,6 @@ from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
 
-LEVEL = "LATBENCH_LEVEL"
-"""Environment variable with the CPU level that models take, in place of the most able one of the machine."""
-
 
 def name_release() -> str:
     """Return the release of the installed OpenVINO, such as 2026.4.1. Raises EnvironmentUnusable if there is none."""

@@ -16,7 +16,8 @@ from sparse_kernels.cpu.export.level_job import CompiledLevel
 from sparse_kernels.cpu.export.library_id import RUNTIME, compute_library_id
 
 HEADER = RUNTIME / "latbench.h"
-EXTENSION = Path(__file__).parent / "openvino" / "sparse_layer.cpp"
+EXTENSIONS = Path(__file__).parent / "extensions"
+OPENVINO_LAYER, TORCH_LAYER = EXTENSIONS / "openvino_layer.cpp", EXTENSIONS / "torch_layer.cpp"
 _COMPILERS, CPP_COMPILERS = ("cc", "gcc", "g++", "clang"), ("c++", "g++", "clang++")
 _FLAGS = (
     "-std=gnu11",
@@ -39,13 +40,14 @@ class NoCompiler(Exception):
 class Extension:
     """What makes the library an extension of an engine: a file in C++, folders of headers, and libraries.
 
-    definitions: macros of the file, such as the number of the export.
+    definitions: macros of the file, such as the number of the export. standard: that of the engine's headers.
     """
 
     source: Path
     includes: Sequence[Path]
     libraries: Sequence[Path]
     definitions: Mapping[str, str]
+    standard: str = "c++17"
 
 
 def find_compiler(variable: str = "CC", usual: Sequence[str] = _COMPILERS) -> list[str]:
@@ -97,7 +99,15 @@ def link_library(
 def _compile_extension(path: Path, extension: Extension) -> Path:
     compiler = find_compiler("CXX", CPP_COMPILERS)
     includes = [f"-isystem{each}" for each in extension.includes]
-    settings = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{RUNTIME}", *includes]
+    settings = [
+        f"-std={extension.standard}",
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-pthread",
+        f"-I{RUNTIME}",
+        *includes,
+    ]
     settings += [f"-D{name}={value}" for name, value in extension.definitions.items()]
     _run_compiler(compiler, [*compiler, *settings, "-c", str(extension.source), "-o", str(path)])
     return path

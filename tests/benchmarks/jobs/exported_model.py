@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import torch
 
-from latbench.base.deployed_forms import OPENVINO, C
+from latbench.base.deployed_forms import EXPORTED_FORMS, C
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.example_inputs import ExampleInputs
@@ -216,7 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pruned", type=lambda path: Path(path).resolve())
     parser.add_argument("--pattern", default="vector:16")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--to", choices=[C, OPENVINO], default=C)
+    parser.add_argument("--to", choices=EXPORTED_FORMS, default=C)
     parser.add_argument("--batch", type=int, help="default: that of the task's example")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=15)

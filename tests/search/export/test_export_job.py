@@ -176,7 +176,7 @@ def test_a_level_that_does_not_compile_is_no_missed_promise(
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"to": "java"}, UsageError, "unknown form 'java': known are openvino, c"),
+        ({"to": "java"}, UsageError, "unknown form 'java': known are openvino, torch, c"),
         ({"level": ["x86-64-v9"]}, UsageError, "unknown CPU level 'x86-64-v9'"),
         ({"batch": ["0"]}, UsageError, "--batch takes whole numbers of at least 1, not '0'"),
         ({"threads": ["²"]}, UsageError, "--threads takes whole numbers of at least 1, not '²'"),

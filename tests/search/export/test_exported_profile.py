@@ -10,7 +10,7 @@ import pytest
 import torch
 from chain_task import CHAIN_TASK, prune_chain
 
-from latbench.base.deployed_forms import OPENVINO, PYTHON, C
+from latbench.base.deployed_forms import EXPORTED_FORMS, OPENVINO, PYTHON, C
 from latbench.cli.commands.export import export as export_command
 from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, UsageError
@@ -46,7 +46,7 @@ def list_exports(shared: Path) -> list[Path]:
 
 @has_levels
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [C, OPENVINO])
+@pytest.mark.parametrize("form", EXPORTED_FORMS)
 def test_a_profile_is_exported_once_and_runs_as_deployed(chain: Task, tmp_path: Path, form: str) -> None:
     if form == OPENVINO:
         pytest.importorskip("openvino")
@@ -56,7 +56,7 @@ def test_a_profile_is_exported_once_and_runs_as_deployed(chain: Task, tmp_path: 
         np.testing.assert_allclose(run()[0], masked(*example.arguments).numpy(), rtol=1e-4, atol=1e-5)
     [folder] = list_exports(tmp_path)
     manifest = read_manifest(folder)
-    assert (manifest["form"], manifest["batches"], manifest["threads"]) == (form, [5], [2])
+    assert (manifest["form"], manifest["batches"], manifest["threads"]) == (form, [5], [1, 2])
     assert manifest["levels"] == [list_host_levels()[-1].name] and manifest["pruned"] == ""
     written = (folder / "manifest.json").stat().st_mtime_ns
     np.testing.assert_array_equal(
@@ -100,25 +100,24 @@ def test_another_form_is_another_timing(chain: Task) -> None:
 @has_levels
 @pytest.mark.slow
 def test_a_promise_for_one_form_is_not_verified_in_another(chain: Task, tmp_path: Path) -> None:
-    pruned, deploy = prune_chain(tmp_path / "pruned", chain), tmp_path / "deploy"
-    profile = read_profile(pruned / "profile.json")
-    assert profile.form == PYTHON
-    replace(profile, form=C).save(pruned / "profile.json")
+    level = [list_host_levels()[-1].name]
+    pruned, deploy = prune_chain(tmp_path / "pruned", chain, form=C), tmp_path / "deploy"
     with pytest.raises(UsageError, match=r"promise is about: `latbench export TASK .*pruned --to c -o deploy`"):
         read_verified(pruned).choose_deployment()
-    export_command(chain.reference, pruned, deploy, to=C, level=[list_host_levels()[-1].name], threads=["1"])
+    export_command(chain.reference, pruned, deploy, to=C, level=level, threads=["1"])
     assert read_verified(deploy).choose_deployment().form == C
     assert is_export_of(deploy, C, hash_manifest(pruned))
     assert not is_export_of(deploy, OPENVINO, hash_manifest(pruned)) and not is_export_of(deploy, C, "another")
-    replace(profile, form=OPENVINO).save(pruned / "profile.json")
-    export_command(chain.reference, pruned, deploy, to=C, level=[list_host_levels()[-1].name], threads=["1"])
-    with pytest.raises(UsageError, match="export the pruned model with --to openvino, and verify that"):
-        read_verified(deploy).choose_deployment()
     (deploy / "libmodel.so").write_bytes(b"damaged")
     assert not is_export_of(deploy, C, hash_manifest(pruned))
-    replace(profile, form="java").save(pruned / "profile.json")
+    other = prune_chain(tmp_path / "other", chain, form=OPENVINO)
+    export_command(chain.reference, other, deploy, to=C, level=level, threads=["1"])
+    with pytest.raises(UsageError, match="export the pruned model with --to openvino, and verify that"):
+        read_verified(deploy).choose_deployment()
+    profile = read_profile(other / "profile.json")
+    replace(profile, form="java").save(tmp_path / "profile.json")
     with pytest.raises(BadData, match="unknown form java"):
-        read_profile(pruned / "profile.json")
+        read_profile(tmp_path / "profile.json")
 
 
 NO_CHAIN = CHAIN_TASK.replace("nn.ReLU(), nn.Flatten()", "nn.Sigmoid(), nn.Flatten()")
@@ -132,7 +131,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_timed(tmp_path: P
         check_can_export(curved, C)
     given = curved.reference, str(tmp_path / "table"), tmp_path / "database", tmp_path / "profile.json"
     for options, said in (
-        ({"deploy": "java"}, "unknown form 'java' to deploy: known are python, c, openvino"),
+        ({"deploy": "java"}, "unknown form 'java' to deploy: known are python, openvino, torch, c"),
         ({"deploy": C, "backend": "deepsparse"}, "--deploy c does not go with deepsparse"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -25,9 +25,11 @@ from latbench.cli.commands import export as export_module
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.example_inputs import TensorCall
-from search.export import openvino_model
-from search.export.openvino.free_sides import change_axis, try_other_sizes
-from search.export.openvino.openvino_graph import LayerGraph, record_calls
+from search.export import export_model
+from search.export.free_sides import change_axis, try_other_sizes
+from search.export.layer_calls import record_calls
+from search.export.openvino import openvino_model
+from search.export.openvino.openvino_graph import LayerGraph
 from search.export.openvino.openvino_model import OpenVINOModel
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
@@ -421,7 +423,7 @@ def test_what_openvino_cannot_import_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("to", "installed", "error", "said"),
-    [("openvino", False, EnvironmentUnusable, "needs OpenVINO: pip install openvino, or take --to c"),
+    [("openvino", False, EnvironmentUnusable, "needs OpenVINO: pip install openvino, or take the form c"),
      (None, False, BadData, "pruned"), (None, True, BadData, "pruned")],
 )  # fmt: skip
 def test_the_form_is_openvino_where_it_is_installed(
@@ -433,13 +435,14 @@ def test_the_form_is_openvino_where_it_is_installed(
     said: str,
 ) -> None:
     asked: list[str] = []
-    find = export_module._find_exporter
-    monkeypatch.setattr(export_module, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(export_module, "_find_exporter", lambda form: asked.append(form) or find(form))
+    for module in (export_module, export_model):
+        monkeypatch.setattr(module, "find_spec", lambda name: object() if installed else None)
+    check = export_model.check_form
+    monkeypatch.setattr(export_model, "check_form", lambda form: asked.append(form) or check(form))
     task = make_task(tmp_path, CHAIN_TASK)
     with pytest.raises(error, match=said):
         export_command(task.reference, tmp_path / "pruned", tmp_path / "deploy", to=to)
-    assert asked == ["openvino" if installed or to else "c"]
+    assert asked[:1] == ["openvino" if installed or to else "c"]
     assert os.environ.get("LATBENCH_LEVEL") is None
 
 

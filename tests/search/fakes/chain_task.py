@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from made_profile import make_profile
 
+from latbench.base.deployed_forms import PYTHON
 from search.pruning.storage.model_folder import save_pruned
 from search.task import Task
 from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
@@ -41,8 +42,9 @@ CHAIN_LAYERS = {"3": "vector:8", "4.fc1": "vector:16"}
 
 
 def prune_chain(
-    folder: Path, task: Task, precision: str = "float32", layers: Mapping[str, str] = CHAIN_LAYERS
-) -> Path:
+    folder: Path, task: Task, precision: str = "float32", layers: Mapping[str, str] = CHAIN_LAYERS,
+    form: str = PYTHON,
+) -> Path:  # fmt: skip
     """Prune layers of the task by magnitude to these patterns, to be computed in this precision."""
     model, masks, choices, quantizations = task.model(), {}, {}, {}
     for layer, spec in layers.items():
@@ -58,6 +60,6 @@ def prune_chain(
         set_weight_matrix(module, kept)
     made = make_profile("chain", model, choices)
     rounded = {name: replace(each, precision=precision) for name, each in made.layers.items()}
-    profile = replace(made, layers=rounded, precisions=",".join(dict.fromkeys(["float32", precision])))
+    profile = replace(made, layers=rounded, precisions=",".join(dict.fromkeys(["float32", precision])), form=form)
     save_pruned(folder, model, masks, profile, {"task": "chain"}, quantizations)
     return folder

@@ -91,7 +91,7 @@ def test_a_model_that_leaves_python_is_exported_before_it_is_verified(monkeypatc
     again = ["refine", "prune_model", "export_pruned", KEPT]
     assert steps.done == [*FIRST, "export_pruned", MISSED, *again, "report", "closed"]
     assert steps.settings.form == "c" and steps.settings.is_exported
-    with pytest.raises(UsageError, match="unknown form 'java' to deploy: known are python, c, openvino"):
+    with pytest.raises(UsageError, match="unknown form 'java' to deploy: known are python, openvino, torch, c"):
         run("digits", deploy="java")
 
 

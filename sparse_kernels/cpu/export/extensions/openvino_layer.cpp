@@ -1,20 +1,14 @@
 /* The sparse layers of an exported model as an operation of OpenVINO. Its packed file lies beside this library.
  *
  * The operation's opset is of this export alone, so that one program can read several exported models.
- * EXPORT_OPSET: its name. EXPORT_CHECKSUM: that of the packed file, which must be the one of this export.
+ * EXPORT_OPSET: its name.
  *
  * OpenVINO calls an operation in one of its own threads, so a layer shares its work among these: no other thread wakes
  * up, and a call has as many threads as the model was compiled with.
  */
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <fstream>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -24,13 +18,9 @@
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
-#include "latbench.h"
+#include "packed_beside.hpp"
 
 namespace {
-
-using Model = std::shared_ptr<latbench_model>;
-
-const char *const PACKED_FILE = "model.latbench", *const LEVEL = "LATBENCH_LEVEL";
 
 void share_among_tbb(void *, void (*run)(void *, int64_t), void *job, int64_t parts, int threads) {
     const int64_t shares = std::min<int64_t>(threads, parts);
@@ -41,44 +31,6 @@ void share_among_tbb(void *, void (*run)(void *, int64_t), void *job, int64_t pa
             for (int64_t part = parts * number / shares; part < behind; part++) run(job, part);
         },
         tbb::static_partitioner());
-}
-
-std::string find_packed_file() {
-    Dl_info own;
-    OPENVINO_ASSERT(dladdr(reinterpret_cast<void *>(&find_packed_file), &own) && own.dli_fname,
-                    "the system does not say where this library lies");
-    const std::string library = own.dli_fname;
-    const size_t slash = library.rfind('/');
-    return (slash == std::string::npos ? "" : library.substr(0, slash + 1)) + PACKED_FILE;
-}
-
-/* The checksum that the head of a packed file tells. */
-uint64_t read_checksum(const std::string &path) {
-    uint64_t head[4] = {};
-    std::ifstream(path, std::ios::binary).read(reinterpret_cast<char *>(head), sizeof head);
-    return head[3];
-}
-
-/* The packed file, which all layers of a process share while there is one. */
-Model open_model() {
-    static std::mutex mutex;
-    static std::map<std::string, std::weak_ptr<latbench_model>> opened;
-    const char *named = std::getenv(LEVEL);
-    const std::string level = named ? named : "";
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (Model known = opened[level].lock()) return known;
-    latbench_error error;
-    const std::string path = find_packed_file();
-    latbench_model *found = latbench_open(path.c_str(), level.empty() ? nullptr : named, &error);
-    OPENVINO_ASSERT(found, error.text);
-    if (read_checksum(path) != EXPORT_CHECKSUM) {
-        latbench_close(found);
-        OPENVINO_THROW(path, ": the library is of another export; use the files that were exported together");
-    }
-    latbench_set_share(found, share_among_tbb, nullptr);
-    const Model model(found, latbench_close);
-    opened[level] = model;
-    return model;
 }
 
 class SparseLayer : public ov::op::Op {
@@ -127,9 +79,9 @@ public:
 
 private:
     void open() {
-        const Model model = open_model();
+        const latbench::Model model = latbench::open_model(share_among_tbb);
         number_ = latbench_find(model.get(), layer_.c_str());
-        OPENVINO_ASSERT(number_ >= 0, PACKED_FILE, " has no layer ", layer_, ": it belongs to another export");
+        OPENVINO_ASSERT(number_ >= 0, latbench::PACKED_FILE, " has no layer ", layer_, ": it belongs to another export");
         latbench_describe(model.get(), number_, &facts_, nullptr);
         model_ = model;
     }
@@ -149,7 +101,7 @@ private:
     }
 
     std::string layer_;
-    Model model_;
+    latbench::Model model_;
     int number_ = -1;
     latbench_layer facts_{};
 };

@@ -1,0 +1,1 @@
+"""Exports to a package of torch, compiled ahead of time."""
