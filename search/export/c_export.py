@@ -32,6 +32,7 @@ from search.export.export_steps import (
     check_output,
     choose_levels,
     compile_levels,
+    describe_request,
     explain_refusals,
     explain_writes,
     replace_folder,
@@ -63,10 +64,10 @@ def export_to_c(
     x = _read_example(given.task, given.example)
     given = replace(given, example=ExampleInputs((x,)))
     chain = trace_chain(given.model, given.choices, x)
-    results = PrunedResults(given.model, given.convert())
+    results = PrunedResults(given.pruned, given.convert())
     batches, threads = request.list_batches(len(x), 1), request.list_threads(given.threads)
     compiled = compile_levels(levels, chain.layers, _count_tokens(chain, batches), threads, progress)
-    facts = {"form": C, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    facts = describe_request(C, levels, batches, threads)
     inputs = spread_batches([x], batches)[: len(batches) if request.only_timed else None]
     with replace_folder(output) as folder:
         progress("linking")

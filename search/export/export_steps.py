@@ -109,6 +109,14 @@ def _compile(
         raise (EnvironmentUnusable if error.by_machine else RuntimeError)(said) from error
 
 
+def describe_request(
+    form: str, levels: Sequence[CpuLevel], batches: Sequence[int], threads: Sequence[int]
+) -> dict[str, Any]:
+    """Return what a manifest says of the request, before there is a promise."""
+    names = [each.name for each in levels]
+    return {"form": form, "levels": names, "batches": batches, "threads": threads, "pruned": ""}
+
+
 def write_library(
     folder: Path, levels: Sequence[CompiledLevel], source: Path, build_extension: Callable[[str, int], Extension]
 ) -> str:

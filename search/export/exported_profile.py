@@ -20,10 +20,10 @@ from search.export.deployed_engine import Arrays, build_exported
 from search.export.export_manifest import is_exported
 from search.export.export_model import export_model
 from search.export.export_steps import ExportRequest
-from search.export.model_to_export import ModelToExport
+from search.export.model_to_export import prepare_model
+from search.task import load_task
 from search.whole_model.model_engines import mask_at_random, prune_from_database
 from search.whole_model.sessions import OptionsByLayer, name_profile
-from sparse_kernels.prunable_layers import bake_weights
 
 EXPORT_SECONDS = 590.0
 """Time limit for one export; whole models are built within ten minutes."""
@@ -78,8 +78,7 @@ def _explain(error: TaskFailed) -> Exception:
 
 
 def _export(pruned: tuple[Any, ...], reference: str, threads: int, form: str, output: str) -> None:
-    model, choices, example = pruned
+    model, choices, _ = pruned
     torch.set_num_threads(threads)
-    bake_weights(model)
-    given = ModelToExport(reference, model, choices, example, threads)
+    given = prepare_model(load_task(reference), model, choices, threads)
     export_model(form, lambda: given, Path(output), ExportRequest(only_timed=True))

@@ -12,8 +12,10 @@ from latbench.errors import UsageError
 from search.artifacts.profile import read_profile
 from search.example_inputs import ExampleInputs
 from search.export.export_manifest import PROFILE
+from search.export.fold_norms import fold_norms
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
+from search.whole_model.convert_model import add_first_convolutions
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.prunable_layers import bake_weights
 
@@ -26,10 +28,12 @@ class ModelToExport:
     ----------
     task
         Name of its task.
-    model
+    pruned
         The model with its pruned weights, as plain tensors.
+    model
+        The same model with its norms folded into layers.
     choices
-        Layer name -> its pattern and mask.
+        Layer name of `model` -> its pattern and mask.
     example
         Inputs of a call.
     threads
@@ -39,6 +43,7 @@ class ModelToExport:
     """
 
     task: str
+    pruned: nn.Module
     model: nn.Module
     choices: Mapping[str, LayerPattern]
     example: ExampleInputs
@@ -54,9 +59,17 @@ class ModelToExport:
             raise UsageError(f"the model cannot be exported: {error}") from error
 
 
+def prepare_model(
+    task: Task, model: nn.Module, choices: Mapping[str, LayerPattern], threads: int, folder: Path | None = None
+) -> ModelToExport:
+    """Return what is exported of a pruned model: all layers that run on latbench's kernels, with norms folded in."""
+    bake_weights(model)
+    example = task.example()
+    folded, chosen = fold_norms(model, add_first_convolutions(model, choices, example), example)
+    return ModelToExport(task.name, model, folded, chosen, example, threads, folder)
+
+
 def read_pruned_model(task: Task, folder: Path) -> ModelToExport:
     """Read the pruned model of a task from its folder. Raises BadData if it is damaged or of another model."""
     model, choices = load_pruned(folder, task.model())
-    bake_weights(model)
-    threads = read_profile(folder / PROFILE).threads
-    return ModelToExport(task.name, model, choices, task.example(), threads, folder)
+    return prepare_model(task, model, choices, read_profile(folder / PROFILE).threads, folder)

@@ -43,9 +43,17 @@ def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], e
     ValueError
         As `sparse_kernels.convert.convert`.
     """
+    choices = add_first_convolutions(model, choices, example)
+    return convert(model, choices, example.arguments, example_keywords=example.keywords)
+
+
+def add_first_convolutions(
+    model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs
+) -> dict[str, LayerPattern]:
+    """Return the choices with convolutions that read few channels, which stay dense and run on our kernel."""
     traced, _ = trace_model(model, example.arguments, keywords=example.keywords)
     first = {layer.name: LayerPattern(Dense()) for layer in traced.layers if _reads_few_channels(layer.shape)}
-    return convert(model, {**first, **choices}, example.arguments, example_keywords=example.keywords)
+    return {**first, **choices}
 
 
 def _reads_few_channels(shape: object) -> bool:

@@ -29,6 +29,7 @@ from search.export.export_steps import (
     check_output,
     choose_levels,
     compile_levels,
+    describe_request,
     explain_writes,
     replace_folder,
     spread_batches,
@@ -68,7 +69,7 @@ def export_to_openvino(
     progress("reading the model")
     given = read_model()
     model, choices, example = given.model, given.choices, given.example
-    called, converted = (convert_to_tensor_call(each, example) for each in (model, given.convert()))
+    called, converted = (convert_to_tensor_call(each, example) for each in (given.pruned, given.convert()))
     batches, threads = request.list_batches(example.batch, example.batch), request.list_threads(given.threads)
     inputs = spread_batches(called.tensors, batches)[:-1] if request.batches else [list(called.tensors)]
     progress("importing into OpenVINO")
@@ -78,7 +79,7 @@ def export_to_openvino(
     graph.name_ports(example.name_tensors(), _name_results(converted))
     layers = found.build_layers(choices, graph.activations)
     compiled = compile_levels(levels, layers, found.list_sizes(), threads, progress)
-    facts = {"form": OPENVINO, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    facts = describe_request(OPENVINO, levels, batches, threads)
     with replace_folder(output) as folder:
         progress("linking")
         with explain_writes(output):
@@ -91,6 +92,7 @@ def export_to_openvino(
             with explain_writes(output):
                 graph.set_free_axes(called.tensors, free)
                 graph.save(folder / GRAPH, opset)
+                write_manifest(folder, facts | _describe_files(folder, graph, layers, given.example))
 
         _free_sides(check, save, {} if request.only_timed else try_other_sizes(called.model, called.tensors))
         error = check.run(inputs)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Condition, Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -83,8 +83,8 @@ def _abandon_models() -> None:
     global _gate
     _gate = _Gate()
     for model in [*_loaded]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((model._compiled, model._idle)))
-        model._compiled, model._lock = None, Lock()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(model._compiled))
+        model._compiled, model._lock = {}, Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -93,8 +93,21 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+class _Compiled(NamedTuple):
+    """A compiled model, and its requests that nobody uses now."""
+
+    model: Any
+    idle: SimpleQueue[Any]
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
 class OpenVINOModel:
     """A model that `latbench export --to openvino` wrote: call it with inputs, get results.
+
+    Calls of the exported sizes run a model that is compiled for them. OpenVINO takes a tenth to a quarter longer
+    where a side is free, so one for all sizes is compiled only when other inputs come.
 
     Threads of a process may call it at the same time. A process that forks after it was loaded compiles it again at
     its first call. A pickle holds its folder, so a spawned process does so, too.
@@ -120,22 +133,31 @@ class OpenVINOModel:
         if threads < 1:
             raise UsageError(f"a call has at least one thread, not {threads}")
         self.folder, self.threads = folder.resolve(), threads
+        manifest = read_manifest(self.folder)
         if checked:
-            manifest = read_manifest(self.folder)
             check_files(self.folder, manifest, [LIBRARY, PACKED, GRAPH, GRAPH_WEIGHTS])
             if (here := name_release()) != manifest[OPENVINO]:
                 raise EnvironmentUnusable(
                     f"{folder} was exported for OpenVINO {manifest[OPENVINO]}, and here is {here}: install that one, "
                     "or export the model again"
                 )
-        self._compiled: Any = None
-        self._idle: SimpleQueue[Any] = SimpleQueue()
+        self._sizes = list_exported_sizes(manifest)
+        self._ports: list[_Port] = []
+        self._compiled: dict[Shapes | None, _Compiled] = {}
         self._lock = Lock()
         with _gate:
-            self._compile()
+            self._get_compiled(self._sizes[0])
         _loaded.add(self)
 
-    def _compile(self) -> None:
+    def _get_compiled(self, shapes: Shapes) -> _Compiled:
+        """Return the model for inputs of these shapes; compile it unless this process has done so."""
+        key = shapes if shapes in self._sizes else None
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = _Compiled(self._compile(key), SimpleQueue())
+            return self._compiled[key]
+
+    def _compile(self, shapes: Shapes | None) -> Any:
         openvino = _import_openvino()
         core = openvino.Core()
         settings = {
@@ -144,19 +166,16 @@ class OpenVINOModel:
         }  # fmt: skip
         try:
             core.add_extension(str(self.folder / LIBRARY))
-            self._compiled = core.compile_model(core.read_model(self.folder / GRAPH), "CPU", settings)
+            model = core.read_model(self.folder / GRAPH)
+            self._ports = [_Port.read(each) for each in model.inputs]
+            if shapes is not None:
+                model.reshape({i: openvino.PartialShape(list(shape)) for i, shape in enumerate(shapes)})
+            return core.compile_model(model, "CPU", settings)
         except RuntimeError as error:
             said = _shorten(error)
             if "unsupported opset" in said:  # the system's loader gives the library that lay at this path before
                 said = "this process has loaded an earlier export from there: load the new one in a new process"
             raise EnvironmentUnusable(f"{self.folder} cannot be loaded: {said}") from error
-        self._idle = SimpleQueue()
-
-    def _get_compiled(self) -> Any:
-        with self._lock:
-            if self._compiled is None:  # in a forked process
-                self._compile()
-            return self._compiled
 
     def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
         """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
@@ -164,21 +183,22 @@ class OpenVINOModel:
             return self._run(inputs)
 
     def _run(self, inputs: Sequence[ArrayLike]) -> list[NDArray[Any]]:
-        ports = self._get_compiled().inputs
-        if len(inputs) != len(ports):
-            raise UsageError(f"the model takes {len(ports)} inputs, not {len(inputs)}")
-        arrays = [_read_input(each, port, i) for i, (each, port) in enumerate(zip(inputs, ports, strict=True), 1)]
+        if len(inputs) != len(self._ports):
+            raise UsageError(f"the model takes {len(self._ports)} inputs, not {len(inputs)}")
+        ports = zip(inputs, self._ports, strict=True)
+        arrays = [_read_input(each, port, number) for number, (each, port) in enumerate(ports, 1)]
+        compiled = self._get_compiled(tuple(each.shape for each in arrays))
         try:
-            request = self._idle.get_nowait()
+            request = compiled.idle.get_nowait()
         except Empty:
-            request = self._compiled.create_infer_request()
+            request = compiled.model.create_infer_request()
         try:
             results = request.infer(arrays, share_inputs=True)
             return [results[i] for i in range(len(results))]
         except RuntimeError as error:
             raise UsageError(f"the model did not run: {_shorten(error)}") from error
         finally:
-            self._idle.put(request)
+            compiled.idle.put(request)
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
         """Return the result for these inputs, by place or by name; a tuple, where the model has several results."""
@@ -189,8 +209,7 @@ class OpenVINOModel:
         """Return inputs that were given by name in the order of the model, from number `first` on."""
         if not named:
             return []
-        with _gate:
-            names = [port.get_any_name() for port in self._get_compiled().inputs]
+        names = [port.name for port in self._ports]
         if unknown := [name for name in named if name not in names[first:]]:
             raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
         return [named[name] for name in names[first:] if name in named]
@@ -208,16 +227,43 @@ def run_model(folder: str, threads: int, inputs: list[list[NDArray[Any]]]) -> li
     return [model.run(*each) for each in inputs]
 
 
-def _read_input(given: ArrayLike, port: Any, number: int) -> NDArray[Any]:
+def list_exported_sizes(manifest: Mapping[str, Any]) -> list[Shapes]:
+    """List the shapes of the inputs for which a model was exported: those of the example, then of other batches."""
+    example: Shapes = tuple(tuple(each["example"]) for each in manifest["inputs"])
+    own = next((shape[0] for shape in example if shape), 1)
+    batches = [own, *(each for each in manifest["batches"] if each != own)]
+    return [
+        tuple((batch, *shape[1:]) if shape and shape[0] == own else shape for shape in example) for batch in batches
+    ]
+
+
+class _Port(NamedTuple):
+    """An input of a model. sides: None where any size will do."""
+
+    name: str
+    dtype: np.dtype[Any]
+    sides: tuple[int | None, ...] | None
+    text: str
+
+    @classmethod
+    def read(cls, port: Any) -> _Port:
+        shape = port.get_partial_shape()
+        sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else None
+        return cls(
+            port.get_any_name() if port.get_names() else "", np.dtype(port.get_element_type().to_dtype()),
+            None if sides is None else tuple(sides), str(shape),
+        )  # fmt: skip
+
+
+def _read_input(given: ArrayLike, port: _Port, number: int) -> NDArray[Any]:
     """Return an input as the model takes it."""
-    x, wanted = np.asarray(given), np.dtype(port.get_element_type().to_dtype())
-    if x.dtype.kind != wanted.kind:
-        raise UsageError(f"input {number} of the model is {wanted}, not {x.dtype}")
-    shape = port.get_partial_shape()
-    sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else [*x.shape]
+    x = np.asarray(given)
+    if x.dtype.kind != port.dtype.kind:
+        raise UsageError(f"input {number} of the model is {port.dtype}, not {x.dtype}")
+    sides = x.shape if port.sides is None else port.sides
     if len(sides) != x.ndim or any(side not in (None, own) for side, own in zip(sides, x.shape, strict=True)):
-        raise UsageError(f"input {number} of the model has the shape {shape}, not {x.shape}")
-    return np.asarray(x, wanted, order="C")
+        raise UsageError(f"input {number} of the model has the shape {port.text}, not {x.shape}")
+    return np.asarray(x, port.dtype, order="C")
 
 
 def _shorten(error: Exception) -> str:

@@ -28,13 +28,14 @@ from search.export.export_steps import (
     check_output,
     choose_levels,
     compile_levels,
+    describe_request,
     explain_writes,
     replace_folder,
     spread_batches,
     write_library,
     write_promise,
 )
-from search.export.free_sides import try_other_sizes
+from search.export.free_sides import list_along, try_other_sizes
 from search.export.layer_calls import CalledLayers, describe_layers, find_called_layers
 from search.export.model_to_export import ModelToExport
 from search.export.result_check import ResultCheck
@@ -70,7 +71,7 @@ def export_to_torch(
     check_torch()
     progress("reading the model")
     given = read_model()
-    called, converted = (convert_to_tensor_call(each, given.example) for each in (given.model, given.convert()))
+    called, converted = (convert_to_tensor_call(each, given.example) for each in (given.pruned, given.convert()))
     own = given.example.batch
     batches, threads = request.list_batches(own, own), request.list_threads(given.threads)
     inputs = spread_batches(called.tensors, batches)[:-1] if request.batches else [list(called.tensors)]
@@ -79,13 +80,13 @@ def export_to_torch(
     found, program = _trace_layers(given, inputs, others)
     layers = found.build_layers(given.choices, program.activations)
     compiled = compile_levels(levels, layers, found.list_sizes(), threads, progress)
-    facts = {"form": TORCH_PACKAGE, "levels": [each.name for each in levels], "batches": batches, "threads": threads}
+    facts = describe_request(TORCH_PACKAGE, levels, batches, threads)
     with replace_folder(output) as folder:
         progress("linking")
         with explain_writes(output):
             number = write_library(folder, compiled, TORCH_LAYER, _find_extension)
             _write_examples(folder, given.example)
-        facts |= {"namespace": f"{NAMESPACE}_{number}", "layers": describe_layers(layers), "pruned": ""}
+        facts |= {"namespace": f"{NAMESPACE}_{number}", "layers": describe_layers(layers)}
         results = PrunedResults(called.model, converted.model)
         check = ResultCheck(folder, f"{RUNNER}:run_package", results, facts["levels"], threads)
 
@@ -121,8 +122,17 @@ def _trace_layers(
 
 
 def _keep_right(check: ResultCheck, others: Others) -> Others:
-    """Return those of the `others`, inputs of other sizes, for which the export gives the model's results."""
-    return {axis: tensors for axis, tensors in others.items() if check.agrees(tensors)}
+    """Return those of the `others`, inputs of other sizes, for which the export gives the model's results.
+
+    One along the axis is tried, too: torch.export never traces it.
+    """
+    kept = {}
+    for axis, tensors in others.items():
+        along = list_along(tensors, axis)
+        single = [x.narrow(axis, 0, 1).contiguous() if has else x for x, has in zip(tensors, along, strict=True)]
+        if check.agrees(tensors) and check.agrees(single):
+            kept[axis] = tensors
+    return kept
 
 
 def _choose_processor(request: ExportRequest, levels: Sequence[CpuLevel]) -> tuple[str, int]:

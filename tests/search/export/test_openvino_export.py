@@ -18,6 +18,7 @@ import openvino as ov
 import pytest
 import torch
 from chain_task import CHAIN_TASK, prune_chain
+from encoder_task import ENCODER_LAYERS, ENCODER_TASK, make_inputs, make_task
 from torch import nn
 
 import latbench as lb
@@ -30,71 +31,20 @@ from search.export.free_sides import change_axis, try_other_sizes
 from search.export.layer_calls import record_calls
 from search.export.openvino import openvino_model
 from search.export.openvino.openvino_graph import LayerGraph
-from search.export.openvino.openvino_model import OpenVINOModel
+from search.export.openvino.openvino_model import OpenVINOModel, list_exported_sizes
 from search.pruning.storage.model_folder import load_pruned
-from search.task import Task, load_task
+from search.task import Task
 from sparse_kernels.convert import convert
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 
 if not list_host_levels():
     pytest.skip("no CPU level for which kernels are compiled ahead of time", allow_module_level=True)
 
-# Attention whose three layers read one value, a GELU that is a layer's own, keywords, and two results.
-ENCODER_TASK = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(50, 32)
-        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
-        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
-    def forward(self, ids, mask):
-        x = self.words(ids)
-        scores = self.query(x) @ self.key(x).transpose(1, 2) + (mask[:, None, :] - 1) * 1e4
-        x = x + self.out(scores.softmax(-1) @ self.value(x))
-        x = self.norm(x + self.down(F.gelu(self.up(x))))
-        return {"tokens": x, "pooled": x.mean(1)}
-
-def model():
-    torch.manual_seed(0)
-    return Encoder().eval()
-def example():
-    torch.manual_seed(1)
-    mask = torch.ones(2, 12)
-    mask[1, 9:] = 0
-    return {"ids": torch.randint(50, (2, 12)), "mask": mask}
-def calibration(): return [example()]
-def loss(model, batch): return model(**batch)["pooled"].square().mean()
-def score(model): return float(model(**example())["pooled"].mean())
-"""
-ENCODER_LAYERS = {
-    "query": "vector:8",
-    "key": "vector:8",
-    "value": "unstructured",
-    "up": "vector:16",
-    "down": "nm:1:4",
-}
-
-
-def make_task(folder: Path, text: str) -> Task:
-    (folder / "exported_task.py").write_text(text)
-    return load_task(str(folder / "exported_task.py"))
-
 
 def export_best(task: Task, pruned: Path, deploy: Path, **options: Any) -> Path:
     """Export for the most able level alone."""
     export_command(task.reference, pruned, deploy, to="openvino", level=[list_host_levels()[-1].name], **options)
     return deploy
-
-
-def make_inputs(batch: int, tokens: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(batch * tokens)
-    mask = (torch.rand(batch, tokens, generator=generator) < 0.8).float()
-    mask[:, 0] = 1
-    return {"ids": torch.randint(50, (batch, tokens), generator=generator), "mask": mask}
 
 
 def check(found: Any, expected: Any) -> None:
@@ -135,6 +85,23 @@ def test_a_model_that_is_no_chain_is_deployed(encoder: tuple[Path, nn.Module]) -
     weights.add_extension(str(deploy / "libmodel.so"))
     operations = [node.get_type_name() for node in weights.read_model(deploy / "model.xml").get_ops()]
     assert operations.count("SparseLayer") == len(ENCODER_LAYERS) and "Gelu" not in operations
+
+
+def test_exported_sizes_are_those_of_the_example_and_other_batches() -> None:
+    inputs = [{"example": [4, 12]}, {"example": [4]}, {"example": [7, 4]}, {"example": []}]
+    assert list_exported_sizes({"inputs": inputs, "batches": [1, 4]}) == [
+        ((4, 12), (4,), (7, 4), ()), ((1, 12), (1,), (7, 4), ())
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_other_sizes_run_a_model_of_their_own(encoder: tuple[Path, nn.Module]) -> None:
+    model = OpenVINOModel(encoder[0], 1)
+    assert len(model._compiled) == 1
+    for batch, tokens, compiled in ((2, 12, 1), (3, 12, 2), (1, 5, 2), (2, 12, 2)):
+        inputs = make_inputs(batch, tokens)
+        check(model(*(each.numpy() for each in inputs.values()))[0], encoder[1](**inputs)["tokens"])
+        assert len(model._compiled) == compiled
 
 
 @pytest.mark.slow
