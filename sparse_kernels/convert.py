@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.denormal_weights import drop_denormals
 from sparse_kernels.formats.int8 import Quantization, round_to_steps
@@ -48,6 +47,7 @@ from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
 from sparse_kernels.nn.sparse_linear import SparseLinear
+from sparse_kernels.norm_folding import fold_norm
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.prunable_layers import (
     FLOATS,
@@ -572,11 +572,11 @@ def _fold_norms(traced: fx.GraphModule) -> None:
         norm = only_user(node)
         if norm not in norms or hooked(modules[str(norm.target)]):
             continue
-        name, layer = str(node.target), modules[str(node.target)]
-        fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
-        fused = fuse(layer, modules[str(norm.target)])
-        drop_denormals(fused)
-        traced.set_submodule(name, fused)
+        name = str(node.target)
+        folded: Any = copy.deepcopy(modules[name])  # another name may call the same layer without the norm
+        fold_norm(folded, modules[str(norm.target)])
+        drop_denormals(folded)
+        traced.set_submodule(name, folded)
         erase(traced, norm, node)
     tidy(traced)
 

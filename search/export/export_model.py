@@ -27,7 +27,7 @@ def check_can_export(task: Task, form: str) -> None:
     check_form(form)
     choose_levels(ExportRequest(only_timed=True))
     if form == C:
-        from search.export.c_export import check_chain
+        from search.export.c_library.c_export import check_chain
 
         check_for_compiler()
         check_chain(task)
@@ -81,7 +81,7 @@ def export_model(
     """
     check_form(form)
     if form == C:
-        from search.export.c_export import export_to_c
+        from search.export.c_library.c_export import export_to_c
 
         return export_to_c(read_model, output, request, progress)
     if form == TORCH_PACKAGE:

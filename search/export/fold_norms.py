@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from search.example_inputs import ExampleInputs, list_tensors
 from sparse_kernels.convert import LayerPattern, copy_model
+from sparse_kernels.norm_folding import fold_norm
 from sparse_kernels.same_results import FOLDED, same_results
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d
@@ -107,14 +107,10 @@ def _fold(model: nn.Module, choices: Choices, pairs: Mapping[str, str]) -> tuple
     for norm_name, name in pairs.items():
         norm: Any = copied.get_submodule(norm_name)
         layer: Any = copied.get_submodule(name)
-        fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
-        layer.weight, layer.bias = fuse(
-            layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
-        )
+        gain = fold_norm(layer, norm)
         copied.set_submodule(norm_name, nn.Identity())
         choice = scaled.get(name)
         if choice is not None and choice.quantization is not None:
-            gain = torch.rsqrt(norm.running_var + norm.eps) * (1 if norm.weight is None else norm.weight)
-            scales = choice.quantization.scales * gain.detach().abs().numpy()
+            scales = choice.quantization.scales * gain.abs().numpy()
             scaled[name] = replace(choice, quantization=replace(choice.quantization, scales=scales))
     return copied, scaled

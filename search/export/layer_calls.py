@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
-from search.export.model_chain import build_exported_layer
 from search.user_code import call_user_code
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
+from sparse_kernels.formats.int8 import quantize_packed
+from sparse_kernels.nn.sparse_layer import INT8, pack_layer
+from sparse_kernels.patterns import Dense
+from sparse_kernels.prunable_layers import find_geometry
+from sparse_kernels.shapes import Conv2dShape
 
 Layers = Mapping[str, nn.Linear | nn.Conv2d]
 
@@ -39,6 +43,24 @@ class LayerCalls:
         if shapes and len(shapes[0]) != 3:
             raise UsageError(f"the model cannot be exported: convolution {name} gets an image without a batch")
         return shapes[0] if shapes else ()
+
+
+def build_exported_layer(
+    name: str, module: nn.Linear | nn.Conv2d, choice: LayerPattern | None, x_shape: tuple[int, ...]
+) -> ExportedLayer:
+    """Return a layer with its packed weight, without activation. x_shape: of one image, of a convolution."""
+    choice = choice or LayerPattern(Dense())
+    packed: Any = pack_layer(module, choice.pattern, choice.mask)
+    if choice.quantization is not None:
+        packed = quantize_packed(packed, choice.quantization)
+    bias = None if module.bias is None else module.bias.detach().float().numpy().copy()
+    precision = "float32" if choice.precision == INT8 else choice.precision
+    image = None
+    if isinstance(module, nn.Conv2d):
+        taps, stride, padding, dilation = find_geometry(module)
+        c_in, h, w = x_shape
+        image = Conv2dShape(1, c_in, h, w, module.out_channels, taps[0], taps[1], stride, padding, dilation)
+    return ExportedLayer(name, packed, bias, precision=precision, image=image)
 
 
 @dataclass(frozen=True)

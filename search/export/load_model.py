@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from latbench.base.deployed_forms import OPENVINO, TORCH_PACKAGE, C
 from latbench.errors import BadData, UsageError
+from search.export.c_library.exported_model import ExportedModel
 from search.export.export_manifest import is_exported, read_manifest
-from search.export.exported_model import ExportedModel
 from search.export.openvino.openvino_model import OpenVINOModel
 from search.export.torch_package.torch_model import TorchModel
 

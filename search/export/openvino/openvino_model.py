@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -18,6 +17,7 @@ from latbench.base.deployed_forms import OPENVINO
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
+from search.export.fork_gate import ForkGate
 
 
 def name_release() -> str:
@@ -33,45 +33,6 @@ def _import_openvino() -> Any:
         raise EnvironmentUnusable(f"OpenVINO is not installed: pip install openvino ({error})") from error
 
 
-FORK_SECONDS = 60.0
-"""How long a fork waits for calls of other threads."""
-
-
-class _Gate:
-    """Lets calls of OpenVINO through, any number at a time, but none while the process forks.
-
-    A forked process has a copy of each lock in OpenVINO as it was, and no thread that would free it.
-    """
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._inside, self._forking = 0, 0
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._forking)
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            if self._forking:
-                self._changed.notify_all()
-
-    def shut(self) -> None:
-        """Let nobody in any more, and wait until nobody is inside, but not for ever: a call may have hung."""
-        with self._changed:
-            self._forking += 1
-            self._changed.wait_for(lambda: not self._inside, FORK_SECONDS)
-
-    def open(self) -> None:
-        """Let calls in again."""
-        with self._changed:
-            self._forking -= 1
-            self._changed.notify_all()
-
-
-_gate = _Gate()
 _loaded: WeakSet[OpenVINOModel] = WeakSet()
 
 
@@ -80,17 +41,12 @@ def _abandon_models() -> None:
 
     OpenVINO's threads are not copied by a fork, and freeing what had them would wait for them.
     """
-    global _gate
-    _gate = _Gate()
     for model in [*_loaded]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(model._compiled))
         model._compiled, model._lock = {}, Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _gate.shut(), after_in_parent=lambda: _gate.open(), after_in_child=_abandon_models
-    )
+_gate = ForkGate(in_child=_abandon_models)
 
 
 class _Compiled(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from latbench.base.deployed_forms import TORCH_PACKAGE
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import LIBRARY, PACKAGE, PACKED, check_files, read_manifest
+from search.export.fork_gate import ForkGate
+from sparse_kernels.cpu.runtime.openmp_forks import end_pool
 
 MOST_CALLS = 8
 """Threads that may be inside one model at the same time; others wait for them."""
@@ -21,6 +24,14 @@ def name_torch_release() -> str:
     """Return the release of the installed torch, such as 2.13.0. Raises EnvironmentUnusable if there is none."""
     version: str = _import_torch().__version__
     return version.partition("+")[0]
+
+
+def _end_pool() -> None:
+    """End the threads of torch's OpenMP, which torch shows to all libraries."""
+    end_pool(ctypes.CDLL(None))
+
+
+_gate = ForkGate(before=_end_pool)
 
 
 def _import_torch() -> Any:
@@ -34,7 +45,8 @@ def _import_torch() -> Any:
 class TorchModel:
     """A model that `latbench export --to torch` wrote: call it with inputs, get results.
 
-    Threads of a process may call it at the same time. A pickle holds its folder, so a spawned process loads it anew.
+    Threads of a process may call it at the same time. A process may fork after it was loaded. A pickle holds its
+    folder, so a spawned process loads it anew.
 
     Parameters
     ----------
@@ -82,6 +94,10 @@ class TorchModel:
 
     def run(self, *inputs: ArrayLike) -> list[NDArray[Any]]:
         """Return all results for these inputs, in the model's order. Raises UsageError for inputs that do not fit."""
+        with _gate:
+            return self._call(inputs)
+
+    def _call(self, inputs: Sequence[ArrayLike]) -> list[NDArray[Any]]:
         torch = _import_torch()
         if len(inputs) != len(self._inputs):
             raise UsageError(f"the model takes {len(self._inputs)} inputs, not {len(inputs)}")

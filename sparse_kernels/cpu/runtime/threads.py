@@ -24,6 +24,7 @@ import numba
 from llvmlite import binding
 
 from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter, start_queue
+from sparse_kernels.cpu.runtime.openmp_forks import end_pool_before_forks
 
 T = TypeVar("T")
 
@@ -80,32 +81,15 @@ def link_openmp() -> bool:
     # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
     seen = ctypes.CDLL(None)
     if numba.threading_layer() != "omp":
-        _end_pool_before_forks(seen)  # torch's
+        end_pool_before_forks(seen)  # torch's
         return False
     for library in (seen, ctypes.CDLL(find_openmp_library())):
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
                 binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            _end_pool_before_forks(library, set_one_thread)
+            end_pool_before_forks(library, set_one_thread)
             return True
     return False
-
-
-_SOFT = 1  # omp_pause_soft
-
-
-def _end_pool_before_forks(library: Any, otherwise: Callable[[], None] = lambda: None) -> None:
-    """End the pool of a thread before it forks; where that fails, call `otherwise` in the child."""
-    ended = True
-
-    def end_pool() -> None:
-        nonlocal ended
-        try:
-            ended = library.omp_pause_resource(_SOFT, library.omp_get_initial_device()) == 0
-        except AttributeError:  # no OpenMP, or one before 5.0
-            ended = False
-
-    os.register_at_fork(before=end_pool, after_in_child=lambda: None if ended else otherwise())
 
 
 def set_one_thread() -> None:

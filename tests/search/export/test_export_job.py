@@ -18,9 +18,9 @@ from torch import nn
 
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
-from search.export.c_export import _count_tokens
+from search.export.c_library.c_export import _count_tokens
+from search.export.c_library.model_chain import trace_chain
 from search.export.export_steps import PrunedResults, compile_levels, replace_folder, spread_batches
-from search.export.model_chain import trace_chain
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task, load_task
 from sparse_kernels.convert import convert

@@ -21,7 +21,7 @@ from chain_task import CHAIN_TASK, prune_chain
 import latbench as lb
 from latbench.cli.commands.export import export as export_command
 from latbench.errors import BadData, UsageError
-from search.export.exported_model import ExportedModel
+from search.export.c_library.exported_model import ExportedModel
 from search.pruning.storage.model_folder import load_pruned
 from search.task import load_task
 from sparse_kernels.convert import convert

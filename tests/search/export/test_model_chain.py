@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from latbench.errors import UsageError
-from search.export.chain_source import generate_chain
-from search.export.model_chain import ADD, LAYER, RELU, ModelChain, trace_chain
+from search.export.c_library.chain_source import generate_chain
+from search.export.c_library.model_chain import ADD, LAYER, RELU, ModelChain, trace_chain
 
 
 class Residual(nn.Module):

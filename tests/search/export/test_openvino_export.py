@@ -27,6 +27,7 @@ from latbench.cli.commands.export import export as export_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.example_inputs import TensorCall
 from search.export import export_model
+from search.export.fork_gate import ForkGate
 from search.export.free_sides import change_axis, try_other_sizes
 from search.export.layer_calls import record_calls
 from search.export.openvino import openvino_model
@@ -134,7 +135,7 @@ print([*sys.modules])
 
 
 def test_a_fork_waits_for_calls_and_calls_for_a_fork() -> None:
-    gate, inside, ended, seen = openvino_model._Gate(), threading.Event(), threading.Event(), []
+    gate, inside, ended, seen = ForkGate(), threading.Event(), threading.Event(), []
 
     def call() -> None:
         with gate:

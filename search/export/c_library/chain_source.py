@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from search.export.c_library.model_chain import ADD, LAYER, ModelChain
 from search.export.export_manifest import LIBRARY, PACKED
-from search.export.model_chain import ADD, LAYER, ModelChain
 
 # Floats to which memory of a value is rounded up, so that each begins at a cache line.
 _LINE = 16

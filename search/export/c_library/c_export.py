@@ -23,7 +23,8 @@ from torch import Tensor
 from latbench.base.deployed_forms import C
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.example_inputs import ExampleInputs
-from search.export.chain_source import MAIN, generate_chain, generate_header, generate_python_example
+from search.export.c_library.chain_source import MAIN, generate_chain, generate_header, generate_python_example
+from search.export.c_library.model_chain import ModelChain, trace_chain
 from search.export.export_manifest import LIBRARY, PACKED, write_manifest
 from search.export.export_steps import (
     ExportRequest,
@@ -39,7 +40,6 @@ from search.export.export_steps import (
     spread_batches,
     write_promise,
 )
-from search.export.model_chain import ModelChain, trace_chain
 from search.export.model_to_export import ModelToExport
 from search.task import Task
 from sparse_kernels.cpu.export.exported_library import ExportedLibrary

@@ -9,22 +9,18 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from latbench.errors import UsageError
+from search.export.layer_calls import build_exported_layer
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.cpu.export.layer_programs import ExportedLayer
-from sparse_kernels.formats.int8 import quantize_packed
 from sparse_kernels.fx_graphs import activation, drop_identities, hooked, mutates
-from sparse_kernels.nn.sparse_layer import INT8, pack_layer
-from sparse_kernels.patterns import Dense
-from sparse_kernels.prunable_layers import find_geometry, survey_layers
+from sparse_kernels.prunable_layers import survey_layers
 from sparse_kernels.same_results import FOLDED, same_results
-from sparse_kernels.shapes import Conv2dShape
 
 LAYER, ADD, RELU = "layer", "add", "relu"
 
@@ -239,24 +235,6 @@ class _ChainBuilder:
         output = self._new_value(shape)
         self._chain.steps.append(ChainStep(ADD, (self._values[a], self._values[b]), output))
         return output
-
-
-def build_exported_layer(
-    name: str, module: nn.Linear | nn.Conv2d, choice: LayerPattern | None, x_shape: Shape
-) -> ExportedLayer:
-    """Return a layer with its packed weight, without activation. x_shape: of one image, of a convolution."""
-    choice = choice or LayerPattern(Dense())
-    packed: Any = pack_layer(module, choice.pattern, choice.mask)
-    if choice.quantization is not None:
-        packed = quantize_packed(packed, choice.quantization)
-    bias = None if module.bias is None else module.bias.detach().float().numpy().copy()
-    precision = "float32" if choice.precision == INT8 else choice.precision
-    image = None
-    if isinstance(module, nn.Conv2d):
-        taps, stride, padding, dilation = find_geometry(module)
-        c_in, h, w = x_shape
-        image = Conv2dShape(1, c_in, h, w, module.out_channels, taps[0], taps[1], stride, padding, dilation)
-    return ExportedLayer(name, packed, bias, precision=precision, image=image)
 
 
 def _read_shape(node: fx.Node) -> Shape:

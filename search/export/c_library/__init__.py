@@ -1,0 +1,1 @@
+"""Exports to a library with a C interface."""
