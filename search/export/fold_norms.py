@@ -82,7 +82,8 @@ def _find_pairs(model: nn.Module, example: ExampleInputs) -> dict[str, str]:
     def note_norm(name: str) -> Callable[..., None]:
         def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             calls[name] = calls.get(name, 0) + 1
-            if inputs and id(inputs[0]) in returned:
+            # Of (batch, tokens, features) a norm's channels are the tokens, which no weight can take over.
+            if inputs and id(inputs[0]) in returned and inputs[0].ndim in (2, 4):
                 pairs[name] = returned[id(inputs[0])][0]
 
         return note

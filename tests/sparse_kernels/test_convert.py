@@ -152,6 +152,22 @@ def test_the_converted_model_is_the_masked_model(name: str, rng: np.random.Gener
 
 
 @torch.no_grad()
+def test_a_norm_without_weights_is_folded_like_one_with(rng: np.random.Generator) -> None:
+    norms = nn.BatchNorm2d(8, affine=False), nn.BatchNorm1d(16, affine=False)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norms[0], nn.Flatten(), nn.Linear(8 * 9, 16, bias=False), norms[1]
+    ).eval()
+    for norm in norms:
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+    x = torch.from_numpy(rng.normal(size=(4, 3, 5, 5)).astype(np.float32))
+    choices = _choices(model)
+    converted = convert(model, choices, (x,))
+    assert not any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in converted.modules())
+    torch.testing.assert_close(converted(x), _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_norms_and_the_activation_that_follows_are_folded(rng: np.random.Generator) -> None:
     model, x = _prepared("residual", rng)
     converted = convert(model, _choices(model), (x,))

@@ -89,8 +89,7 @@ def search(
     from search.problem.limits import Limits, read_limits
 
     _check_names(strategy, backend, method, judges, errors)
-    check_deployed_form(deploy, backend)
-    _check_inputs(backend, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
+    _check_inputs(backend, deploy, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
     _check_goal(target, max_drop, refine)
     threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
@@ -257,6 +256,7 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
 
 def _check_inputs(
     backend: str,
+    form: str,
     model: Path | None,
     chosen: list[str],
     most_bytes: float | None,
@@ -269,6 +269,7 @@ def _check_inputs(
     from latbench.base.engine_registry import is_deepsparse, runs_our_kernels
     from latbench.errors import UsageError
 
+    check_deployed_form(form, backend)
     if runs_our_kernels(backend) and model is None:
         raise UsageError("--cost-model is missing: give the cost model that `latbench fit` makes of the table")
     if not is_deepsparse(backend):

@@ -64,7 +64,7 @@ Deploy = Annotated[
         "--deploy",
         metavar="FORM",
         help="Form in which the model will be deployed, and in which the search times it: python (a torch module), "
-        "or what `latbench export` writes, openvino or c. The promise holds for this form.",
+        "or what `latbench export` writes, openvino, torch or c. The promise holds for this form.",
     ),
 ]
 SearchPatterns = Annotated[

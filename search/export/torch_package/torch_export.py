@@ -40,7 +40,7 @@ from search.export.layer_calls import CalledLayers, describe_layers, find_called
 from search.export.model_to_export import ModelToExport
 from search.export.result_check import ResultCheck
 from search.export.torch_package.torch_examples import PYTHON, generate_main
-from search.export.torch_package.torch_graph import NAMESPACE, LayerProgram
+from search.export.torch_package.torch_graph import NAMESPACE, PackageProgram
 from search.export.torch_package.torch_model import name_torch_release
 from sparse_kernels.convert import copy_model
 from sparse_kernels.cpu.export.cpu_levels import CpuLevel, list_host_levels
@@ -90,7 +90,7 @@ def export_to_torch(
         results = PrunedResults(called.model, converted.model)
         check = ResultCheck(folder, f"{RUNNER}:run_package", results, facts["levels"], threads)
 
-        def write(program: LayerProgram) -> None:
+        def write(program: PackageProgram) -> None:
             progress("compiling the rest of the model")
             with explain_writes(output):
                 program.compile(number, folder / PACKAGE, *_choose_processor(request, levels))
@@ -98,7 +98,7 @@ def export_to_torch(
 
         write(program)
         progress("checking results")
-        if not request.only_timed and (kept := _keep_right(check, others)) != others:
+        if not request.only_timed and len(kept := _keep_right(check, others)) < len(others):
             _, program = _trace_layers(given, inputs, kept)
             write(program)
         error = check.run(inputs)
@@ -114,11 +114,11 @@ def check_torch() -> None:
 
 def _trace_layers(
     given: ModelToExport, inputs: Sequence[Sequence[Tensor]], others: Others
-) -> tuple[CalledLayers, LayerProgram]:
+) -> tuple[CalledLayers, PackageProgram]:
     """Return the layers that the model calls, and the program of a copy of it, free along the axes of `others`."""
     copied: TensorCall = convert_to_tensor_call(copy_model(given.model), given.example)
     found = find_called_layers(copied, given.choices, inputs)
-    return found, LayerProgram(copied, found.modules, inputs[0], others)
+    return found, PackageProgram(copied, found.modules, inputs[0], others)
 
 
 def _keep_right(check: ResultCheck, others: Others) -> Others:
@@ -166,7 +166,7 @@ def _find_extension(number: str, checksum: int) -> Extension:
     return Extension(TORCH_LAYER, [headers], [library], definitions, standard="c++20")
 
 
-def _describe_files(folder: Path, program: LayerProgram, example: ExampleInputs) -> dict[str, Any]:
+def _describe_files(folder: Path, program: PackageProgram, example: ExampleInputs) -> dict[str, Any]:
     """Return what the manifest says of versions, inputs and outputs."""
     tensors, free = example.tensors(), program.list_free_axes()
     named = [*example.name_tensors()]

@@ -29,7 +29,7 @@ _LEAST_TRACED = 2
 """Sides of one are constants to torch.export, so free sides are traced with this size at least."""
 
 
-class _StandIn(nn.Module):
+class _OperatorCall(nn.Module):
     """A module that calls the operator of a layer, and answers what a model asks of the layer."""
 
     def __init__(self, layer: nn.Module, operator: Any, number: int) -> None:
@@ -56,7 +56,7 @@ class _ListedResults(nn.Module):
         return tuple(list_tensors(self.model(*tensors)))
 
 
-class LayerProgram:
+class PackageProgram:
     """The exported program of a model, with a call of our operator for each call of its layers.
 
     Parameters
@@ -85,7 +85,7 @@ class LayerProgram:
         called.model.requires_grad_(False)
         with self.define_operator("traced") as operator:
             for number, (name, layer) in enumerate(layers.items()):
-                called.model.set_submodule(called.prefix + name, _StandIn(layer, operator, number))
+                called.model.set_submodule(called.prefix + name, _OperatorCall(layer, operator, number))
             self.program = _trace(_ListedResults(called.model).eval(), tensors, others)
             self._nodes = [node for node in self.program.graph.nodes if node.target is operator]
         self.activations: dict[str, str | None] = dict.fromkeys(layers)

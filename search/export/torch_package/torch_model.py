@@ -14,7 +14,7 @@ from latbench.base.deployed_forms import TORCH_PACKAGE
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.export_manifest import LIBRARY, PACKAGE, PACKED, check_files, read_manifest
 from search.export.fork_gate import ForkGate
-from sparse_kernels.cpu.runtime.openmp_forks import end_pool
+from sparse_kernels.cpu.runtime.openmp_forks import close_pool
 
 MOST_CALLS = 8
 """Threads that may be inside one model at the same time; others wait for them."""
@@ -26,12 +26,12 @@ def name_torch_release() -> str:
     return version.partition("+")[0]
 
 
-def _end_pool() -> None:
+def _close_pool() -> None:
     """End the threads of torch's OpenMP, which torch shows to all libraries."""
-    end_pool(ctypes.CDLL(None))
+    close_pool(ctypes.CDLL(None))
 
 
-_gate = ForkGate(before=_end_pool)
+_gate = ForkGate(before=_close_pool)
 
 
 def _import_torch() -> Any:

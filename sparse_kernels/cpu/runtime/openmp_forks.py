@@ -12,7 +12,7 @@ from typing import Any
 _SOFT = 1  # omp_pause_soft
 
 
-def end_pool(library: Any) -> bool:
+def close_pool(library: Any) -> bool:
     """End the pool of the calling thread; return whether the library can."""
     try:
         return bool(library.omp_pause_resource(_SOFT, library.omp_get_initial_device()) == 0)
@@ -20,12 +20,12 @@ def end_pool(library: Any) -> bool:
         return False
 
 
-def end_pool_before_forks(library: Any, otherwise: Callable[[], None] = lambda: None) -> None:
+def close_pool_before_forks(library: Any, otherwise: Callable[[], None] = lambda: None) -> None:
     """End the pool of a thread before it forks; where that fails, call `otherwise` in the child."""
     ended = True
 
     def end() -> None:
         nonlocal ended
-        ended = end_pool(library)
+        ended = close_pool(library)
 
     os.register_at_fork(before=end, after_in_child=lambda: None if ended else otherwise())

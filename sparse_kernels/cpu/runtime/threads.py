@@ -24,7 +24,7 @@ import numba
 from llvmlite import binding
 
 from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter, start_queue
-from sparse_kernels.cpu.runtime.openmp_forks import end_pool_before_forks
+from sparse_kernels.cpu.runtime.openmp_forks import close_pool_before_forks
 
 T = TypeVar("T")
 
@@ -81,13 +81,13 @@ def link_openmp() -> bool:
     # it, each waiting for work on all cores. Otherwise take the one that Numba's own library was linked with.
     seen = ctypes.CDLL(None)
     if numba.threading_layer() != "omp":
-        end_pool_before_forks(seen)  # torch's
+        close_pool_before_forks(seen)  # torch's
         return False
     for library in (seen, ctypes.CDLL(find_openmp_library())):
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
                 binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            end_pool_before_forks(library, set_one_thread)
+            close_pool_before_forks(library, set_one_thread)
             return True
     return False
 

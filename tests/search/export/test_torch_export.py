@@ -23,7 +23,7 @@ from latbench.cli.commands.export import export as export_command
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.example_inputs import TensorCall
 from search.export.torch_package import torch_export, torch_model
-from search.export.torch_package.torch_graph import LayerProgram
+from search.export.torch_package.torch_graph import PackageProgram
 from search.export.torch_package.torch_model import TorchModel
 from search.pruning.storage.model_folder import load_pruned
 from search.task import Task
@@ -232,7 +232,7 @@ def test_an_activation_is_absorbed_where_it_alone_reads_each_call(twice: bool) -
     torch.manual_seed(5)
     model, x = Shared(twice).eval(), torch.randn(2, 8)
     layers: Any = {name: model.get_submodule(name) for name in ("a", "b", "c")}
-    program = LayerProgram(TensorCall(model, (x,), ""), layers, (x,), {})
+    program = PackageProgram(TensorCall(model, (x,), ""), layers, (x,), {})
     assert program.activations == {"a": None if twice else "relu", "b": None, "c": "relu"}
     called = [str(node.target) for node in program.program.graph.nodes if node.op == "call_function"]
     assert sum("latbench_traced.layer" in each for each in called) == 3 + twice
@@ -243,7 +243,7 @@ def test_an_activation_is_absorbed_where_it_alone_reads_each_call(twice: bool) -
 def test_an_activation_that_is_the_result_is_absorbed() -> None:
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(inplace=True)).eval(), torch.randn(2, 8)
     layers: Any = {"0": model[0]}
-    program = LayerProgram(TensorCall(model, (x,), ""), layers, (x,), {0: (torch.randn(3, 8),)})
+    program = PackageProgram(TensorCall(model, (x,), ""), layers, (x,), {0: (torch.randn(3, 8),)})
     assert program.activations == {"0": "relu"}
     assert program.describe_results() == [{"shape": [None, 4], "type": "float32"}]
     assert program.list_free_axes() == [[0]]
@@ -260,7 +260,7 @@ def test_what_torch_cannot_trace_is_refused() -> None:
 
     model, x = Odd().eval(), torch.eye(8)
     with pytest.raises(UsageError, match="cannot be exported to torch, which cannot trace it"):
-        LayerProgram(TensorCall(model, (x,), ""), {"a": model.a}, (x,), {})
+        PackageProgram(TensorCall(model, (x,), ""), {"a": model.a}, (x,), {})
 
 
 def test_a_torch_without_headers_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
