@@ -53,7 +53,7 @@ def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
         shown.add_row("weights", f"{packed} of {most} allowed, {dense} dense")
     if verdict:
         gain = format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)
-        shown.add_row("measured", f"{gain} faster, {format_seconds(verdict.measured_seconds)}")
+        shown.add_row("measured", f"{gain} faster, {format_seconds(verdict.measured_seconds)}{verdict.where}")
         if (over := verdict.over_int8) is not None:
             scored = f", {overview.format_score(verdict.score_int8, name)}" if verdict.score_int8 is not None else ""
             shown.add_row("dense in int8", f"{format_seconds(over[0])}{scored}; {verdict.beside_int8}")

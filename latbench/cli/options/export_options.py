@@ -17,9 +17,9 @@ ExportTarget = Annotated[
     typer.Option(
         "--to",
         metavar="FORM",
-        help="Deployed form. openvino: a model of OpenVINO, and an extension with its sparse layers. torch: a package "
-        "compiled by AOTInductor, and an operator. c: a library with a C interface, for chains of layers. Default: "
-        "openvino if it is installed, else c.",
+        help="Deployed form. openvino: a model of OpenVINO, and an extension with its sparse layers. torch: a "
+        "package that AOTInductor compiled, and an operator. c: a library with a C interface, for chains of layers. "
+        "Default: openvino if it is installed, else c.",
     ),
 ]
 ExportLevels = Annotated[
