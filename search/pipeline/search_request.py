@@ -106,7 +106,7 @@ class SearchRequest:
     def to_record(self) -> dict[str, Any]:
         """Return what the result depends on, for a hash. Names and order must stay: files of earlier searches use it.
 
-        The number of processes is no part of it.
+        The number of processes is no part of it. Nor is the form: it is one of the conditions of what was timed.
         """
         promise, deployment, candidates, plan = self.promise, self.deployment, self.candidates, self.plan
         return {
@@ -115,7 +115,7 @@ class SearchRequest:
             "confidence": promise.confidence, "strategy": plan.strategy, "backend": deployment.backend,
             "sparsities": candidates.sparsities, "errors": candidates.errors, "time_budget": plan.time_budget,
             "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes, "quick": plan.quick,
-            "precisions": deployment.precisions, "form": deployment.form,
+            "precisions": deployment.precisions,
         }  # fmt: skip
 
 

@@ -63,6 +63,14 @@ FREE = "layers free"
 PROBE_SCHEDULE = RoundSchedule(builds=1, rounds=5, first=1)
 """Probes only place the first profile; the rounds of a search measure what it promises."""
 
+_PRUNED_BUILDERS = {
+    (False, False): "search.whole_model.model_engines:build_random_pruned",
+    (False, True): "search.whole_model.model_engines:build_database_pruned",
+    (True, False): "search.export.exported_profile:build_random_exported",
+    (True, True): "search.export.exported_profile:build_database_exported",
+}
+"""Builders of pruned models, by whether they are exported, and whether there is a layer database."""
+
 MIN_SCALE = 0.1
 """Lower bound for the line: a layer takes at least this share of its own time in the network, and an option saves at
 least this share of what it saves alone. Otherwise a busy machine could make all options alike."""
@@ -162,14 +170,11 @@ def build_pruned_engines(
 
     Its weights come from the layer database with this folder and hash of the model. Without one, masks are random.
     """
-    source, form = "database" if database else "random", deployment.form
-    if form == PYTHON:
-        function, runner = f"search.whole_model.model_engines:build_{source}_pruned", deployment.backend
-    else:
-        function, runner = f"search.export.exported_profile:build_{source}_exported", form
-    given = task.reference, deployment.threads, runner, *database
+    exported = deployment.form != PYTHON
+    function = _PRUNED_BUILDERS[exported, bool(database)]
+    given = task.reference, deployment.threads, deployment.form if exported else deployment.backend, *database
     return {
-        name: EngineBuilder("pruned", function, (*given, options), shares=form != PYTHON)
+        name: EngineBuilder("pruned", function, (*given, options), shares=exported)
         for name, options in profiles.items()
     }
 

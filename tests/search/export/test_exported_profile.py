@@ -63,6 +63,8 @@ def test_a_profile_is_exported_once_and_runs_as_deployed(chain: Task, tmp_path: 
         build_random_exported(chain.reference, 2, form, CHOICES, str(tmp_path))()[0], run()[0]
     )
     assert list_exports(tmp_path) == [folder] and (folder / "manifest.json").stat().st_mtime_ns == written
+    if form != C:  # any form will do
+        return
     milder = {**CHOICES, "3": Option("vector:8", 0.5)}
     build_random_exported(chain.reference, 2, form, milder, str(tmp_path))
     assert len(list_exports(tmp_path)) == 2

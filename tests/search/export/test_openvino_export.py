@@ -19,6 +19,7 @@ import pytest
 import torch
 from chain_task import CHAIN_TASK, prune_chain
 from encoder_task import ENCODER_LAYERS, ENCODER_TASK, make_inputs, make_task
+from packages_alone import build_lonely_program, link_packages
 from torch import nn
 
 import latbench as lb
@@ -117,8 +118,11 @@ numpy.set_printoptions(threshold=10**6, linewidth=10**6)
 runpy.run_path({str(deploy / "example.py")!r})
 print([*sys.modules])
 """
-    told = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "'numba'" not in told and "'torch'" not in told and "sparse_kernels" not in told
+    arguments = build_lonely_program(link_packages(tmp_path / "packages", "openvino"), program)
+    told = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
+    assert "'numba'" not in told and "'latbench'" not in told and "sparse_kernels" not in told
+    lonely = build_lonely_program(tmp_path / "packages", "import latbench")
+    assert subprocess.run([sys.executable, *lonely], capture_output=True, check=False).returncode == 1
     numbers = told.split("[[[")[1].split("]")[0].split()
     check(np.array(numbers, float), expected[:32])
     libraries = Path(ov.__file__).parent / "libs"

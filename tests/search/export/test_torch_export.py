@@ -16,6 +16,7 @@ import pytest
 import torch
 from chain_task import CHAIN_TASK, prune_chain
 from encoder_task import ENCODER_LAYERS, ENCODER_TASK, make_inputs, make_task
+from packages_alone import build_lonely_program, link_packages
 from torch import nn
 
 import latbench as lb
@@ -90,8 +91,11 @@ torch.set_printoptions(threshold=10**6, linewidth=10**6, precision=6)
 runpy.run_path({str(deploy / "example.py")!r})
 print([*sys.modules])
 """
-    told = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
+    arguments = build_lonely_program(link_packages(tmp_path / "packages", "torch"), program)
+    told = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
     assert "'numba'" not in told and "'latbench'" not in told and "sparse_kernels" not in told
+    lonely = build_lonely_program(tmp_path / "packages", "import latbench")
+    assert subprocess.run([sys.executable, *lonely], capture_output=True, check=False).returncode == 1
     numbers = told.split("[[[")[1].split("]")[0].replace(",", " ").split()
     check(np.array(numbers, float), expected[:32])
     package = Path(torch.__file__).parent
@@ -194,21 +198,16 @@ def test_models_of_one_program_keep_their_own_weights(encoder: tuple[Path, nn.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_convolutions_and_batches_are_deployed(tmp_path: Path, precision: str) -> None:
+def test_convolutions_and_batches_are_deployed(tmp_path: Path) -> None:
     task = make_task(tmp_path, CHAIN_TASK)
-    layers = {"0": "vector:8", "3": "vector:8", "4.fc1": "vector:16"}
-    pruned = prune_chain(tmp_path / "pruned", task, precision, layers)
+    pruned = prune_chain(tmp_path / "pruned", task, layers={"0": "vector:8", "3": "vector:8", "4.fc1": "vector:16"})
     deploy = export_best(task, pruned, tmp_path / "deploy", batch=["2"])
     manifest = json.loads((deploy / "manifest.json").read_text())
     assert manifest["batches"] == [2, 5] and manifest["layers"]["0"]["activation"] == "relu"
     model, choices = load_pruned(pruned, task.model())
-    converted, x = convert(model, choices, task.example().arguments), torch.randn(7, 3, 7, 6).clamp(-2, 2)
-    with torch.no_grad():
-        rounding = float((converted(x) - model(x)).abs().max()) if precision == "int8" else 0.0
+    converted, x = convert(model, choices, task.example().arguments), torch.randn(7, 3, 7, 6)
     for size in (7, 1):
-        found = TorchModel(deploy, 2)(x[:size].numpy())
-        np.testing.assert_allclose(found, converted(x[:size]), rtol=1e-4, atol=1e-5 + rounding)
+        check(TorchModel(deploy, 2)(x[:size].numpy()), converted(x[:size]))
     with pytest.raises(UsageError, match=r"has the shape \[\?,3,7,6\]"):
         lb.load(deploy)(x[:, :, :6].numpy())
 

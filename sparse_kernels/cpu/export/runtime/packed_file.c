@@ -186,6 +186,14 @@ static int choose_level(packed_file *file, const char *path, const char *name, l
                      name ? name : head->level_count ? levels[0].name : "of the file, which has none");
 }
 
+/* Let go of the pages that only the checksum has read: those of other levels stay in the file. */
+static void release_other_levels(const packed_file *file) {
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = file->level->section / page * page;
+    const uint64_t behind = (file->level->section + file->level->section_bytes + page - 1) / page * page;
+    madvise((void *)file->bytes, (size_t)first, MADV_DONTNEED);
+    if (behind < file->size) madvise((void *)(file->bytes + behind), (size_t)(file->size - behind), MADV_DONTNEED);
+}
+
 int map_packed_file(const char *path, const char *level, packed_file *file, latbench_error *error) {
     struct stat facts;
     memset(file, 0, sizeof *file);
@@ -211,7 +219,10 @@ int map_packed_file(const char *path, const char *level, packed_file *file, latb
     if (!code && !check_section(file))
         code = set_error(error, LATBENCH_BAD_FILE, "%s: damaged, its tables contradict each other; export it again",
                          path);
-    if (code) unmap_packed_file(file);
+    if (code)
+        unmap_packed_file(file);
+    else
+        release_other_levels(file);
     return code;
 }
 

@@ -188,6 +188,19 @@ def test_a_pipe_is_refused_and_not_waited_for(files: ExportedFiles, tmp_path: Pa
     assert refuse(files, tmp_path / "pipe").code == BAD_FILE
 
 
+def test_other_levels_take_no_memory_once_the_file_is_checked(files: ExportedFiles, tmp_path: Path) -> None:
+    """32 megabytes behind the only level stand for the others."""
+    content = np.frombuffer(bytearray(files.packed.read_bytes() + bytes(32 << 20)), np.uint64)
+    content[2] = content.nbytes
+    path = tmp_path / "long"
+    path.write_bytes(seal(content.tobytes()))
+    library = ExportedLibrary(files.library, path)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+    held = next(int(line.split()[1]) for line in lines[at:] if line.startswith("Rss:"))
+    assert held < 4096 and library.layers  # kilobytes; the system may map up to two megabytes at once
+
+
 def test_a_level_that_the_machine_lacks_is_refused(files: ExportedFiles, tmp_path: Path) -> None:
     """A feature that no processor has stands for one that this processor lacks."""
     assert 40 not in FEATURE_BITS.values()
