@@ -1,6 +1,9 @@
 """OpenVINO, imported so that it reports nothing."""
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,3 +16,15 @@ def import_openvino() -> Any:
     import openvino
 
     return openvino
+
+
+@contextmanager
+def keep_root_logger() -> Iterator[None]:
+    """Leave the root logger as it was: OpenVINO's importer silences it, for good where it refuses a model."""
+    root = logging.getLogger()
+    before = root.level, root.filters[:], root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(before[0])
+        root.filters, root.handlers = before[1:]

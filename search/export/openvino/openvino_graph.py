@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from latbench.base.quiet_openvino import import_openvino
+from latbench.base.quiet_openvino import import_openvino, keep_root_logger
 from latbench.errors import UsageError
 from search.example_inputs import TensorCall
 from search.export.free_sides import list_along
@@ -187,7 +187,7 @@ def _name_activation(node: ov.Node) -> str | None:
 def _explain_importer() -> Iterator[None]:
     """Turn what OpenVINO's importer refuses into a sentence."""
     try:
-        with warnings.catch_warnings():
+        with keep_root_logger(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice to the importer's developers
             yield
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -388,9 +389,11 @@ def test_what_openvino_cannot_import_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.linalg.eigvals(self.a(x)).real
 
-    model, x = Odd().eval(), torch.eye(8)
+    model, x, root = Odd().eval(), torch.eye(8), logging.getLogger()
+    before = root.level, root.filters[:], root.handlers[:]
     with pytest.raises(UsageError, match="cannot be exported to OpenVINO, which cannot import it"):
         LayerGraph(TensorCall(model, (x,), ""), {"a": model.a}, (x,))
+    assert (root.level, root.filters, root.handlers) == before  # the user's warnings are still seen
 
 
 @pytest.mark.parametrize(
