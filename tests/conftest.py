@@ -27,6 +27,10 @@ sys.path[:0] = [str(Path(__file__).parent / folder) for folder in HELPERS]
 # Compiled kernels of all tests, also of those with a cache folder of their own, and of the processes that they start.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
+# OpenVINO's telemetry forks from threads of its own, in the middle of tests, and reports to the web. Some tests
+# import OpenVINO themselves.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
 # A shell's background jobs, and nohup's, ignore these, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
