@@ -45,13 +45,10 @@ class VerifiedModel:
         """
         promised = self.profile.form
         if promised not in (PYTHON, self.form):
+            pruned = self.folder if self.form == PYTHON else "PRUNED"
             raise UsageError(
-                f"{self.folder} was searched to be deployed in the form {promised}, which its promise is about: "
-                + (
-                    f"`latbench export TASK {self.folder} --to {promised} -o deploy` writes it; verify that folder"
-                    if self.form == PYTHON
-                    else f"export the pruned model with --to {promised}, and verify that"
-                )
+                f"{self.folder} was searched for the form {promised}, and its promise holds for that form alone: "
+                f"export it with `latbench export TASK {pruned} --to {promised} -o deploy`, then verify deploy"
             )
         if self.exported and backend not in (None, self.profile.backend):
             raise UsageError(f"{self.folder} is exported, with latbench's kernels: leave out --backend")

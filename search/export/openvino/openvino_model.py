@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from latbench.base.deployed_forms import OPENVINO
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
+from search.export.array_model import ArrayModel, ArrayInput
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
 from search.export.fork_gate import ForkGate
 
@@ -59,7 +60,7 @@ class _Compiled(NamedTuple):
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class OpenVINOModel:
+class OpenVINOModel(ArrayModel):
     """A model that `latbench export --to openvino` wrote: call it with inputs, get results.
 
     Calls of the exported sizes run a model that is compiled for them. OpenVINO takes a tenth to a quarter longer
@@ -86,9 +87,7 @@ class OpenVINOModel:
     """
 
     def __init__(self, folder: Path, threads: int = 1, *, checked: bool = True) -> None:
-        if threads < 1:
-            raise UsageError(f"a call has at least one thread, not {threads}")
-        self.folder, self.threads = folder.resolve(), threads
+        super().__init__(folder, threads)
         manifest = read_manifest(self.folder)
         if checked:
             check_files(self.folder, manifest, [LIBRARY, PACKED, GRAPH, GRAPH_WEIGHTS])
@@ -98,7 +97,6 @@ class OpenVINOModel:
                     "or export the model again"
                 )
         self._sizes = list_exported_sizes(manifest)
-        self._ports: list[_Port] = []
         self._compiled: dict[Shapes | None, _Compiled] = {}
         self._lock = Lock()
         with _gate:
@@ -123,7 +121,7 @@ class OpenVINOModel:
         try:
             core.add_extension(str(self.folder / LIBRARY))
             model = core.read_model(self.folder / GRAPH)
-            self._ports = [_Port.read(each) for each in model.inputs]
+            self._inputs = [_read_port(each) for each in model.inputs]
             if shapes is not None:
                 model.reshape({i: openvino.PartialShape(list(shape)) for i, shape in enumerate(shapes)})
             return core.compile_model(model, "CPU", settings)
@@ -139,10 +137,7 @@ class OpenVINOModel:
             return self._run(inputs)
 
     def _run(self, inputs: Sequence[ArrayLike]) -> list[NDArray[Any]]:
-        if len(inputs) != len(self._ports):
-            raise UsageError(f"the model takes {len(self._ports)} inputs, not {len(inputs)}")
-        ports = zip(inputs, self._ports, strict=True)
-        arrays = [_read_input(each, port, number) for number, (each, port) in enumerate(ports, 1)]
+        arrays = self._read_inputs(inputs)
         compiled = self._get_compiled(tuple(each.shape for each in arrays))
         try:
             request = compiled.idle.get_nowait()
@@ -155,26 +150,6 @@ class OpenVINOModel:
             raise UsageError(f"the model did not run: {_shorten(error)}") from error
         finally:
             compiled.idle.put(request)
-
-    def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the result for these inputs, by place or by name; a tuple, where the model has several results."""
-        found = self.run(*inputs, *self._order(named, len(inputs)))
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def _order(self, named: Mapping[str, ArrayLike], first: int) -> list[ArrayLike]:
-        """Return inputs that were given by name in the order of the model, from number `first` on."""
-        if not named:
-            return []
-        names = [port.name for port in self._ports]
-        if unknown := [name for name in named if name not in names[first:]]:
-            raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
-        return [named[name] for name in names[first:] if name in named]
-
-    def __repr__(self) -> str:
-        return f"OpenVINOModel({str(self.folder)!r}, threads={self.threads})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.folder, self.threads)
 
 
 def run_model(folder: str, threads: int, inputs: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
@@ -193,33 +168,11 @@ def list_exported_sizes(manifest: Mapping[str, Any]) -> list[Shapes]:
     ]
 
 
-class _Port(NamedTuple):
-    """An input of a model. sides: None where any size will do."""
-
-    name: str
-    dtype: np.dtype[Any]
-    sides: tuple[int | None, ...] | None
-    text: str
-
-    @classmethod
-    def read(cls, port: Any) -> _Port:
-        shape = port.get_partial_shape()
-        sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else None
-        return cls(
-            port.get_any_name() if port.get_names() else "", np.dtype(port.get_element_type().to_dtype()),
-            None if sides is None else tuple(sides), str(shape),
-        )  # fmt: skip
-
-
-def _read_input(given: ArrayLike, port: _Port, number: int) -> NDArray[Any]:
-    """Return an input as the model takes it."""
-    x = np.asarray(given)
-    if x.dtype.kind != port.dtype.kind:
-        raise UsageError(f"input {number} of the model is {port.dtype}, not {x.dtype}")
-    sides = x.shape if port.sides is None else port.sides
-    if len(sides) != x.ndim or any(side not in (None, own) for side, own in zip(sides, x.shape, strict=True)):
-        raise UsageError(f"input {number} of the model has the shape {port.text}, not {x.shape}")
-    return np.asarray(x, port.dtype, order="C")
+def _read_port(port: Any) -> ArrayInput:
+    shape = port.get_partial_shape()
+    sides = [None if side.is_dynamic else side.get_length() for side in shape] if shape.rank.is_static else None
+    name = port.get_any_name() if port.get_names() else ""
+    return ArrayInput(name, np.dtype(port.get_element_type().to_dtype()), None if sides is None else tuple(sides))
 
 
 def _shorten(error: Exception) -> str:

@@ -19,6 +19,7 @@ from latbench.errors import UsageError
 from search.example_inputs import TensorCall, list_tensors
 from search.export.free_sides import list_along
 from search.export.layer_calls import Layers, record_results
+from sparse_kernels.fx_graphs import only_user
 
 OPERATOR, NAMESPACE = "layer", "latbench"
 """The operator, as `torch_layer.cpp` has it, and the beginning of its namespace; the number of the export follows."""
@@ -115,7 +116,7 @@ class PackageProgram:
         for node in self._nodes:
             calls.setdefault(names[node.args[1]], []).append(node)
         for name, nodes in calls.items():
-            readers = [next(iter(node.users)) if len(node.users) == 1 else None for node in nodes]
+            readers = [only_user(node) for node in nodes]
             found = {None if reader is None else _name_activation(reader) for reader in readers}
             if len(found) == 1 and (activation := found.pop()) is not None:
                 self.activations[name] = activation

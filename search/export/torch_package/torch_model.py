@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from latbench.base.deployed_forms import TORCH_PACKAGE
 from latbench.errors import EnvironmentUnusable, UsageError
+from search.export.array_model import ArrayModel, ArrayInput
 from search.export.export_manifest import LIBRARY, PACKAGE, PACKED, check_files, read_manifest
 from search.export.fork_gate import ForkGate
 from sparse_kernels.cpu.runtime.openmp_forks import close_pool
@@ -42,7 +43,7 @@ def _import_torch() -> Any:
     return torch
 
 
-class TorchModel:
+class TorchModel(ArrayModel):
     """A model that `latbench export --to torch` wrote: call it with inputs, get results.
 
     Threads of a process may call it at the same time. A process may fork after it was loaded. A pickle holds its
@@ -66,9 +67,7 @@ class TorchModel:
     """
 
     def __init__(self, folder: Path, threads: int = 1, *, checked: bool = True) -> None:
-        if threads < 1:
-            raise UsageError(f"a call has at least one thread, not {threads}")
-        self.folder, self.threads = folder.resolve(), threads
+        super().__init__(folder, threads)
         manifest = read_manifest(self.folder)
         if checked:
             check_files(self.folder, manifest, [LIBRARY, PACKED, PACKAGE])
@@ -77,7 +76,9 @@ class TorchModel:
                     f"{folder} was exported for torch {manifest[TORCH_PACKAGE]}, and here is {here}: install that "
                     "one, or export the model again"
                 )
-        self._inputs: list[dict[str, Any]] = manifest["inputs"]
+        self._inputs = [
+            ArrayInput(each["name"], np.dtype(each["type"]), tuple(each["shape"])) for each in manifest["inputs"]
+        ]
         self._load(manifest["namespace"])
 
     def _load(self, namespace: str) -> None:
@@ -86,7 +87,7 @@ class TorchModel:
         try:
             if not _is_defined(torch, namespace):  # else by a copy of this folder, with the same layers
                 torch.ops.load_library(str(self.folder / LIBRARY))
-            # What torch.export's loader wraps. That one imports the compiler, and compiles to name this processor.
+            # What torch's own loader wraps: that one imports the compiler, which takes seconds.
             package = str(self.folder / PACKAGE)
             self._package: Any = torch._C._aoti.AOTIModelPackageLoader(package, "model", False, MOST_CALLS, -1)
         except (RuntimeError, OSError) as error:
@@ -99,34 +100,13 @@ class TorchModel:
 
     def _call(self, inputs: Sequence[ArrayLike]) -> list[NDArray[Any]]:
         torch = _import_torch()
-        if len(inputs) != len(self._inputs):
-            raise UsageError(f"the model takes {len(self._inputs)} inputs, not {len(inputs)}")
-        arrays = [
-            _read_input(each, port, i) for i, (each, port) in enumerate(zip(inputs, self._inputs, strict=True), 1)
-        ]
+        # torch warns of arrays that it must not write to.
+        arrays = [np.require(each, requirements=["W"]) for each in self._read_inputs(inputs)]
         try:
             with torch.inference_mode():
                 return [each.numpy() for each in self._package.run([*map(torch.from_numpy, arrays)])]
         except RuntimeError as error:
             raise UsageError(f"the model did not run: {_shorten(error)}") from error
-
-    def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the result for these inputs, by place or by name; a tuple, where the model has several results."""
-        found = self.run(*inputs, *self._order(named, len(inputs)))
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def _order(self, named: Mapping[str, ArrayLike], first: int) -> list[ArrayLike]:
-        """Return inputs that were given by name in the order of the model, from number `first` on."""
-        names = [each["name"] for each in self._inputs]
-        if unknown := [name for name in named if name not in names[first:]]:
-            raise UsageError(f"the model takes {', '.join(names)}, and not {unknown[0]} by name here")
-        return [named[name] for name in names[first:] if name in named]
-
-    def __repr__(self) -> str:
-        return f"TorchModel({str(self.folder)!r}, threads={self.threads})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.folder, self.threads)
 
 
 def run_package(folder: str, threads: int, inputs: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
@@ -141,18 +121,6 @@ def _is_defined(torch: Any, namespace: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _read_input(given: ArrayLike, port: Mapping[str, Any], number: int) -> NDArray[Any]:
-    """Return an input as the model takes it."""
-    x, wanted = np.asarray(given), np.dtype(port["type"])
-    if x.dtype.kind != wanted.kind:
-        raise UsageError(f"input {number} of the model is {wanted}, not {x.dtype}")
-    sides: list[int | None] = port["shape"]
-    if len(sides) != x.ndim or any(side not in (None, own) for side, own in zip(sides, x.shape, strict=True)):
-        shape = ",".join("?" if side is None else str(side) for side in sides)
-        raise UsageError(f"input {number} of the model has the shape [{shape}], not {x.shape}")
-    return np.require(x, wanted, ["C", "W"])
 
 
 def _shorten(error: Exception) -> str:

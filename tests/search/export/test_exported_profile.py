@@ -104,7 +104,7 @@ def test_another_form_is_another_timing(chain: Task) -> None:
 def test_a_promise_for_one_form_is_not_verified_in_another(chain: Task, tmp_path: Path) -> None:
     level = [list_host_levels()[-1].name]
     pruned, deploy = prune_chain(tmp_path / "pruned", chain, form=C), tmp_path / "deploy"
-    with pytest.raises(UsageError, match=r"promise is about: `latbench export TASK .*pruned --to c -o deploy`"):
+    with pytest.raises(UsageError, match=r"that form alone: .*`latbench export TASK .*pruned --to c -o deploy`"):
         read_verified(pruned).choose_deployment()
     export_command(chain.reference, pruned, deploy, to=C, level=level, threads=["1"])
     assert read_verified(deploy).choose_deployment().form == C
@@ -114,7 +114,7 @@ def test_a_promise_for_one_form_is_not_verified_in_another(chain: Task, tmp_path
     assert not is_export_of(deploy, C, hash_manifest(pruned))
     other = prune_chain(tmp_path / "other", chain, form=OPENVINO)
     export_command(chain.reference, other, deploy, to=C, level=level, threads=["1"])
-    with pytest.raises(UsageError, match="export the pruned model with --to openvino, and verify that"):
+    with pytest.raises(UsageError, match="`latbench export TASK PRUNED --to openvino -o deploy`, then verify deploy"):
         read_verified(deploy).choose_deployment()
     profile = read_profile(other / "profile.json")
     replace(profile, form="java").save(tmp_path / "profile.json")
