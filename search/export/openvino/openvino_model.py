@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from latbench.base.deployed_forms import OPENVINO
 from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
-from search.export.array_model import ArrayModel, ArrayInput
+from search.export.array_model import ArrayInput, ArrayModel
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
 from search.export.fork_gate import ForkGate
 

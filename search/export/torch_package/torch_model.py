@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from latbench.base.deployed_forms import TORCH_PACKAGE
 from latbench.errors import EnvironmentUnusable, UsageError
-from search.export.array_model import ArrayModel, ArrayInput
+from search.export.array_model import ArrayInput, ArrayModel
 from search.export.export_manifest import LIBRARY, PACKAGE, PACKED, check_files, read_manifest
 from search.export.fork_gate import ForkGate
 from sparse_kernels.cpu.runtime.openmp_forks import close_pool
