@@ -258,8 +258,33 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
         Uncalibrated
             Too few anchors could be left out for this coverage.
         """
+        low, high = self.find_intervals(X, coverage)
+        if np.isnan(low).any():
+            self._compute_multiple(coverage)  # says what is missing
+        return low, high
+
+    def find_intervals(self, X: pd.DataFrame, coverage: float) -> tuple[FloatArray, FloatArray]:
+        """Return the intervals of `predict_interval`, with NaN where too few anchors could be left out.
+
+        Parameters
+        ----------
+        X : DataFrame of shape (rows, columns)
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
+        coverage : float
+            Probability that the interval holds the time, in (0, 1).
+
+        Returns
+        -------
+        low, high : ndarray of shape (rows,)
+            Seconds.
+
+        Raises
+        ------
+        Unanchored
+            As `predict`.
+        """
         low, high = np.empty(len(X)), np.empty(len(X))
-        multiple = cache(partial(self._compute_multiple, coverage))
+        multiple = cache(partial(self._find_multiple, coverage))
         for curve, rows, sparsity in self._group_by_curve(X):
             value = self._interpolate(curve, sparsity)
             nearest = curve.log_seconds[np.abs(sparsity[:, None] - curve.sparsity).argmin(axis=1)]
@@ -280,6 +305,13 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
         behaviour = self.behaviour_.get(curve.key, self.worst_behaviour_)
         distance = np.abs(_convert_to_axis(sparsity)[:, None] - _convert_to_axis(curve.sparsity)).min(axis=1)
         return np.where(np.isnan(noise), multiple() * behaviour * self._compute_typical_error(distance), noise)
+
+    def _find_multiple(self, coverage: float) -> float:
+        """Return the multiple of the expected error, or NaN where it is not known."""
+        try:
+            return self._compute_multiple(coverage)
+        except Uncalibrated:
+            return math.nan
 
     def _compute_multiple(self, coverage: float) -> float:
         """Return the multiple of the expected error that holds a new one with this probability."""

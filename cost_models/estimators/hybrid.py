@@ -63,6 +63,9 @@ class Hybrid(ScoredRegressor, BaseEstimator):
     def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[FloatArray, FloatArray]:
         """Predict an interval for the time of every row of X, by the model that predicts the row.
 
+        One sample shows no noise. A measured time of that kind gets the width that the trees have for unmeasured
+        shapes.
+
         Parameters
         ----------
         X : DataFrame of shape (rows, columns)
@@ -85,9 +88,18 @@ class Hybrid(ScoredRegressor, BaseEstimator):
         measured, learned = self._split(X)
         low, high = np.empty(len(X)), np.empty(len(X))
         if measured.any():
-            low[measured], high[measured] = self.lookup_.predict_interval(X[measured], coverage)
+            low[measured], high[measured] = self._find_measured_intervals(X[measured], coverage)
         if not measured.all():
             low[~measured], high[~measured] = learned.predict_interval(X[~measured], coverage)
+        return low, high
+
+    def _find_measured_intervals(self, X: pd.DataFrame, coverage: float) -> tuple[FloatArray, FloatArray]:
+        low, high = self.lookup_.find_intervals(X, coverage)
+        unknown = np.isnan(low)
+        if unknown.any():
+            seconds = self.lookup_.predict(X[unknown])
+            factor = np.exp(self.learned_.half_widths(X[unknown], coverage))
+            low[unknown], high[unknown] = seconds / factor, seconds * factor
         return low, high
 
     def covers(self, X: pd.DataFrame) -> RowMask:

@@ -58,6 +58,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         Categorical columns, and the combinations of their values in the training rows.
     ranges_, sparsity_ranges_ : dict of str to (float, float)
         Measured ranges by quantity, and of the sparsity by format.
+    column_counts_, usual_gap_ : dict of str to ndarray, float
+        Measured numbers of columns n by operation, and how far a shape typically is from those of other shapes.
     predictor_ : callable
         Returns the logarithm of the seconds of every row, (rows,).
     held_out_errors_ : ndarray of shape (rows,)
@@ -118,6 +120,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         self.kinds_ = frozenset(extract_keys(add_structure(X), self.kind_columns_))
         measured = [name for name in (*SIZES, "threads") if name in X.columns and X[name].notna().all()]
         self.ranges_ = measured_ranges.find_ranges(X, measured)
+        self.column_counts_ = measured_ranges.find_column_counts(X)
+        self.usual_gap_ = measured_ranges.find_usual_gap(X)
         self.sparsity_ranges_ = {
             name: (float(group["sparsity_target"].min()), float(group["sparsity_target"].max()))
             for name, group in add_structure(X).groupby("format", sort=True)
@@ -163,7 +167,9 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         """Predict an interval for a new measurement of every row of X.
 
         The interval is calibrated on held-out shapes. Beyond the measured range (`octaves_outside`) it is wider.
-        There it assumes that going further is as hard as it was from the inner shapes to the outer ones.
+        There it assumes that going further is as hard as it was from the inner shapes to the outer ones. Between
+        measured numbers of columns it widens in the same way, where they are further apart than those of the shapes
+        that were held out.
 
         Parameters
         ----------
@@ -185,12 +191,29 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
             Too few shapes were measured for this coverage.
         """
         predicted = self.predict(X)
-        factor = np.exp(self._half_widths(X, coverage)) if len(X) else np.empty(0)
+        factor = np.exp(self.half_widths(X, coverage)) if len(X) else np.empty(0)
         return predicted / factor, predicted * factor
 
-    def _half_widths(self, X: pd.DataFrame, coverage: float) -> FloatArray:
+    def half_widths(self, X: pd.DataFrame, coverage: float) -> FloatArray:
+        """Return half of the interval of every row of X in log seconds, (rows,).
+
+        Parameters
+        ----------
+        X : DataFrame of shape (rows, columns)
+            Columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point.
+        coverage : float
+            Coverage of the intervals, in (0, 1).
+
+        Raises
+        ------
+        Uncalibrated
+            Too few shapes were measured for this coverage.
+        """
         half = np.full(len(X), self.half_width(coverage))
+        gaps = measured_ranges.count_gap_octaves(X, self.column_counts_)
         for side, octaves in self.octaves_outside(X).items():
+            further = np.where(octaves > 0, 0.0, np.maximum(gaps[side] - self.usual_gap_, 0.0))
+            half *= self.edges_[side].compute_growth(further)
             if (outside := octaves > 0).any():
                 edge = self.edges_[side].half_width(octaves[outside], coverage)
                 half[outside] = np.maximum(half[outside], edge)
@@ -212,8 +235,9 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
     def octaves_outside(self, X: pd.DataFrame) -> dict[str, FloatArray]:
         """Return by how many octaves every row lies below ("smallest") and above ("largest") the measured ranges.
 
-        The range that a row exceeds most counts: m, k, n, threads, the multiplications, a convolution's kernel,
-        stride and dilation, and the block size and density of a format. Arrays have shape (rows,); 0 is inside.
+        The range that a row exceeds most counts: m, k and n of its operation, threads, the multiplications, a
+        convolution's kernel, stride and dilation, and the block size and density of a format. Arrays have shape
+        (rows,); 0 is inside.
         """
         check_is_fitted(self)
         return measured_ranges.count_octaves_outside(X, self.ranges_)
@@ -243,12 +267,12 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         if extrapolate:
             return problems
         limits = zip(
-            structured["format"], extract_sparsities(X), self._find_furthest(X), self._explain_excess_work(X),
-            strict=True,
+            structured["format"], extract_sparsities(X), self._find_furthest(X), self._explain_gaps(X),
+            self._explain_excess_work(X), strict=True,
         )  # fmt: skip
         return [
-            problem or self._explain_outside(format, sparsity, furthest) or excess_work
-            for problem, (format, sparsity, furthest, excess_work) in zip(problems, limits, strict=True)
+            problem or self._explain_outside(format, sparsity, furthest) or gap or excess_work
+            for problem, (format, sparsity, furthest, gap, excess_work) in zip(problems, limits, strict=True)
         ]
 
     def _explain_unknown_kind(
@@ -270,6 +294,18 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         """Return the range that each row exceeds most, but for the work, and by how many octaves."""
         ranges = {name: limits for name, limits in self.ranges_.items() if name != "flop"}
         return measured_ranges.find_furthest(X, ranges)
+
+    def _explain_gaps(self, X: pd.DataFrame) -> list[str | None]:
+        """Return why each row is too far from the measured numbers of columns of its operation, or None."""
+        gaps = measured_ranges.count_gap_octaves(X, self.column_counts_)
+        octaves = np.maximum(gaps["smallest"], gaps["largest"])
+        problems: list[str | None] = [None] * len(X)
+        for row in np.flatnonzero(octaves > measured_ranges.LARGEST_GAP):
+            problems[row] = (
+                f"n is {octaves[row]:.1f} octaves from the nearest one that was measured with this operation; "
+                "measure it, or allow extrapolation"
+            )
+        return problems
 
     def _explain_excess_work(self, X: pd.DataFrame) -> list[str | None]:
         """Return why the work of each row is further from the measured range than calibration reached, or None."""

@@ -112,6 +112,10 @@ class Edge:
             )
         return max(multiples) * self._compute_typical_error(octaves)
 
+    def compute_growth(self, octaves: FloatArray) -> FloatArray:
+        """Return how many times as large as at the edge errors typically are so many octaves beyond it, (rows,)."""
+        return self._compute_typical_error(octaves) / self.at_edge
+
     def _compute_typical_error(self, octaves: FloatArray) -> FloatArray:
         return self.at_edge + self.per_octave * octaves
 

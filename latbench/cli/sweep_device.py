@@ -73,31 +73,30 @@ class SweepDevice:
         Ends what `run` may have started.
     gpu : bool
         Whether it is a GPU.
-    current : callable or None
-        Returns for each row of a table whether it timed the versions that are installed; None: every row did.
+    current : callable
+        Returns for each row of a table whether it timed the versions that are installed.
     """
 
     device: str
     threads: int
     installed: Installed
     run: Callable[..., SweepSummary]
+    current: Callable[[pd.DataFrame], NDArray[np.bool_]]
     close: Callable[[], None] = lambda: None
     gpu: bool = False
-    current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None
 
 
 def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
-    from latbench.backends import installed_engines
     from latbench.machines.processors import select_threads
     from latbench.sweeping.settings import CPU_SETTINGS
     from latbench.sweeping.sweep import run_sweep
     from latbench.sweeping.sweep_machine import CpuMachine
 
     cpu = CpuMachine(select_threads(threads))
-    there = [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
+    there = [name for name, version in cpu.versions.packages.items() if version is not None]
     run = functools.partial(run_sweep, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
-    return SweepDevice(cpu.device, cpu.threads, Installed(there), run)
+    return SweepDevice(cpu.device, cpu.threads, Installed(there), run, cpu.current)
 
 
 def open_gpu(wanted: str, given: Sequence[str], how: SweepCommandOptions) -> SweepDevice:
@@ -117,7 +116,7 @@ def open_gpu(wanted: str, given: Sequence[str], how: SweepCommandOptions) -> Swe
         machine.close()
         raise
     run = functools.partial(run_sweep, machine=machine, settings=replace(GPU_SETTINGS, sessions=how.sessions))
-    return SweepDevice(machine.device, 1, Installed(there), run, machine.close, gpu=True, current=machine.current)
+    return SweepDevice(machine.device, 1, Installed(there), run, machine.current, machine.close, gpu=True)
 
 
 def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> list[str]:
@@ -206,7 +205,7 @@ def open_cluster(
             _LOG.warning(cluster.lost.popitem()[1])
 
     installed = Installed(common.backends, "on all nodes")
-    return SweepDevice(common.device, threads, installed, run, close, gpu is not None, common.current)
+    return SweepDevice(common.device, threads, installed, run, common.current, close, gpu is not None)
 
 
 def _check_cluster(on: str, gpu: str | None) -> None:

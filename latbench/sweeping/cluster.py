@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends import installed_engines
+from latbench.backends.cpu.cpu_versions import CpuVersions
 from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_versions import Versions
 from latbench.base.own_packages import FOLDER
@@ -87,7 +87,7 @@ class NodeInventory:
     sources
         Hash of the sources of latbench (`hash_sources`).
     versions
-        For a GPU, the versions that its times depend on; for several nodes, those of all.
+        The versions that its times depend on; for several nodes, those of all.
     """
 
     device: str
@@ -95,12 +95,10 @@ class NodeInventory:
     processors: int
     backends: frozenset[str]
     sources: str
-    versions: tuple[Versions, ...] = ()
+    versions: tuple[Versions | CpuVersions, ...]
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Return which rows of a table timed the versions of any of the nodes; all rows for a CPU."""
-        if not self.versions:
-            return np.ones(len(table), bool)
+        """Return which rows of a table timed the versions of any of the nodes."""
         current: NDArray[np.bool_] = np.logical_or.reduce([versions.current(table) for versions in self.versions])
         return current
 
@@ -113,10 +111,9 @@ def inspect_node(gpu: str | None) -> NodeInventory:
         machine = GpuMachine(find_gpu(gpu))
         backends = frozenset(find_installed())
         return NodeInventory(machine.device, cores, most, backends, hash_sources(), (machine.versions,))
-    backends = frozenset(
-        name for name, version in installed_engines.list_cpu_versions().items() if version is not None
-    )
-    return NodeInventory(name_cpu(), cores, most, backends, hash_sources())
+    versions = CpuVersions.find()
+    backends = frozenset(name for name, version in versions.packages.items() if version is not None)
+    return NodeInventory(name_cpu(), cores, most, backends, hash_sources(), (versions,))
 
 
 def hash_sources() -> str:
@@ -147,7 +144,7 @@ def survey_nodes(nodes: NodePool, gpu: str | None, tell: Callable[[str], None]) 
     matching = {node: inventory for node, inventory in inventories.items() if inventory.device == device}
     nodes.keep(matching)
     common = frozenset.intersection(*(inventory.backends for inventory in matching.values()))
-    versions: list[Versions] = []
+    versions: list[Versions | CpuVersions] = []
     for inventory in matching.values():
         versions += (each for each in inventory.versions if each not in versions)
     cores, processors = (

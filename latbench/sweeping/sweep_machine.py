@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from latbench.backends import installed_engines
 from latbench.backends.cpu import cpu_reference, prepare_point
+from latbench.backends.cpu.cpu_versions import CpuVersions
 from latbench.base.cgroups import read_available_bytes
 from latbench.machines.ceilings import CachedCeilings, Ceilings
 from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
@@ -130,6 +130,7 @@ class CpuMachine:
         check_threads(threads, f"{threads} threads")
         self.threads = threads
         self.device = name_cpu()
+        self.versions = CpuVersions.find()
 
     @property
     def task(self) -> str:
@@ -147,11 +148,11 @@ class CpuMachine:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See SweepMachine."""
-        return installed_engines.find_engine_version(point.backend)
+        return self.versions.describe(point.backend, families or ())
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """See SweepMachine: rows of a CPU are valid whatever their version."""
-        return np.ones(len(table), bool)
+        """See SweepMachine."""
+        return self.versions.current(table)
 
     def process(self, backend: str) -> str:
         """Return one process per backend, because spinning threads of one would slow the next."""

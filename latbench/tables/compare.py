@@ -35,6 +35,7 @@ KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
 _COLUMNS = list(dict.fromkeys([
     *(field.name for field in KEY_COLUMNS), *MODES, "point_id", "status", "error", "started_at",
     "median_seconds", "samples_seconds", "reference_seconds", "reference_usual_seconds", "flags",
+    "backend_version", "kernel_used",
 ]))  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from latbench.base.engine_version import describe_mixture
 from latbench.errors import BadData, UsageError
 from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
 from latbench.tables.row_hashes import find_first_occurrences, hash_rows
@@ -34,11 +35,14 @@ class MergeResult:
         Rows in them.
     read
         Rows in all sources.
+    mixtures
+        By device and engine, what the rows name in several versions, in words.
     """
 
     parts: list[Place]
     rows: int
     read: int
+    mixtures: dict[tuple[str, str], str]
 
 
 def merge_tables(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> MergeResult:
@@ -83,18 +87,31 @@ def merge_tables(sources: Sequence[str | Place], folder: str | Place, *, mixed: 
         for row in environments:
             write_environment(into, row)
         written = [write_rows(into, table) for table in _pieces(_chosen(every, first))]
-    return MergeResult(written, int(first.sum()), len(first))
+    return MergeResult(written, int(first.sum()), len(first), _describe_mixtures(values.values()))
 
 
 class _Values(defaultdict[str, set[Hashable]]):
-    """The devices and modes of a table, by column."""
+    """The devices and modes of a table, by column; `versions` of engines by device and engine."""
 
     def __init__(self) -> None:
         super().__init__(set)
+        self.versions: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 
     def add(self, table: pa.Table) -> None:
         for name in ("device", *MODES):
             self[name].update(pc.unique(table[name].drop_null()).to_pylist())
+        named = table.select(["device", "backend", "backend_version"]).drop_null()
+        for row in named.group_by(named.column_names).aggregate([]).to_pylist():
+            self.versions[row["device"], row["backend"]].add(row["backend_version"])
+
+
+def _describe_mixtures(values: Iterable[_Values]) -> dict[tuple[str, str], str]:
+    together: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for own in values:
+        for key, versions in own.versions.items():
+            together[key] |= versions
+    mixtures = {key: describe_mixture(versions) for key, versions in sorted(together.items())}
+    return {key: mixture for key, mixture in mixtures.items() if mixture}
 
 
 def _check_alike(values: dict[Place, _Values]) -> None:

@@ -31,7 +31,9 @@ from search.problem.layers import DENSE, format_names
 from sparse_kernels.shapes import Shape
 
 # The columns that a search needs, and those that distinguish rows of equal shape.
-_COLUMNS = [*(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds"]
+_COLUMNS = [
+    *(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds", "backend_version",
+]  # fmt: skip
 _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
 
 

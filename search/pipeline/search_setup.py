@@ -7,12 +7,14 @@ counts, and nothing is predicted.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cost_models.model_file import load
+from latbench.backends.cpu.cpu_versions import describe_old_kernels
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
@@ -41,6 +43,8 @@ from search.whole_model import overhead
 from search.whole_model.end_to_end import ModelTimer, lock_cpu
 from search.whole_model.sessions import Session
 from sparse_kernels.shapes import Shape
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,10 @@ def build_layers(
             threads=threads, batch=inputs.task.example().batch, coverage=coverage,
         )  # fmt: skip
     rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
+    if (old := describe_old_kernels(rows)) is not None:
+        _LOG.warning(
+            f"{old}: their times mislead the search where they have moved (`latbench sweep --refresh {inputs.table}`)"
+        )
     engine = select_engine_rows(rows, deployment)
     return build_predicted_layers(
         load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,

@@ -1,7 +1,7 @@
 """The learned model: shapes it has not seen, intervals that hold for them, refusal of what is unlike."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -91,8 +91,11 @@ def test_hold_outs_are_whole_shapes(fitted: tuple[Boosted, pd.DataFrame, Seconds
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"m": 65536}, r"cannot predict linear 65536x100x100 vector:32 on numba: m is \d\.\d octaves outside"),
-        ({"n": 1}, "n is .* octaves outside the measured range"),
+        (
+            {"m": 65536},
+            r"cannot predict linear 65536x100x100 vector:32 on numba: m of a linear layer is \d\.\d octaves outside",
+        ),
+        ({"n": 1}, "n of a linear layer is .* octaves outside the measured range"),
         ({"sparsity_target": 0.99}, "a sparsity of 0.99 is outside the measured range of 0.5 to 0.9"),
         ({"threads": 4}, "threads is 1.0 octaves outside"),
         ({"backend": "torch"}, "backend torch was not measured, only numba"),
@@ -314,3 +317,34 @@ def test_what_is_outside_in_anything_but_work_is_refused(noisy: tuple[pd.DataFra
         with pytest.raises(Unanchored, match=f"{name} outside the measured range"):
             model.predict(asked.assign(**beyond))
         assert not model.covers(asked.assign(**beyond)).any()
+
+
+def build_convolutions(positions: Sequence[int]) -> pd.DataFrame:
+    """Convolutions of 3 x 3 with so many output positions."""
+    rows = [
+        {"m": m, "k": 9 * c, "n": n, "batch": 1, "c_in": c, "h": 8, "w": n // 8, "c_out": m, "kh": 3, "kw": 3}
+        for m in (64, 256, 1000) for c in (8, 32, 128) for n in positions
+    ]  # fmt: skip
+    return pd.DataFrame(rows).assign(
+        op="conv2d", pattern="vector:32", sparsity_target=0.8, device="a-cpu", backend="numba", dtype_w="float32",
+        dtype_a="float32", dtype_out="float32", layout="nchw", epilogue="bias", kernel_requested="auto",
+        context="isolated", cache_mode="rotated", launch_mode="call", threads=2,
+    )  # fmt: skip
+
+
+def test_image_positions_say_nothing_of_tokens(table: Callable[..., pd.DataFrame]) -> None:
+    """Linear layers of 1 and 128 tokens, and convolutions of 8 to 64 positions: 8 tokens were never measured."""
+    linear = table(shapes=[(m, k, n) for m in (64, 256, 1000) for k in (72, 288, 1152) for n in (1, 128)],
+                   patterns=("vector:32",), sparsities=(0.8,))  # fmt: skip
+    X = pd.concat([linear, build_convolutions((8, 16, 64))], ignore_index=True)
+    y = 1e-6 + (2 * X["m"] * X["k"] * X["n"]).to_numpy(float) / 1e10
+    model = Boosted(max_iter=10).fit(X, y)
+    asked = pd.concat([linear[linear["n"] == 1][:4].assign(n=n) for n in (1, 2, 8, 100, 128)], ignore_index=True)
+    assert model.covers(asked).reshape(5, 4).all(axis=1).tolist() == [True, True, False, True, True]
+    with pytest.raises(Unanchored, match=r"n is 3\.0 octaves from the nearest one that was measured with this op"):
+        model.predict(asked[8:12])
+    low, high = model.predict_interval(asked[asked["n"] != 8], 0.8)
+    width = (high / low).reshape(4, 4).mean(axis=1)
+    assert width[1] > width[0] and width[2] >= width[3]  # two tokens are farther from a measurement than one
+    assert model.covers(build_convolutions((8, 12, 32))).all()
+    assert not model.covers(build_convolutions((1,))).any()

@@ -233,11 +233,13 @@ def test_fit_says_how_a_learned_model_fares_by_family_and_at_the_edges(
 def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Path) -> None:
     latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", "--backend", "numba")
     asked = ("predict", tmp_path / "m.json", "--table", swept, *_query("4000x320x37"))
-    assert "m is 2.0 octaves outside" in _refused(latbench(*asked), 5)
+    assert "m of a linear layer is 2.0 octaves outside" in _refused(latbench(*asked), 5)
     # The six outermost of twelve shapes tell what 80% of those beyond may be wrong by.
     code, out, err = latbench(*asked, "--allow-extrapolation", "--coverage", 0.8)
     assert code == 0 and "with unknown coverage" in out
-    assert err == "latbench: extrapolated: m is 2.0 octaves outside the measured range; measure it\n"
+    assert (
+        err == "latbench: extrapolated: m of a linear layer is 2.0 octaves outside the measured range; measure it\n"
+    )
     assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
 
 
@@ -307,9 +309,11 @@ def test_transfer_predicts_a_device_from_few_of_its_rows(
     assert "fewer than 5 shapes were measured on c-cpu" in _refused(latbench(*transfer, "--device", "c-cpu"), 5)
     assert "Transfer, 126 points" in latbench(*transfer, "--device", "b-cpu")[1]
     beyond = ("predict", model, "--table", both, *_query("256x320x128"))
-    assert "n is 1.8 octaves outside the measured range of 37 to 37" in _refused(latbench(*beyond), 5)
+    assert "n of a linear layer is 1.8 octaves outside the measured range of 37 to 37" in _refused(
+        latbench(*beyond), 5
+    )
     code, out, err = latbench(*beyond, "--allow-extrapolation")
-    assert code == 0 and "extrapolated: n is 1.8 octaves outside" in err
+    assert code == 0 and "extrapolated: n of a linear layer is 1.8 octaves outside" in err
     truth = 2e6 * seconds(pd.DataFrame([{"m": 256, "k": 320, "n": 128, "sparsity_target": 0.75}]))[0]
     assert float(out.split(": ")[1].split()[0]) == pytest.approx(truth, rel=0.1)
 
@@ -420,11 +424,14 @@ def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Pa
     fit = ("fit", tmp_path / "both", "-o", tmp_path / "m.json")
     code, _, err = latbench(*fit)
     assert code == 0
-    assert [line.partition(";")[0] for line in err.splitlines()] == [
-        f"latbench: times of {backend} 1 and 2 on a-cpu are used together" for backend in ("numba", "torch")
+    *mixed, old = err.splitlines()
+    assert [line.partition(";")[0] for line in mixed] == [
+        f"latbench: times of several versions of {backend} on a-cpu are used together (package 1 and 2)"
+        for backend in ("numba", "torch")
     ]
+    assert "times of latbench's kernels are of other versions than the installed ones (unknown)" in old
     code, out, err = latbench(*fit, "--where", "backend_version=2")
-    assert (code, err) == (0, "") and "96 points" in out
+    assert code == 0 and len(err.splitlines()) == 1 and "(unknown)" in err and "96 points" in out
 
 
 def test_fit_judges_a_model_that_was_saved_without_figures(latbench: Run, swept: Path, tmp_path: Path) -> None:

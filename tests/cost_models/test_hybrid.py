@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cost_models import AnchoredLookup, Boosted, Hybrid, MixedModes, Unanchored
+from cost_models import AnchoredLookup, Boosted, Hybrid, MixedModes, Unanchored, Uncalibrated
 
 Table = Callable[..., pd.DataFrame]
 Noisy = tuple[pd.DataFrame, np.ndarray]
@@ -39,7 +39,7 @@ def test_what_neither_covers_is_refused_until_allowed(noisy: Noisy, table: Table
     hybrid = Hybrid(max_iter=10).fit(X, y)
     far = table(shapes=[(4096, 320, 37)], sparsities=(0.5,))
     assert not hybrid.covers(far).any()
-    with pytest.raises(Unanchored, match=r"m is 2.0 octaves outside"):
+    with pytest.raises(Unanchored, match=r"m of a linear layer is 2.0 octaves outside"):
         hybrid.predict(far)
     assert (hybrid.set_params(allow_extrapolation=True).predict(far) > 0).all()
     with pytest.raises(Unanchored, match="format block was not measured"):
@@ -57,3 +57,19 @@ def test_modes_do_not_mix(noisy: Noisy) -> None:
     X, y = noisy
     with pytest.raises(MixedModes, match="cache_mode rotated and warm"):
         Hybrid(max_iter=10).fit(X.assign(cache_mode=np.where(np.arange(len(X)) % 2, "warm", "rotated")), y)
+
+
+def test_measured_times_of_one_sample_have_intervals(noisy: Noisy, table: Table) -> None:
+    """As in published tables: no curve has an anchor to leave out, and no time shows its noise."""
+    X, y = noisy
+    once = X["sparsity_target"].eq(0.8).to_numpy()
+    X, y = X[once].reset_index(drop=True), y[once]
+    model = Hybrid(max_iter=10).fit(X, y)
+    other = table(shapes=[(300, 300, 100)], patterns=("vector:32",), sparsities=(0.8,))
+    low, high = model.predict_interval(pd.concat([X[:5], other], ignore_index=True), 0.8)
+    assert (low[:5] < y[:5]).all() and (y[:5] < high[:5]).all()
+    width = np.exp(2 * model.learned_.half_widths(X[:5], 0.8))
+    np.testing.assert_allclose(high[:5] / low[:5], width)
+    assert low[5] < model.learned_.predict(other)[0] < high[5]
+    with pytest.raises(Uncalibrated, match="held-out points"):
+        model.lookup_.predict_interval(X[:5], 0.8)

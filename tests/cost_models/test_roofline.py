@@ -71,7 +71,9 @@ def test_beyond_the_measured_it_refuses_until_allowed(table: Table, seconds: Sec
     X = table()
     model = Roofline().fit(X, seconds(X))
     far = X.iloc[:1].assign(n=4096)
-    with pytest.raises(Unanchored, match=r"n is 5\.0 octaves outside the measured range of 1 to 128"):
+    with pytest.raises(
+        Unanchored, match=r"n of a linear layer is 5\.0 octaves outside the measured range of 1 to 128"
+    ):
         model.predict(far)
     assert model.set_params(allow_extrapolation=True).predict(far)[0] == pytest.approx(seconds(far)[0], rel=0.02)
 

@@ -126,6 +126,6 @@ def test_what_no_anchor_says_anything_about_is_refused(
             model.set_params(allow_extrapolation=allowed).predict(vectors.iloc[:1].assign(device="new"))
     small = new.iloc[[0]].assign(m=int(X["m"].min()))
     assert int(new["m"].min()) > int(X["m"].min())
-    with pytest.raises(Unanchored, match=r"m is .* octaves outside the measured range"):
+    with pytest.raises(Unanchored, match=r"m of a linear layer is .* octaves outside the measured range"):
         model.set_params(allow_extrapolation=False).predict(small)
     assert model.octaves_outside(small)["smallest"][0] == np.log2(int(new["m"].min()) / int(X["m"].min()))

@@ -12,6 +12,7 @@ from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import INT8
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
+from sparse_kernels.cpu.launch.parallel_kernel import watch_kernels
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.plan_protocol import Plan
 from sparse_kernels.planner import prepare as prepare_linear
@@ -51,8 +52,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     except UnknownKernel as error:
         raise Unsupported(str(error)) from error
     room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
-    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room) - 1))]
-    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans], room_bytes=room)
+    return _build_engine(plan, layer, room)
 
 
 def _prepare_int8(point: Point, layer: SyntheticLayer) -> Engine:
@@ -67,8 +67,17 @@ def _prepare_int8(point: Point, layer: SyntheticLayer) -> Engine:
             plan = prepare_linear(weight, "numba", point.layout, point.shape.n, precision=precision)
         except ValueError as error:
             raise Unsupported(str(error)) from error
-    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes) - 1))]
-    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans])
+    return _build_engine(plan, layer)
+
+
+def _build_engine(plan: Any, layer: SyntheticLayer, room_bytes: int = 0) -> Engine:
+    """Return the engine of a plan and of copies of it, with the families of kernels that a call runs."""
+    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room_bytes) - 1))]
+    calls = [_call(each, layer) for each in plans]
+    with watch_kernels() as modules:
+        calls[0]()
+    families = tuple(sorted(module.rpartition(".")[2] for module in modules))
+    return Engine(plan.kernel, plan.nbytes, calls, room_bytes=room_bytes, families=families)
 
 
 def _call(plan: Plan, layer: SyntheticLayer) -> Callable[[], np.ndarray]:

@@ -106,6 +106,8 @@ class Engine:
         How long threads go on spinning after a call, see `sampling.WallClock`.
     room_bytes : int
         Scratch memory that each call writes and reads besides.
+    families : tuple of str
+        The families of latbench's kernels that a call runs.
     """
 
     kernel: str
@@ -114,6 +116,7 @@ class Engine:
     output: Callable[[Any], np.ndarray] = np.asarray
     rest_seconds: float = 0.0
     room_bytes: int = 0
+    families: tuple[str, ...] = ()
 
 
 class Rotation:
@@ -175,6 +178,7 @@ def prepare_point(point: Point) -> Rotation:
         "max_rel_err": error,
         "weight_copies": len(engine.calls),
         "flags": IN_CACHE if passed < count_rotated_bytes() else "",
+        "kernel_families": engine.families,
     }
     return Rotation(engine.calls, facts, engine.rest_seconds)
 

@@ -9,7 +9,6 @@ one of them has another version now, the row is of something else, and a sweep m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.base.engine_registry import CUDA_KERNELS, GPU_ENGINES, NUMBA_CUDA_KERNELS
+from latbench.base.engine_version import EngineVersion, parse_engine_version
 from latbench.workloads.points import Point
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 DRIVER = "driver"
 _NUMBA = "numba_"  # before the name of a file of sparse_kernels.numba_cuda
-_TEXT = re.compile(r"(?P<package>\S+)(?: \((?P<parts>.*)\))?")
 _DECIDING = ["backend", "kernel_requested", "op", "format", "backend_version"]  # the columns that `current` looks at
 
 
@@ -74,7 +73,7 @@ class Versions:
             else families
         )
         parts = {**self._libraries(point.backend, point.kernel), **self._fingerprints(asked)}
-        return f"{package} ({', '.join(f'{name} {parts[name]}' for name in sorted(parts))})" if parts else package
+        return str(EngineVersion(package, parts))
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """Return whether each row of a table timed what is here now.
@@ -94,10 +93,10 @@ class Versions:
         return np.array([known[row] for row in rows], bool)
 
     def _holds(self, backend: str, kernel: str, op: str, format: str, text: str | None) -> bool:
-        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
-        if found is None or backend not in GPU_ENGINES or found["package"] != self.packages.get(backend):
+        found = parse_engine_version(text)
+        if found is None or backend not in GPU_ENGINES or found.package != self.packages.get(backend):
             return False
-        parts = dict(part.rpartition(" ")[::2] for part in (found["parts"] or "").split(", ") if part)
+        parts = found.parts
         libraries = self._libraries(backend, kernel)
         families = [name for name in parts if name not in libraries]
         # Of a layer that no family of ours takes, a row without any says just that.
@@ -114,7 +113,7 @@ class Versions:
         """Return the fingerprint by family, without families that do not exist (any more)."""
         from sparse_kernels.cuda import family_fingerprint as cuda
         from sparse_kernels.cuda.variants import FAMILIES
-        from sparse_kernels.numba_cuda import source_fingerprint as numba
+        from sparse_kernels.fingerprints import numba_cuda_formats as numba
 
         found = {}
         for name in families:
@@ -129,7 +128,7 @@ class Versions:
 def list_kernel_families(backend: str, op: str, format: str) -> tuple[str, ...]:
     """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
     from sparse_kernels.cuda import family_fingerprint as cuda
-    from sparse_kernels.numba_cuda import source_fingerprint as numba
+    from sparse_kernels.fingerprints import numba_cuda_formats as numba
 
     kernels = GPU_ENGINES[backend].kernels if backend in GPU_ENGINES else ""
     if kernels == CUDA_KERNELS:

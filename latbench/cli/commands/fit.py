@@ -98,15 +98,19 @@ def _known_validation(
 
 
 def _warn_of_versions(X: pd.DataFrame) -> None:
-    """Warn of a device and engine with rows of several versions: a point's key does not hold the version."""
+    """Warn of a device and engine with rows of several versions, and of kernels that are not the installed ones."""
+    from latbench.backends.cpu.cpu_versions import describe_old_kernels
+    from latbench.base.engine_version import describe_mixture
+
     known = X[["device", "backend", "backend_version"]].astype(object).dropna().drop_duplicates()
     for (device, backend), own in known.groupby(["device", "backend"], sort=True):
-        if len(own) > 1:
-            versions = " and ".join(sorted(own["backend_version"]))
+        if mixture := describe_mixture(own["backend_version"]):
             _LOG.warning(
-                f"times of {backend} {versions} on {device} are used together; --where backend_version=... selects "
-                "one version"
+                f"times of several versions of {backend} on {device} are used together ({mixture}); "
+                "--where backend_version=... selects rows of one text"
             )
+    if (old := describe_old_kernels(X.assign(status="ok"))) is not None:
+        _LOG.warning(f"{old}: `latbench sweep --refresh` tells which have moved")
 
 
 def _build_model(estimator: Estimator, device: str | None, random_state: int) -> CostModel:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import typer
 
 from latbench.cli.options.table_options import AllowMixed, MergeOutput, MergeSources
+
+_LOG = logging.getLogger(__name__)
 
 
 def merge(sources: MergeSources, output: MergeOutput, allow_mixed: AllowMixed = False) -> None:
@@ -20,3 +24,7 @@ def merge(sources: MergeSources, output: MergeOutput, allow_mixed: AllowMixed = 
         )
     merged = merge_tables(sources, output, mixed=allow_mixed)
     typer.echo(f"{hide_secrets(output)}: {merged.rows} rows of {merged.read}")
+    for (device, backend), mixture in merged.mixtures.items():
+        _LOG.warning(
+            f"times of {backend} on {device} are of several versions ({mixture}): of a point the latest counts"
+        )

@@ -196,7 +196,7 @@ def _describe_extrapolation(model: CostModel, query: pd.DataFrame) -> str | None
     """Return how the query lies outside what was measured, and in which feature; None if it lies inside."""
     from cost_models.estimators.anchored_lookup import AnchoredLookup
     from cost_models.estimators.hybrid import Hybrid
-    from cost_models.features.measured_ranges import find_furthest
+    from cost_models.features.measured_ranges import LARGEST_GAP, count_gap_octaves, find_furthest
 
     if isinstance(model, AnchoredLookup):
         return None if model.covers(query)[0] else "this sparsity lies outside the measured range"
@@ -204,7 +204,10 @@ def _describe_extrapolation(model: CostModel, query: pd.DataFrame) -> str | None
         return None
     learned = model.learned_ if isinstance(model, Hybrid) else model
     [(name, octaves)] = find_furthest(query, learned.ranges_)
-    return f"{name} is {octaves:.1f} octaves outside the measured range" if octaves > 0 else None
+    if octaves > 0:
+        return f"{name} is {octaves:.1f} octaves outside the measured range"
+    gap = max(float(away[0]) for away in count_gap_octaves(query, learned.column_counts_).values())
+    return f"n is {gap:.1f} octaves from the nearest measured one of this operation" if gap > LARGEST_GAP else None
 
 
 def _parse_shape(kind: LayerKind, shape: str, image: str | None, pairs: dict[str, str | None]) -> Shape:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from latbench.base.bundled_data import SCHEME as BUNDLED
 from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import (
     Adaptive,
@@ -28,6 +29,7 @@ from latbench.cli.options.sweep_options import (
     Cluster,
     DryRun,
     Quick,
+    RefreshTable,
     RemeasureNoisy,
     SlurmSettings,
     SweepBudget,
@@ -50,6 +52,7 @@ from latbench.cli.sweep_points import (
     select_first_blocks,
     select_gpu_blocks,
 )
+from latbench.cli.sweep_refresh import find_threads, refresh_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +89,7 @@ def sweep(
     sessions: Sessions = 1,
     seed: SweepSeed = 0,
     remeasure: RemeasureNoisy = False,
+    refresh: RefreshTable = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -93,16 +97,13 @@ def sweep(
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = SweepCommandOptions(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
     options = PointOptions(
-        workload or (),
-        patterns or (),
-        sparsities or (),
-        backends or (),
-        adaptive,
-        tune,
-        list_rounded(bf16, int8),
-        seed,
-    )
+        workload or (), patterns or (), sparsities or (), backends or (), adaptive, tune,
+        list_rounded(bf16, int8), seed,
+    )  # fmt: skip
     _check_device_options(cpu, gpu, on, quick, slurm, options)
+    if refresh is not None:
+        named = options != PointOptions(rounded=list_rounded(False, False), seed=seed)
+        threads = _check_refresh(refresh, named or any((output, quick, remeasure, dry_run)), threads)
     _end_as_by_ctrl_c()
     with contextlib.ExitStack() as stack:
         if on is not None:
@@ -112,6 +113,9 @@ def sweep(
         else:
             device = open_cpu(threads, sessions)
         stack.callback(device.close)
+        if refresh is not None:
+            refresh_table(refresh, device, how)
+            return
         blocks = _select_blocks(device, options, quick)
         points = [point for block in blocks for point in block]
         # Blocks have an order on one machine only: the nodes of a cluster measure several at the same time.
@@ -137,6 +141,22 @@ def _check_device_options(
         raise UsageError("--quick is for --gpu on this machine, without --adaptive; otherwise use --time-budget 5m")
     if slurm and on != "slurm":
         raise UsageError("--slurm is for a sweep with --on slurm")
+
+
+def _check_refresh(table: str, names_points: bool, threads: int | None) -> int | None:
+    """Return the threads with which to time a table's points again: those of the table, unless they are given.
+
+    Raises UsageError for options that name points, and where the table has several numbers of threads.
+    """
+    from latbench.errors import UsageError
+
+    if names_points:
+        raise UsageError(f"--refresh {table} takes its points from {table}: leave out what names points or an output")
+    if table.startswith(f"{BUNDLED}://"):
+        raise UsageError(f"{table} came with latbench, and new times are for a table of your own: sweep one")
+    if threads is None and (threads := find_threads(table)) is None:
+        raise UsageError(f"{table} has several numbers of threads: say which to time again, --threads")
+    return threads
 
 
 def _select_blocks(device: SweepDevice, options: PointOptions, quick: bool) -> list[list[Point]]:
@@ -224,6 +244,7 @@ def _measure(
     from latbench.sweeping.settings import SweepOptions
     from latbench.sweeping.sweep import choose_in_order
 
+    _warn_of_old_times(folder, device)
     adaptive = _adaptive_choice(points) if how.adaptive else None
     choose: PointChooser = (lambda table: points) if adaptive is None else adaptive
     if blocks is not None:
@@ -280,6 +301,23 @@ def _run_to_end(
     return summary, None
 
 
+def _warn_of_old_times(folder: Place, device: SweepDevice) -> None:
+    """Say how many times of the table are of other versions than the installed ones."""
+    from latbench.tables.table import has_rows, read_table
+    from latbench.workloads.old_times import select_old_times
+
+    if not has_rows(folder):
+        return
+    columns = ["backend", "kernel_requested", "op", "format", "backend_version", "status", "point_id", "started_at"]
+    rows = read_table(folder, columns)
+    if old := len(select_old_times(rows, device.current(rows))):
+        _LOG.warning(
+            f"{old} times of {folder} are of other versions of engines or kernels than the installed ones: where "
+            f"this sweep names their points, they are measured again (`latbench sweep --refresh {folder}` tells which "
+            "have moved)"
+        )
+
+
 def _read_rows(folder: Place, device: SweepDevice) -> pd.DataFrame | None:
     """Return the rows of the table that timed the installed versions, without their samples; None for no rows."""
     from latbench.tables.schema import KEY_COLUMNS
@@ -289,4 +327,4 @@ def _read_rows(folder: Place, device: SweepDevice) -> pd.DataFrame | None:
         return None
     columns = [*(field.name for field in KEY_COLUMNS), "point_id", "started_at", "status", "error", "flags"]
     frame = read_table(folder, [*columns, "backend_version", "format", "median_seconds"])
-    return frame if device.current is None else frame[device.current(frame)]
+    return frame[device.current(frame)]

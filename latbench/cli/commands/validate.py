@@ -25,6 +25,11 @@ def validate(path: TableArgument, as_json: Json = False) -> None:
         findings.append({**vars(finding), "path": hide_secrets(str(finding.path))})
         if not as_json:
             typer.echo("{severity}: {path}: {text}".format(**findings[-1]))
+    if (old := _describe_old_kernels(path)) is not None:
+        counts["note"] += 1
+        findings.append({"path": shown, "severity": "note", "text": old})
+        if not as_json:
+            typer.echo(f"note: {shown}: {old}")
     if as_json:
         print_json({"table": shown, "files": files, "counts": counts, "findings": findings})
     else:
@@ -32,3 +37,16 @@ def validate(path: TableArgument, as_json: Json = False) -> None:
         typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {summary}")
     if counts["corrupt"]:
         raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; the lines above name them")
+
+
+def _describe_old_kernels(path: str) -> str | None:
+    """Return how many times are of other kernels than the installed ones; None for none, or for a damaged table."""
+    from latbench.backends.cpu.cpu_versions import DECIDING, describe_old_kernels
+    from latbench.errors import BadData
+    from latbench.tables.table import read_table, select_timed
+
+    try:
+        old = describe_old_kernels(select_timed(read_table(path, [*DECIDING, "point_id", "started_at"])))
+    except BadData:
+        return None
+    return None if old is None else f"{old}; `latbench sweep --refresh` tells which have moved"

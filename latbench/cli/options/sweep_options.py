@@ -74,6 +74,15 @@ SweepSeed = Annotated[
 RemeasureNoisy = Annotated[
     bool, typer.Option("--remeasure", help="New measurement of the points that are noisy in the table.")
 ]
+RefreshTable = Annotated[
+    str | None,
+    typer.Option(
+        "--refresh",
+        metavar="TABLE",
+        help="Table whose old times to check: a few points of each engine and kernel are timed again, and the answer "
+        "is which have moved since. Old times are those of other versions than the installed ones. Default: none.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List of the points only: nothing is measured.")]
 
 TraceTarget = Annotated[

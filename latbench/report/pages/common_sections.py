@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.base.bundled_data import format_place
+from latbench.base.engine_version import PACKAGE, list_versions
 from latbench.base.number_format import (
     NOTHING,
     format_bytes,
@@ -152,7 +153,7 @@ def build_environment(inputs: ReportInputs) -> Section:
     backends = [
         [
             Cell(str(backend)),
-            Cell(_names(part["backend_version"])),
+            Cell(_format_versions(part["backend_version"])),
             build_count_cell(part["point_id"].nunique()),
             Cell(_names(part["kernel_used"])),
         ]
@@ -163,6 +164,14 @@ def build_environment(inputs: ReportInputs) -> Section:
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
         tables.append((title, build_facts(_fact(name, value) for name, value in record.items() if is_known(value))))
     return Section("environment", "Device and settings of measurement", [], [], tables)
+
+
+def _format_versions(texts: pd.Series) -> str:
+    """Return the versions of an engine's package and of its parts, each once."""
+    found = list_versions(texts)
+    package = " and ".join(found.pop(PACKAGE, ()))
+    parts = ", ".join(f"{name} {' and '.join(own)}" for name, own in found.items())
+    return f"{package} ({parts})" if parts else package
 
 
 def _method(frame: pd.DataFrame) -> Table:

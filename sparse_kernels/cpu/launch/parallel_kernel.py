@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
 from typing import Any, cast
@@ -31,17 +33,32 @@ from sparse_kernels.cpu.launch.recording import RecordedKernel, is_recording
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
 from sparse_kernels.cpu.runtime.numba_internals import WITHOUT_COUNTS, WITHOUT_WRAPPER, cgutils
 
+_watched: ContextVar[set[str] | None] = ContextVar("_watched", default=None)
+
+
+@contextmanager
+def watch_kernels() -> Iterator[set[str]]:
+    """Yield a set that gets the module of each kernel that this thread binds meanwhile."""
+    found: set[str] = set()
+    token = _watched.set(found)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+
 
 class ParallelKernel:
     """Kernel of `build_parallel_kernel`: called with all arguments, or bound to those that stay as they are."""
 
-    def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
+    def __init__(
+        self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any], module: str
+    ) -> None:
         """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` return.
 
         parameters: names of the stages' parameters after the number of the part. counts: for each stage, the name of
-        what says how many parts it has, a parameter or a field of the last one.
+        what says how many parts it has, a parameter or a field of the last one. module: the file of the stages.
         """
-        self._parameters, self._counts, self._lay = list(parameters), counts, lay
+        self._parameters, self._counts, self._lay, self._module = list(parameters), counts, lay, module
 
     def __call__(self, *arguments: Any) -> bool:
         """Run the stages with these arguments; return whether all parts returned 0."""
@@ -81,6 +98,8 @@ class ParallelKernel:
         self, given: list[Any], counts: Sequence[int], find_varying: Callable[[Sequence[int]], list[int]]
     ) -> BoundKernel:
         """Lay the arguments down; find_varying: from the word of each argument to the words that vary."""
+        if (watched := _watched.get()) is not None:
+            watched.add(self._module)
         if is_recording():
             return cast(BoundKernel, RecordedKernel(self, given, counts, find_varying))  # called as one is
         frame = np.empty(MOST_WORDS, np.int64)
@@ -164,7 +183,8 @@ def build_parallel_kernel(*stages: Callable[..., Any], makes_arrays: bool = Fals
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
-    return ParallelKernel(parameters, counts, cache_on_disk(numba.njit(**FLAGS)(names[name]), stages[0], own))
+    lay = cache_on_disk(numba.njit(**FLAGS)(names[name]), stages[0], own)
+    return ParallelKernel(parameters, counts, lay, stages[0].__module__)
 
 
 def _is_constant(value: object) -> bool:

@@ -55,9 +55,10 @@ def test_a_value_without_a_form_is_refused_not_guessed() -> None:
 
 def test_validate_lists_findings(latbench: Any, tmp_path: Path) -> None:
     found = json.loads(latbench("validate", TABLE, "--json").out)
-    assert (found["table"], found["files"], found["counts"]) == (TABLE, 1, {"note": 1})
-    [finding] = found["findings"]
-    assert finding["severity"] == "note" and "more than one row" in finding["text"]
+    assert (found["table"], found["files"], found["counts"]) == (TABLE, 1, {"note": 2})
+    repeated, old = found["findings"]
+    assert repeated["severity"] == old["severity"] == "note" and "more than one row" in repeated["text"]
+    assert "times of latbench's kernels are of other versions" in old["text"]
     (tmp_path / "part-0000000000000000.parquet").write_bytes(b"no parquet")
     ran = latbench("validate", tmp_path, "--json")
     assert ran.refused(5)

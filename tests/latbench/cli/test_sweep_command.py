@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from latbench.backends.cpu.cpu_versions import CpuVersions
 from latbench.cli import main
 from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.sweep_report import print_summary
@@ -36,6 +37,10 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return run
 
 
+def version(point: Point) -> str | None:
+    return CpuVersions.find().describe(point.backend, ["row_panels"] if point.backend == "numba" else [])
+
+
 class MadeUpSweep:
     """Stands for latbench.sweeping.sweep.run_sweep: a point takes as long as its density says, until `most` are
     measured."""
@@ -60,7 +65,10 @@ class MadeUpSweep:
             self.rounds += 1
             fresh = fresh[: self.most - len(self.measured)]
             if fresh:
-                rows = [{**p.key(), "status": "ok", "samples_seconds": self.samples(p)} for p in fresh]
+                rows = [
+                    {**p.key(), "status": "ok", "samples_seconds": self.samples(p), "backend_version": version(p)}
+                    for p in fresh
+                ]
                 write_part(folder, rows)
                 self.measured += fresh
             table = read_table(folder)

@@ -42,7 +42,7 @@ from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
 CALL_SECONDS = 3e-4
-FACTS = {"kernel_used": "fake", "flop_nnz": 2000, "bytes_min": 10}
+FACTS = {"kernel_used": "fake", "flop_nnz": 2000, "bytes_min": 10, "kernel_families": ("row_panels",)}
 
 
 # Kernels: what they do to the worker that they run in -------------------------------------------------------------

@@ -156,5 +156,6 @@ def prepare(point: Point) -> Rotation:
             raise RuntimeError("boom in the middle")
         time.sleep(seconds)
 
-    facts = {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5, "flop_nnz": 2000, "bytes_min": 10}
+    facts = {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5, "flop_nnz": 2000, "bytes_min": 10,
+             "kernel_families": ("row_panels",)}  # fmt: skip
     return Rotation([run], facts)

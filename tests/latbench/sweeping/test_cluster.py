@@ -186,7 +186,7 @@ def test_an_interruption_keeps_what_came_back(tmp_path: Path) -> None:
 
 
 def seen(device: str = DEVICE, cores: int = 8, backends: str = "cupy torch_gpu", sources: str = "") -> NodeInventory:
-    return NodeInventory(device, cores, 2 * cores, frozenset(backends.split()), sources or hash_sources())
+    return NodeInventory(device, cores, 2 * cores, frozenset(backends.split()), sources or hash_sources(), ())
 
 
 def test_nodes_have_in_common_what_all_of_one_device_have() -> None:

@@ -10,7 +10,7 @@ from latbench.sweeping import gpu_points
 from latbench.sweeping.gpu_points import build_gpu_point
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import family_fingerprint
-from sparse_kernels.numba_cuda import source_fingerprint
+from sparse_kernels.fingerprints import numba_cuda_formats
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -34,7 +34,7 @@ def quick_fingerprints(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Made-up fingerprints, which a test may change."""
     digits = {"vector": "00000001", "vector_sm90": "00000002", "nm": "00000003", "nm_sm90": "00000004"}
     monkeypatch.setattr(family_fingerprint, "fingerprint_family", lambda family, architecture: digits[family])
-    monkeypatch.setattr(source_fingerprint, "fingerprint_module", lambda module: f"{module}-1")
+    monkeypatch.setattr(numba_cuda_formats, "fingerprint_module", lambda module: f"{module}-1")
     return digits
 
 

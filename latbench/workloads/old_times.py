@@ -1,0 +1,168 @@
+"""Times of a table that other versions of the engines took: which to take again, and how they have moved.
+
+A table may have thousands of old times. A few of each group, timed again, tell whether the others still hold. A group
+is an engine and an operation; of latbench's own kernels also the kind of kernel that ran, such as `rows`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
+from latbench.base.median_interval import bound_median
+from latbench.tables.compare import Change
+from latbench.tables.point_ids import hash_key
+from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR
+from latbench.tables.table import select_timed
+from latbench.workloads.points import Point
+from sparse_kernels.patterns import parse
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
+
+POINTS_OF_GROUP = 9
+"""Points of a group that are timed again, at most: the fewest of which one may be wrong (`bound_median`)."""
+
+LEAST_MOVE = 0.05
+"""A group has moved if its median point changed by more than this share."""
+
+_KIND = re.compile(r"\.([a-z]+)\d+x\d+|^cuda\.([^.+]+)")
+"""`rows` of numba.block.conv2d.rows8x2.avx512, and `vector_sm90` of cuda.vector_sm90+sum.sm_90a."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """How the times of a group have moved.
+
+    Attributes
+    ----------
+    group
+        Its name.
+    old
+        Old times of the group in the table.
+    timed
+        Points that were timed again.
+    ratio, low, high
+        Median of new over old seconds over these points, and its 95% interval. With fewer than six points low and
+        high are the extremes. NaN without a point.
+    verdict
+        FASTER, SLOWER, SAME, or UNCLEAR where the interval allows more than one of these, or points are few.
+    """
+
+    group: str
+    old: int
+    timed: int
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+def read_point(row: Mapping[Hashable, Any]) -> Point | None:
+    """Return the point that a row of a table timed; None for a row that no sweep of this version would name."""
+    try:
+        found = Point(
+            device=row["device"], backend=row["backend"], kernel=row["kernel_requested"], shape=_read_shape(row),
+            pattern=parse(row["pattern"]), sparsity=row["sparsity_target"], threads=int(row["threads"]),
+            seed=int(row["pattern_seed"]), purpose=row["purpose"], epilogue=row["epilogue"], context=row["context"],
+            cache_mode=row["cache_mode"], launch_mode=row["launch_mode"], dtype=row["dtype_out"],
+            layout=row["layout"], dtype_w=row["dtype_w"], dtype_a=row["dtype_a"],
+        )  # fmt: skip
+    except (ValueError, TypeError):  # of a published table, say
+        return None
+    return found if found.id == row["point_id"] else None
+
+
+def _read_shape(row: Mapping[Hashable, Any]) -> Shape:
+    if row["op"] != Conv2dShape.op:
+        return LinearShape(int(row["m"]), int(row["k"]), int(row["n"]))
+    batch, c_in, h, w, c_out, kh, kw = (int(row[name]) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw"))
+    pairs = ((int(row[f"{name}_h"]), int(row[f"{name}_w"])) for name in ("stride", "padding", "dilation"))
+    return Conv2dShape(batch, c_in, h, w, c_out, kh, kw, *pairs)
+
+
+def name_group(row: Mapping[Hashable, Any]) -> str:
+    """Return the group of a row: its engine, its operation, and for latbench's kernels the kind that ran."""
+    name = f"{row['backend']} {row['op']}"
+    engine = CPU_ENGINES.get(row["backend"]) or GPU_ENGINES.get(row["backend"])
+    if engine is None or not engine.ours or not isinstance(row["kernel_used"], str):
+        return name
+    kind = _KIND.search(row["kernel_used"])
+    return f"{name} {kind[1] or kind[2]}" if kind else name
+
+
+def select_old_times(rows: pd.DataFrame, current: NDArray[np.bool_]) -> pd.DataFrame:
+    """Return the timed row of each point that has no current row.
+
+    Parameters
+    ----------
+    rows
+        Rows of a table, with point_id, status and started_at.
+    current
+        bool (rows,), whether a row timed the versions that are installed.
+    """
+    timed = select_timed(rows)
+    return timed[~timed["point_id"].isin(set(rows["point_id"][current]))].reset_index(drop=True)
+
+
+def sample_old_points(old: pd.DataFrame, seed: int) -> list[Point]:
+    """Return up to POINTS_OF_GROUP points of each group of old rows, drawn at random; the same for the same seed.
+
+    Parameters
+    ----------
+    old
+        Rows with an old time, one a point, with the key columns, point_id and kernel_used.
+    seed
+        Random seed.
+    """
+    groups: dict[str, list[Point]] = {}
+    shuffled = old.sort_values("point_id").sample(frac=1, random_state=seed)
+    for row in shuffled.to_dict("records"):
+        group = groups.setdefault(name_group(row), [])
+        if len(group) < POINTS_OF_GROUP and (point := read_point(row)) is not None:
+            group.append(point)
+    return [point for name in sorted(groups) for point in groups[name]]
+
+
+def judge_moves(old: pd.DataFrame, changes: Sequence[Change]) -> list[Move]:
+    """Return how each group has moved, those with most old times first.
+
+    Parameters
+    ----------
+    old
+        The rows of `sample_old_points`.
+    changes
+        The points that were timed again, compared with these rows.
+    """
+    groups = {row["point_id"]: name_group(row) for row in old.to_dict("records")}
+    ratios: dict[str, list[float]] = {name: [] for name in groups.values()}
+    for change in changes:
+        if change.ratio is not None:
+            ratios[groups[hash_key(change.key)]].append(change.ratio)
+    counts = {name: sum(group == name for group in groups.values()) for name in ratios}
+    return [
+        _judge(name, counts[name], ratios[name]) for name in sorted(ratios, key=lambda name: (-counts[name], name))
+    ]
+
+
+def _judge(group: str, old: int, ratios: Sequence[float]) -> Move:
+    if not ratios:
+        return Move(group, old, 0, math.nan, math.nan, math.nan, UNCLEAR)
+    ordered = np.sort(ratios)
+    low, high = bound_median(ordered)
+    few = low is None or high is None
+    low, high = (float(ordered[0]), float(ordered[-1])) if low is None or high is None else (low, high)
+    verdict = UNCLEAR
+    if not few and high < 1 / (1 + LEAST_MOVE):
+        verdict = FASTER
+    elif not few and low > 1 + LEAST_MOVE:
+        verdict = SLOWER
+    elif not few and low >= 1 / (1 + LEAST_MOVE) and high <= 1 + LEAST_MOVE:
+        verdict = SAME
+    return Move(group, old, len(ordered), float(np.median(ordered)), low, high, verdict)

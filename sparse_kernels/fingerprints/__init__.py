@@ -1,0 +1,1 @@
+"""Fingerprints of kernels in Python: which version of them a measured time belongs to."""
