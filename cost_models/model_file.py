@@ -1,6 +1,6 @@
 """Model files: the settings of a cost model and the hash of its table, as JSON, never a pickle.
 
-    {"version": 4, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+    {"version": 5, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
      "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
      "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
 
@@ -33,7 +33,7 @@ from latbench.tables.table import hash_table
 
 _LOG = logging.getLogger(__name__)
 
-VERSION = 4  # also rises if the same settings give another model than before
+VERSION = 5  # also rises if the same settings give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # whose versions affect a fit
 ESTIMATORS: dict[str, type[CostModel]] = {
     kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)

@@ -168,8 +168,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
 
         The interval is calibrated on held-out shapes. Beyond the measured range (`octaves_outside`) it is wider.
         There it assumes that going further is as hard as it was from the inner shapes to the outer ones. Between
-        measured numbers of columns it widens in the same way, where they are further apart than those of the shapes
-        that were held out.
+        measured numbers of columns it widens as much as errors grew there, where these numbers are further apart than
+        those of the shapes that were held out.
 
         Parameters
         ----------
@@ -213,7 +213,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         gaps = measured_ranges.count_gap_octaves(X, self.column_counts_)
         for side, octaves in self.octaves_outside(X).items():
             further = np.where(octaves > 0, 0.0, np.maximum(gaps[side] - self.usual_gap_, 0.0))
-            half *= self.edges_[side].compute_growth(further)
+            if (further > 0).any():
+                half += self.edges_[side].compute_widening(further, coverage)
             if (outside := octaves > 0).any():
                 edge = self.edges_[side].half_width(octaves[outside], coverage)
                 half[outside] = np.maximum(half[outside], edge)

@@ -111,8 +111,10 @@ def count_gap_octaves(X: pd.DataFrame, counts: Counts) -> dict[str, FloatArray]:
     away = np.zeros(len(X))
     for op, own in _group_by_operation(X).items():
         if op in counts and own.any():
-            steps = np.log2(X["n"].to_numpy(np.float64)[own][:, None] / counts[op][None, :])
-            away[own] = steps[np.arange(len(steps)), np.abs(steps).argmin(axis=1)]
+            known, asked = np.log2(counts[op]), np.log2(X["n"].to_numpy(np.float64)[own])
+            above = np.clip(np.searchsorted(known, asked), 1, max(len(known) - 1, 1)) % len(known)
+            pair = np.stack([asked - known[above - 1], asked - known[above]])
+            away[own] = pair[np.abs(pair).argmin(axis=0), np.arange(len(asked))]
     return {"smallest": np.maximum(-away, 0.0), "largest": np.maximum(away, 0.0)}
 
 

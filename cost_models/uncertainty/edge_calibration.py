@@ -7,6 +7,7 @@ gives a model of all shapes its interval beyond the edge; the worst ring decides
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -97,24 +98,30 @@ class Edge:
         Uncalibrated
             No ring has enough shapes for this coverage.
         """
-        multiples = []
-        for ring in self.rings:
-            scores = ring.errors / self._compute_typical_error(ring.octaves)
-            try:
-                multiples.append(compute_conformal_quantile(scores, coverage, groups=ring.shapes))
-            except Uncalibrated:
-                continue
-        if not multiples:
+        multiple = self._find_multiple(coverage)
+        if multiple is None:
             most = max((len(set(ring.shapes)) for ring in self.rings), default=0)
             raise Uncalibrated(
                 f"beyond the measured range an interval of {coverage * 100:g}% needs more than the {most} shapes "
                 "that could be left out at this edge: measure more, or ask for a lower coverage"
             )
-        return max(multiples) * self._compute_typical_error(octaves)
+        return multiple * self._compute_typical_error(octaves)
 
-    def compute_growth(self, octaves: FloatArray) -> FloatArray:
-        """Return how many times as large as at the edge errors typically are so many octaves beyond it, (rows,)."""
-        return self._compute_typical_error(octaves) / self.at_edge
+    def compute_widening(self, octaves: FloatArray, coverage: float) -> FloatArray:
+        """Return by how much half of an interval grows over so many octaves beyond the edge, in log seconds, (rows,).
+
+        It is 0 where errors did not grow, and where no ring has enough shapes for this coverage.
+        """
+        return (self._find_multiple(coverage) or 0.0) * self.per_octave * octaves
+
+    def _find_multiple(self, coverage: float) -> float | None:
+        """Return the multiple of the typical error that covers the worst ring; None where none has enough shapes."""
+        multiples = []
+        for ring in self.rings:
+            scores = ring.errors / self._compute_typical_error(ring.octaves)
+            with contextlib.suppress(Uncalibrated):
+                multiples.append(compute_conformal_quantile(scores, coverage, groups=ring.shapes))
+        return max(multiples, default=None)
 
     def _compute_typical_error(self, octaves: FloatArray) -> FloatArray:
         return self.at_edge + self.per_octave * octaves

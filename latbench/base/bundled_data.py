@@ -36,6 +36,14 @@ def find_bundled_table(name: str) -> Path:
     return find_dataset_folder("measured") / name
 
 
+def is_bundled(place: object) -> bool:
+    """Return whether a place, by any of its names, is a bundled table."""
+    text = str(place)
+    if "://" in text:
+        return text.startswith(f"{SCHEME}://")
+    return Path(text).resolve().parent == find_dataset_folder("measured").resolve()
+
+
 def format_place(place: object) -> str:
     """Return a place as users name it: `bundled://NAME` for a bundled table, else its path or URI."""
     if isinstance(place, Path) and place.parent == find_dataset_folder("measured"):

@@ -57,6 +57,13 @@ def list_versions(texts: Iterable[object]) -> dict[str, list[str]]:
 
 
 def describe_mixture(texts: Iterable[object]) -> str:
-    """Return which parts some texts name in several versions, in words; empty if each part has one."""
-    mixed = {name: own for name, own in list_versions(texts).items() if len(own) > 1}
-    return ", ".join(f"{name} {' and '.join(own)}" for name, own in mixed.items())
+    """Return which parts some texts of an engine name in several versions, in words; empty if each part has one.
+
+    A text without parts beside one with parts is from before rows named them.
+    """
+    known = set(texts)
+    mixed = [f"{name} {' and '.join(own)}" for name, own in list_versions(known).items() if len(own) > 1]
+    versions = list(filter(None, map(parse_engine_version, known)))
+    if any(version.parts for version in versions) and not all(version.parts for version in versions):
+        mixed.append("with and without versions of parts")
+    return ", ".join(mixed)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from latbench.sweeping.settings import SweepStopped
     from latbench.tables.compare import Change
     from latbench.tables.storage import Place
     from latbench.workloads.old_times import Move
@@ -31,15 +32,15 @@ def find_threads(table: str) -> int | None:
 def refresh_table(path: str, device: SweepDevice, how: SweepCommandOptions) -> None:
     """Time a sample of the old times of the table at `path` on `device` again, and print how each group has moved.
 
-    The new rows are kept in the table. Raises what a sweep raises.
+    The new rows are kept in the table. Raises what a sweep raises; what was timed until then is judged.
     """
     from latbench.tables.compare import read_compared_rows
     from latbench.tables.storage import parse_place
-    from latbench.workloads.old_times import judge_moves, sample_old_points
+    from latbench.workloads.old_times import sample_old_points
 
     table = parse_place(path)
-    old = _select_old(read_compared_rows(table), device)
-    old = old[old["backend"].isin(device.installed.engines)]
+    old = _select_old(read_compared_rows(table), device, table)
+    old = old[old["backend"].isin(device.installed.engines)].reset_index(drop=True)
     points = sample_old_points(old, how.seed)
     if not points:
         device.close()
@@ -50,27 +51,46 @@ def refresh_table(path: str, device: SweepDevice, how: SweepCommandOptions) -> N
     _LOG.warning(
         f"{len(old)} times of {table} are of other versions than the installed ones: {len(points)} are timed"
     )
-    _time_again(table, device, how, points)
-    changes = _compare(old, read_compared_rows(table), device)
-    moves = judge_moves(old, changes)
+    stopped = _time_again(table, device, how, points)
+    _tell_moves(table, old, device, how)
+    if stopped is not None:
+        raise stopped
+
+
+def _tell_moves(table: Place, old: pd.DataFrame, device: SweepDevice, how: SweepCommandOptions) -> None:
+    """Print how each group of old times has moved."""
+    from latbench.tables.compare import read_compared_rows
+    from latbench.workloads.old_times import judge_moves
+
+    moves = judge_moves(old, _compare(old, read_compared_rows(table), device))
     if how.as_json:
         print_json({"table": str(table), "groups": [vars(move) for move in moves]})
         return
     _print_moves(moves)
 
 
-def _select_old(rows: pd.DataFrame, device: SweepDevice) -> pd.DataFrame:
-    """Return the timed row of each point of the device that has no row of the installed versions."""
+def _select_old(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.DataFrame:
+    """Return the old times of the device in the table. Raises UsageError where no row is of the device."""
+    from latbench.errors import UsageError
     from latbench.workloads.old_times import select_old_times
 
     here = rows[(rows["device"] == device.device) & (rows["threads"] == device.threads)]
+    if here.empty:
+        found = rows[["device", "threads"]].drop_duplicates().sort_values(["device", "threads"])
+        named = ", ".join(f"{name} with {count:g} threads" for name, count in found.itertuples(index=False))
+        raise UsageError(
+            f"{table} has no row of {device.device} with {device.threads} threads, which this is, but of {named}"
+        )
     return select_old_times(here, device.current(here))
 
 
-def _time_again(table: Place, device: SweepDevice, how: SweepCommandOptions, points: Sequence[object]) -> None:
+def _time_again(
+    table: Place, device: SweepDevice, how: SweepCommandOptions, points: Sequence[object]
+) -> SweepStopped | None:
+    """Measure the points, close the device, and return what stopped it early, if anything did."""
     from latbench.cli.progress_bar import live
     from latbench.cli.sweep_report import report_time_left
-    from latbench.sweeping.settings import SweepOptions
+    from latbench.sweeping.settings import SweepOptions, SweepStopped
 
     options = SweepOptions(seed=how.seed, time_budget=how.time_budget, wait_seconds=how.wait_seconds)
     try:
@@ -78,8 +98,11 @@ def _time_again(table: Place, device: SweepDevice, how: SweepCommandOptions, poi
             device.run(
                 table, lambda frame: points, options=options, report=report_time_left(tell, options.time_budget)
             )
+    except SweepStopped as stopped:
+        return stopped
     finally:
         device.close()
+    return None
 
 
 def _compare(old: pd.DataFrame, rows: pd.DataFrame, device: SweepDevice) -> list[Change]:

@@ -52,6 +52,7 @@ from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIM
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
+from latbench.workloads.old_times import select_old_times
 from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ class Sweep:
         wanted = {point.id: point for point in points}
         table = self.table()
         finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
+        finished -= self._find_outranked(table)
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         every = self._every_row()
@@ -287,6 +289,14 @@ class Sweep:
             self.newest_starts |= find_newest_starts(every, left.keys())
             self._recall(table, left.values())
         return list(left.values())
+
+    def _find_outranked(self, table: pd.DataFrame | None) -> set[str]:
+        """Return the points of which readers take an old time, because the one of the present versions is noisy."""
+        every = self._every_row()
+        if table is None or every is None or len(table) == len(every):
+            return set()
+        old = select_old_times(every, self.site.current(every))
+        return set(old["point_id"]) & set(table["point_id"][table["status"] == "noisy"])
 
     def make_folder(self) -> None:
         """Create the folder before anything is measured. Raises EnvironmentUnusable where that is impossible."""

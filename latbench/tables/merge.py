@@ -15,6 +15,7 @@ from latbench.base.engine_version import describe_mixture
 from latbench.errors import BadData, UsageError
 from latbench.tables.comparability import MODES, describe_device_difference, describe_mode_difference
 from latbench.tables.row_hashes import find_first_occurrences, hash_rows
+from latbench.tables.schema import TIMED
 from latbench.tables.storage import Place, hide_secrets, parse_place
 from latbench.tables.table import list_environments, list_parts, read_batches
 from latbench.tables.writer import mark_unfinished, write_environment, write_rows
@@ -100,7 +101,8 @@ class _Values(defaultdict[str, set[Hashable]]):
     def add(self, table: pa.Table) -> None:
         for name in ("device", *MODES):
             self[name].update(pc.unique(table[name].drop_null()).to_pylist())
-        named = table.select(["device", "backend", "backend_version"]).drop_null()
+        timed = table.filter(pc.is_in(table["status"], pa.array(TIMED)))
+        named = timed.select(["device", "backend", "backend_version"]).drop_null()
         for row in named.group_by(named.column_names).aggregate([]).to_pylist():
             self.versions[row["device"], row["backend"]].add(row["backend_version"])
 

@@ -32,7 +32,7 @@ POINTS_OF_GROUP = 9
 LEAST_MOVE = 0.05
 """A group has moved if its median point changed by more than this share."""
 
-_KIND = re.compile(r"\.([a-z]+)\d+x\d+|^cuda\.([^.+]+)")
+_KIND = re.compile(r"\.((?:int8)?[a-z]+)\d+x\d+|^cuda\.([^.+]+)")
 """`rows` of numba.block.conv2d.rows8x2.avx512, and `vector_sm90` of cuda.vector_sm90+sum.sm_90a."""
 
 
@@ -88,8 +88,13 @@ def _read_shape(row: Mapping[Hashable, Any]) -> Shape:
 
 
 def name_group(row: Mapping[Hashable, Any]) -> str:
-    """Return the group of a row: its engine, its operation, and for latbench's kernels the kind that ran."""
+    """Return the group of a row: its engine, its operation, and for latbench's kernels the kind that ran.
+
+    A weight of another type than the result is named, too.
+    """
     name = f"{row['backend']} {row['op']}"
+    if row["dtype_w"] != row["dtype_out"]:
+        name = f"{name} {row['dtype_w']}"
     engine = CPU_ENGINES.get(row["backend"]) or GPU_ENGINES.get(row["backend"])
     if engine is None or not engine.ours or not isinstance(row["kernel_used"], str):
         return name
@@ -98,17 +103,20 @@ def name_group(row: Mapping[Hashable, Any]) -> str:
 
 
 def select_old_times(rows: pd.DataFrame, current: NDArray[np.bool_]) -> pd.DataFrame:
-    """Return the timed row of each point that has no current row.
+    """Return the rows that readers take (`select_timed`) although other versions took these times.
+
+    A noisy time of the installed versions does not replace an old one that is settled. Rows of whole models are left
+    out: their engines are timed together, each time anew.
 
     Parameters
     ----------
     rows
-        Rows of a table, with point_id, status and started_at.
+        Rows of a table, with point_id, op, status and started_at.
     current
         bool (rows,), whether a row timed the versions that are installed.
     """
-    timed = select_timed(rows)
-    return timed[~timed["point_id"].isin(set(rows["point_id"][current]))].reset_index(drop=True)
+    timed = select_timed(rows.assign(_current=current))
+    return timed[~timed["_current"] & timed["op"].ne("model")].drop(columns="_current").reset_index(drop=True)
 
 
 def sample_old_points(old: pd.DataFrame, seed: int) -> list[Point]:

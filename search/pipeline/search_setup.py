@@ -195,11 +195,9 @@ def build_layers(
             threads=threads, batch=inputs.task.example().batch, coverage=coverage,
         )  # fmt: skip
     rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
-    if (old := describe_old_kernels(rows)) is not None:
-        _LOG.warning(
-            f"{old}: their times mislead the search where they have moved (`latbench sweep --refresh {inputs.table}`)"
-        )
     engine = select_engine_rows(rows, deployment)
+    if (old := describe_old_kernels(engine.rows, inputs.table)) is not None:
+        _LOG.warning(old)
     return build_predicted_layers(
         load(inputs.cost_model, inputs.table), engine.with_patterns(candidates.patterns), shapes,
         sparsities=candidates.sparsities, coverage=coverage,

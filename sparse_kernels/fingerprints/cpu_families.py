@@ -14,10 +14,16 @@ FOLDERS = ("cpu.kernels", "cpu.matrix_unit")
 
 UNRUN = (
     "sparse_kernels.cpu.launch.recording",
-    "sparse_kernels.cpu.runtime.kernel_cache",
+    "sparse_kernels.cpu.runtime.kernel_cache.cache_on_disk",
     "sparse_kernels.cpu.runtime.openmp_forks",
 )
 """What writes down calls in place of running them, what keeps kernels on disk, and what runs at forks."""
+
+LINEAR_CALL = "sparse_kernels.cpu.launch.linear_call"
+"""What every call of a linear layer runs through, compiled too: no kernel names it."""
+
+OF_IMAGES = ("image_layout", "quad_images", "max_pooling", "third_conv2d", "byte_conv2d")
+"""Families that linear layers do not run."""
 
 
 @functools.cache
@@ -31,5 +37,6 @@ def fingerprint_cpu_family(family: str) -> str | None:
     """
     for folder in FOLDERS:
         if family.isidentifier() and (ROOT.joinpath(*folder.split(".")) / f"{family}.py").is_file():
-            return fingerprint_code([f"{ROOT.name}.{folder}.{family}"], unrun=UNRUN)
+            called = [] if family in OF_IMAGES else [LINEAR_CALL]
+            return fingerprint_code([f"{ROOT.name}.{folder}.{family}", *called], unrun=UNRUN)
     return None

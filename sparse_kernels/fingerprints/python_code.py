@@ -77,7 +77,7 @@ def fingerprint_code(modules: Sequence[str], *, alone: Sequence[str] = (), unrun
     alone : sequence of str
         Further modules, of which only their own definitions count.
     unrun : collection of str
-        Modules whose functions a timed call does not run: of these, constants alone count.
+        Modules, and functions of modules, that a timed call does not run: of a module, constants alone count then.
 
     Returns
     -------
@@ -117,7 +117,8 @@ def _follow(modules: Sequence[str], unrun: Collection[str]) -> list[Definition]:
         unread = [(name, method) for name, method in unread if not (name in attributes or name.startswith("__"))]
         for used in each.uses - seen:
             seen.add(used)
-            waiting += [one for one in _find(used) if one.constant or used[0] not in unrun]
+            if ".".join(used) not in unrun:
+                waiting += [one for one in _find(used) if one.constant or used[0] not in unrun]
     return found
 
 
@@ -159,6 +160,8 @@ def read_module(root: str, module: str) -> ModuleCode:
         lines = [line for line in _list_lines(node) if line not in apart]
         text = " ".join(text for line in lines for text in tokens.get(line, []))
         walked = list(_walk_code(node, methods))
+        if isinstance(node, ast.ClassDef) and any(_is_named(base, "NamedTuple") for base in node.bases):
+            walked += [each for hint in _list_field_types(node) for each in ast.walk(hint)]
         return Definition(
             text,
             frozenset(_list_uses(walked, module, own, imports)),
@@ -177,6 +180,15 @@ def read_module(root: str, module: str) -> ModuleCode:
         if not names:
             code.statements.append(definition)
     return code
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _list_field_types(node: ast.ClassDef) -> list[ast.expr]:
+    """Return the types of a NamedTuple's fields: kernels take it apart, so that these are compiled code, too."""
+    return [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
 
 
 def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
@@ -206,8 +218,10 @@ def _list_defined(node: ast.stmt) -> list[str]:
         return [node.name]
     if _is_silent(node):
         return []
-    inner = ast.walk(node)
-    found = [each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    found = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    for target in node.targets if isinstance(node, ast.Assign) else []:
+        if isinstance(target, ast.Subscript | ast.Attribute) and isinstance(target.value, ast.Name):
+            found.append(target.value.id)  # it changes what the name stands for
     made = [each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.ClassDef)]
     return list(dict.fromkeys([*found, *made]))
 
@@ -242,8 +256,11 @@ def _select_tokens(source: str, tree: ast.Module) -> dict[int, list[str]]:
     lines = source.splitlines(keepends=True)
     hidden = sorted((*_find_span(node, lines), isinstance(node, ast.expr)) for node in _list_hidden(tree))
     found: list[tuple[int, str]] = []
+    blocks: list[bool] = []  # of each open block, whether it is a class's: methods come and go without it
+    header, wrapped = "", False  # the first token of this line of code; whether a line break was just skipped
     for token in _join_strings(tokenize.generate_tokens(io.StringIO(source).readline), lines):
         if token.type in _SILENT:
+            wrapped = wrapped or token.type == tokenize.NL
             continue
         while hidden and hidden[0][1] <= token.start:
             hidden.pop(0)
@@ -255,8 +272,16 @@ def _select_tokens(source: str, tree: ast.Module) -> dict[int, list[str]]:
         last = found[-1][1] if found else _MARKS[tokenize.NEWLINE]
         if token.type == tokenize.NEWLINE and last in _MARKS.values():
             continue  # of a docstring
-        if token.string in _CLOSING and last == ",":
+        if token.string in _CLOSING and last == "," and wrapped:
             found.pop()
+        wrapped = False
+        if token.type == tokenize.INDENT:
+            blocks.append(header == "class")
+            if blocks[-1]:
+                continue
+        if token.type == tokenize.DEDENT and blocks.pop():
+            continue
+        header = token.string if last in _MARKS.values() and token.type != tokenize.DEDENT else header
         # The end of a block stands before what comes next, and belongs to what came before.
         line = found[-1][0] if token.type == tokenize.DEDENT else token.start[0]
         found.append((line, _MARKS.get(token.type, token.string)))

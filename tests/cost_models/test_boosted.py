@@ -344,7 +344,10 @@ def test_image_positions_say_nothing_of_tokens(table: Callable[..., pd.DataFrame
     with pytest.raises(Unanchored, match=r"n is 3\.0 octaves from the nearest one that was measured with this op"):
         model.predict(asked[8:12])
     low, high = model.predict_interval(asked[asked["n"] != 8], 0.8)
-    width = (high / low).reshape(4, 4).mean(axis=1)
-    assert width[1] > width[0] and width[2] >= width[3]  # two tokens are farther from a measurement than one
+    width = np.log(high / low).reshape(4, 4).mean(axis=1)
+    assert (width[[1, 2]] >= width[[0, 3]]).all() and width.max() < 5 * width.min()
+    edge = model.edges_["largest"]  # two tokens are one octave above one, and the gap to it is usual
+    assert model.usual_gap_ == 0
+    assert width[1] - width[0] == pytest.approx(2 * edge.compute_widening(np.ones(1), 0.8)[0])
     assert model.covers(build_convolutions((8, 12, 32))).all()
     assert not model.covers(build_convolutions((1,))).any()

@@ -117,7 +117,7 @@ def test_other_libraries_than_it_was_judged_with_are_refused(
         ("", "not a cost model"),
         ("[]", "not a cost model"),
         ("{}", "not a cost model"),
-        ({"version": 1}, "cost model version 1, this latbench reads 4"),
+        ({"version": 1}, "cost model version 1, this latbench reads 5"),
         ({"estimator": "Forest"}, "estimator Forest .* is unknown"),
         ({"params": {"depth": 3}}, "is unknown to this latbench"),
         ({"params": 3}, "its params is 3"),

@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.backends.installed_engines import list_cpu_versions
+from latbench.base.bundled_data import is_bundled
 from latbench.base.engine_registry import CPU_ENGINES
 from latbench.base.engine_version import EngineVersion, parse_engine_version
 from latbench.tables.schema import TIMED
+from latbench.tables.storage import Place, hide_secrets
 from sparse_kernels.fingerprints.cpu_families import fingerprint_cpu_family
 
 if TYPE_CHECKING:
     import pandas as pd
 
-DECIDING = ["backend", "status", "backend_version"]
+DECIDING = ["backend", "op", "status", "backend_version"]
 """The columns of a table that tell the version of a row."""
 
 
@@ -81,11 +83,11 @@ class CpuVersions:
         """
         return _decide(table, self._holds)
 
-    def _holds(self, backend: str, status: str, text: str | None) -> bool:
+    def _holds(self, backend: str, op: str, status: str, text: str | None) -> bool:
         if (package := self.packages.get(backend)) is None:
             return True
         version = parse_engine_version(text)
-        return version is not None and version.package == package and not _is_old_kernel(backend, status, text)
+        return version is not None and version.package == package and not _is_old_kernel(backend, op, status, text)
 
 
 def find_old_kernels(table: pd.DataFrame) -> NDArray[np.bool_]:
@@ -104,13 +106,15 @@ def find_old_kernels(table: pd.DataFrame) -> NDArray[np.bool_]:
     return _decide(table, _is_old_kernel)
 
 
-def describe_old_kernels(table: pd.DataFrame) -> str | None:
+def describe_old_kernels(table: pd.DataFrame, place: str | Place) -> str | None:
     """Return in words how many times of a table belong to other kernels than this installation's; None for none.
 
     Parameters
     ----------
     table
-        With the columns `DECIDING`.
+        One row a point, with the columns `DECIDING`.
+    place
+        Where the table is, for the advice. One that came with latbench cannot be measured again.
     """
     ours = [name for name, engine in CPU_ENGINES.items() if engine.ours]
     own = table[table["backend"].isin(ours) & table["status"].isin(TIMED)]
@@ -122,15 +126,17 @@ def describe_old_kernels(table: pd.DataFrame) -> str | None:
         version = parse_engine_version(text)
         parts = {} if version is None else version.parts
         families |= {name for name, digits in parts.items() if fingerprint_cpu_family(name) != digits} or {"unknown"}
+    named = hide_secrets(str(place))
+    advice = "" if is_bundled(place) else f"; `latbench sweep --refresh {named}` tells which have moved"
     return (
         f"{len(old)} of {len(own)} times of latbench's kernels are of other versions than the installed ones "
-        f"({', '.join(sorted(families))})"
+        f"({', '.join(sorted(families))}){advice}"
     )
 
 
-def _is_old_kernel(backend: str, status: str, text: str | None) -> bool:
+def _is_old_kernel(backend: str, op: str, status: str, text: str | None) -> bool:
     engine = CPU_ENGINES.get(backend)
-    if engine is None or not engine.ours or status not in TIMED:
+    if engine is None or not engine.ours or status not in TIMED or op == "model":
         return False
     version = parse_engine_version(text)
     if version is None:  # nobody says which version it is, as in tables made by hand
@@ -140,8 +146,13 @@ def _is_old_kernel(backend: str, status: str, text: str | None) -> bool:
     )
 
 
-def _decide(table: pd.DataFrame, decide: Callable[[str, str, str | None], bool]) -> NDArray[np.bool_]:
+def _decide(table: pd.DataFrame, decide: Callable[[str, str, str, str | None], bool]) -> NDArray[np.bool_]:
     """Return what `decide` says of each row, asked once for rows that are alike."""
-    rows = list(zip(*(table[name] for name in DECIDING), strict=True))
-    known = {row: decide(*row) for row in set(rows)}
-    return np.array([known[row] for row in rows], bool)
+    if table.empty:
+        return np.empty(0, bool)
+    kinds = table.groupby(DECIDING, dropna=False, observed=True, sort=False).ngroup().to_numpy()
+    _, first = np.unique(kinds, return_index=True)
+    alike = table[DECIDING].iloc[first]
+    decided = np.array([decide(*row) for row in zip(*(alike[name] for name in DECIDING), strict=True)], bool)
+    found: NDArray[np.bool_] = decided[kinds]
+    return found

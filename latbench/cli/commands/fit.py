@@ -57,7 +57,7 @@ def fit(
     table_hash = hash_table(table)
     rows = parse_column_values("--where", where) | ({} if backend is None else {"backend": backend})
     X, y = read_training_rows(table, rows)
-    _warn_of_versions(X)
+    _warn_of_versions(X, table)
     backends = sorted(set(X["backend"]))
     if estimator is not Estimator.lookup and len(backends) > 1:
         raise UsageError(f"a {estimator.value} model is of one engine: give --backend {' or '.join(backends)}")
@@ -97,7 +97,7 @@ def _known_validation(
     return saved.validation if same and saved.validation else None
 
 
-def _warn_of_versions(X: pd.DataFrame) -> None:
+def _warn_of_versions(X: pd.DataFrame, table: str) -> None:
     """Warn of a device and engine with rows of several versions, and of kernels that are not the installed ones."""
     from latbench.backends.cpu.cpu_versions import describe_old_kernels
     from latbench.base.engine_version import describe_mixture
@@ -109,8 +109,8 @@ def _warn_of_versions(X: pd.DataFrame) -> None:
                 f"times of several versions of {backend} on {device} are used together ({mixture}); "
                 "--where backend_version=... selects rows of one text"
             )
-    if (old := describe_old_kernels(X.assign(status="ok"))) is not None:
-        _LOG.warning(f"{old}: `latbench sweep --refresh` tells which have moved")
+    if (old := describe_old_kernels(X.assign(status="ok"), table)) is not None:
+        _LOG.warning(old)
 
 
 def _build_model(estimator: Estimator, device: str | None, random_state: int) -> CostModel:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from latbench.base.bundled_data import SCHEME as BUNDLED
+from latbench.base.bundled_data import is_bundled
 from latbench.cli.json_output import print_json
 from latbench.cli.options.common_options import (
     Adaptive,
@@ -152,10 +152,10 @@ def _check_refresh(table: str, names_points: bool, threads: int | None) -> int |
 
     if names_points:
         raise UsageError(f"--refresh {table} takes its points from {table}: leave out what names points or an output")
-    if table.startswith(f"{BUNDLED}://"):
+    if is_bundled(table):
         raise UsageError(f"{table} came with latbench, and new times are for a table of your own: sweep one")
     if threads is None and (threads := find_threads(table)) is None:
-        raise UsageError(f"{table} has several numbers of threads: say which to time again, --threads")
+        raise UsageError(f"{table} does not have one number of threads: say which to time again, --threads")
     return threads
 
 
@@ -313,8 +313,8 @@ def _warn_of_old_times(folder: Place, device: SweepDevice) -> None:
     if old := len(select_old_times(rows, device.current(rows))):
         _LOG.warning(
             f"{old} times of {folder} are of other versions of engines or kernels than the installed ones: where "
-            f"this sweep names their points, they are measured again (`latbench sweep --refresh {folder}` tells which "
-            "have moved)"
+            "this sweep names their points, they are measured again "
+            f"(`latbench sweep --refresh {folder}` tells which have moved)"
         )
 
 

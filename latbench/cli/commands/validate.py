@@ -46,7 +46,6 @@ def _describe_old_kernels(path: str) -> str | None:
     from latbench.tables.table import read_table, select_timed
 
     try:
-        old = describe_old_kernels(select_timed(read_table(path, [*DECIDING, "point_id", "started_at"])))
+        return describe_old_kernels(select_timed(read_table(path, [*DECIDING, "point_id", "started_at"])), path)
     except BadData:
         return None
-    return None if old is None else f"{old}; `latbench sweep --refresh` tells which have moved"

@@ -29,9 +29,10 @@ def test_parts_are_written_in_the_order_of_their_names() -> None:
 def test_each_part_has_its_versions() -> None:
     texts = ["0.68.1 (rows 1)", "0.68.1 (rows 2, tokens 1)", "0.68.1 (rows 1)", None, "0.67"]
     assert list_versions(texts) == {"package": ["0.67", "0.68.1"], "rows": ["1", "2"], "tokens": ["1"]}
-    assert describe_mixture(texts) == "package 0.67 and 0.68.1, rows 1 and 2"
+    assert describe_mixture(texts) == "package 0.67 and 0.68.1, rows 1 and 2, with and without versions of parts"
 
 
 def test_families_of_different_rows_are_no_mixture() -> None:
-    assert describe_mixture(["1 (rows 1)", "1 (tokens 9)", "1"]) == ""
+    assert describe_mixture(["1 (rows 1)", "1 (tokens 9)"]) == describe_mixture(["1", "1", None]) == ""
+    assert describe_mixture(["1 (rows 1)", "1"]) == "with and without versions of parts"
     assert describe_mixture([]) == "" and list_versions([None]) == {}

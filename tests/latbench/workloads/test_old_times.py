@@ -8,7 +8,14 @@ import pytest
 
 from latbench.tables.compare import Change
 from latbench.tables.schema import SCHEMA
-from latbench.workloads.old_times import POINTS_OF_GROUP, judge_moves, name_group, read_point, sample_old_points
+from latbench.workloads.old_times import (
+    POINTS_OF_GROUP,
+    judge_moves,
+    name_group,
+    read_point,
+    sample_old_points,
+    select_old_times,
+)
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
@@ -52,6 +59,7 @@ def test_a_row_that_no_sweep_names_has_no_point() -> None:
     [
         ("numba", "conv2d", "numba.block.conv2d.rows8x2.avx512", "numba conv2d rows"),
         ("numba", "conv2d", "numba.block.conv2d.amx16x32", "numba conv2d amx"),
+        ("numba", "linear", "numba.block.int8tokens16x1.avx512", "numba linear int8tokens"),
         ("numba", "linear", "numba.shflbw.few4x16.avx512", "numba linear few"),
         ("numba", "linear", None, "numba linear"),
         ("openvino", "linear", "auto", "openvino linear"),
@@ -61,7 +69,26 @@ def test_a_row_that_no_sweep_names_has_no_point() -> None:
     ],
 )
 def test_groups_are_of_an_engine_and_a_kind_of_kernel(backend: str, op: str, kernel: str | None, group: str) -> None:
-    assert name_group({"backend": backend, "op": op, "kernel_used": kernel}) == group
+    row = {"backend": backend, "op": op, "kernel_used": kernel, "dtype_w": "float32", "dtype_out": "float32"}
+    assert name_group(row) == group
+    bytes_ = row | {"dtype_w": "int8"}
+    assert name_group(bytes_) == group.replace(op, f"{op} int8")
+
+
+def test_an_old_time_that_readers_take_is_old() -> None:
+    """A noisy time, or a failure, of today's kernels does not replace it; a settled one does."""
+    start = pd.Timestamp("2026-11-01", tz="UTC")
+    frame = pd.DataFrame([
+        {"point_id": point, "op": "linear", "status": status, "started_at": start + pd.Timedelta(hours=hour)}
+        for hour, (point, status) in enumerate([
+            ("a", "ok"), ("a", "ok"), ("b", "ok"), ("b", "noisy"), ("c", "spike"), ("c", "ok"), ("d", "noisy"),
+            ("d", "noisy"),
+        ])
+    ]).assign(row=range(8))  # fmt: skip
+    current = np.array([False, True, False, True, True, False, False, True])
+    assert select_old_times(frame, current)["row"].tolist() == [2, 5]
+    models = select_old_times(frame.assign(op="model"), current)
+    assert models.empty and "_current" not in models
 
 
 def old_rows(count: int) -> pd.DataFrame:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from latbench.backends.cpu import cpu_versions
+from latbench.base.bundled_data import find_bundled_table
 from latbench.tables.table import read_table
 from latbench.workloads.workload import Layer, Workload, write_workload
 from sparse_kernels.shapes import LinearShape
@@ -75,9 +76,8 @@ def test_a_refresh_takes_its_points_from_the_table(latbench: Any, tmp_path: Path
 
 
 def test_what_cannot_be_refreshed_is_refused(latbench: Any, tmp_path: Path) -> None:
-    assert "came with latbench" in latbench(
-        "sweep", "--cpu", "--refresh", "bundled://amd-epyc-zen5-2-threads"
-    ).refused(2)
+    for table in ("bundled://amd-epyc-zen5-2-threads", find_bundled_table("amd-epyc-zen5-2-threads")):
+        assert "came with latbench" in latbench("sweep", "--cpu", "--refresh", table).refused(2)
     assert "no such table" in latbench("sweep", "--cpu", "--refresh", tmp_path / "none").refused(5)
 
 
@@ -85,7 +85,20 @@ def test_a_table_of_two_numbers_of_threads_needs_one(latbench: Any, row: dict[st
     from latbench.tables.writer import write_part
 
     write_part(tmp_path / "table", [row, row | {"threads": 1}])
-    assert "several numbers of threads" in latbench("sweep", "--cpu", "--refresh", tmp_path / "table").refused(2)
+    assert "one number of threads" in latbench("sweep", "--cpu", "--refresh", tmp_path / "table").refused(2)
+
+
+def test_a_table_of_another_device_is_refused(latbench: Any, row: dict[str, Any], tmp_path: Path) -> None:
+    from latbench.tables.writer import write_part
+
+    write_part(tmp_path / "table", [row | {"device": "another-cpu", "threads": 1}])
+    line = latbench("sweep", "--cpu", "--refresh", tmp_path / "table").refused(2)
+    assert "which this is, but of another-cpu with 1 threads" in line
+
+
+def test_a_refresh_that_is_stopped_judges_what_it_has(latbench: Any, old: Path) -> None:
+    ran = latbench("sweep", "--cpu", "--refresh", old, "--time-budget", "0.001")
+    assert ran.code == 4 and "new / old" in ran.out and "the same command goes on" in ran.err
 
 
 def test_other_commands_tell_of_old_times(latbench: Any, sweep: tuple[Any, ...], old: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from latbench.backends.cpu import cpu_versions
 from latbench.backends.cpu.cpu_versions import CpuVersions, describe_old_kernels, find_old_kernels
 from latbench.backends.cpu.numba import prepare
 from latbench.backends.cpu.prepare_point import build_synthetic_layer
+from latbench.base.bundled_data import find_bundled_table
 from latbench.base.engine_registry import NUMBA
 from latbench.base.engine_version import parse_engine_version
 from latbench.workloads.points import Point
@@ -25,7 +26,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(*wanted: tuple[str, str, Any]) -> pd.DataFrame:
-    return pd.DataFrame(wanted, columns=["backend", "status", "backend_version"])
+    return pd.DataFrame(wanted, columns=["backend", "status", "backend_version"]).assign(op="linear")
 
 
 @pytest.mark.usefixtures("made_up")
@@ -72,11 +73,25 @@ def test_old_kernels_are_counted_in_words() -> None:
         (NUMBA, "ok", new), (NUMBA, "ok", other), (NUMBA, "noisy", "0.68.1"), (NUMBA, "error", "0.68.1"),
         ("torch", "ok", "1.0"),
     )  # fmt: skip
-    assert describe_old_kernels(table) == (
-        "2 of 3 times of latbench's kernels are of other versions than the installed ones (token_blocks, unknown)"
-    )
-    assert describe_old_kernels(table[:1]) is None and describe_old_kernels(rows()) is None
+    said = "2 of 3 times of latbench's kernels are of other versions than the installed ones (token_blocks, unknown)"
+    assert describe_old_kernels(table, "t") == f"{said}; `latbench sweep --refresh t` tells which have moved"
+    for bundled in ("bundled://amd-epyc-zen5-2-threads", find_bundled_table("amd-epyc-zen5-2-threads")):
+        assert describe_old_kernels(table, bundled) == said
+    assert describe_old_kernels(table[:1], "t") is None and describe_old_kernels(rows(), "t") is None
     assert NOW.current(rows()).shape == (0,)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_whole_models_have_no_old_kernels() -> None:
+    table = rows((NUMBA, "ok", "0.68.1")).assign(op="model")
+    assert not find_old_kernels(table).any() and describe_old_kernels(table, "t") is None
+
+
+@pytest.mark.usefixtures("made_up")
+def test_columns_of_categories_are_judged_alike() -> None:
+    table = rows((NUMBA, "ok", "0.68.1 (row_panels 00000001)"), (NUMBA, "ok", None), ("torch", "ok", "1.0"))
+    narrow = table.astype("category")
+    assert NOW.current(narrow).tolist() == NOW.current(table).tolist() == [True, False, False]
 
 
 LAYERS: list[tuple[Shape, Pattern, str]] = [
