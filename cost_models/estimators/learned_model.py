@@ -168,8 +168,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
 
         The interval is calibrated on held-out shapes. Beyond the measured range (`octaves_outside`) it is wider.
         There it assumes that going further is as hard as it was from the inner shapes to the outer ones. Between
-        measured numbers of columns it widens as much as errors grew there, where these numbers are further apart than
-        those of the shapes that were held out.
+        measured numbers of columns it widens as much as errors grew there. The distance that the held-out shapes had
+        from each other is free.
 
         Parameters
         ----------

@@ -206,7 +206,7 @@ def append(file: Path, text: str) -> None:
 LINEAR = {
     "row_panels", "token_blocks", "token_major", "small_batch", "unstructured_rows", "transpose_tiles",
     "third_linear", "third_tiles", "byte_linear", "byte_tiles", "byte_panels", "tile_panels", "attention",
-    "int8_attention", "product_settings", "byte_conv2d", "third_conv2d",
+    "int8_attention", "product_settings",
 }  # fmt: skip
 ON_GPUS = {"numba_dense", "numba_vector", "numba_block", "numba_nm", "numba_csr"}
 
