@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from latbench.cli.json_output import print_json
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from latbench.tables.compare import Change
     from latbench.tables.storage import Place
     from latbench.workloads.old_times import Move
+    from latbench.workloads.points import Point
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,43 +38,57 @@ def refresh_table(path: str, device: SweepDevice, how: SweepCommandOptions) -> N
     """
     from latbench.tables.compare import read_compared_rows
     from latbench.tables.storage import parse_place
-    from latbench.workloads.old_times import sample_old_points
+    from latbench.workloads.old_times import (
+        find_machine_part,
+        judge_moves,
+        sample_old_points,
+        sample_unchanged_points,
+        select_old_times,
+    )
 
     table = parse_place(path)
-    old = _select_old(read_compared_rows(table), device, table)
-    old = old[old["backend"].isin(device.installed.engines)].reset_index(drop=True)
+    before = read_compared_rows(table)
+    here = _select_here(before, device, table)
+    current = device.current(here)
+    installed = here["backend"].isin(device.installed.engines).to_numpy()
+    here, current = here[installed].reset_index(drop=True), current[installed]
+    old = select_old_times(here, current)
     points = sample_old_points(old, how.seed)
     if not points:
         device.close()
         _LOG.warning(f"{table}: no time is of another version of an engine than the installed one")
         if how.as_json:
-            print_json({"table": str(table), "groups": []})
+            print_json({"table": str(table), "machine": None, "groups": []})
         return
+    unchanged = sample_unchanged_points(here, current, how.seed)
     _LOG.warning(
-        f"{len(old)} times of {table} are of other versions than the installed ones: {len(points)} are timed"
+        f"{len(old)} times of {table} are of other versions than the installed ones: {len(points)} are timed, and "
+        f"{len(unchanged)} of unchanged engines"
     )
-    stopped = _time_again(table, device, how, points)
-    _tell_moves(table, old, device, how)
+    began = datetime.now(UTC)
+    stopped = _time_again(table, device, how, [*points, *unchanged])
+    after = read_compared_rows(table)
+    after = after[after["started_at"] >= began]
+    machine = find_machine_part(_compare(here[current], after, unchanged, device))
+    _tell_moves(table, judge_moves(old, _compare(old, after, points, device, machine is None), machine), machine, how)
     if stopped is not None:
         raise stopped
 
 
-def _tell_moves(table: Place, old: pd.DataFrame, device: SweepDevice, how: SweepCommandOptions) -> None:
-    """Print how each group of old times has moved."""
-    from latbench.tables.compare import read_compared_rows
-    from latbench.workloads.old_times import judge_moves
-
-    moves = judge_moves(old, _compare(old, read_compared_rows(table), device))
+def _tell_moves(
+    table: Place, moves: Sequence[Move], machine: tuple[float, float, float] | None, how: SweepCommandOptions
+) -> None:
+    """Print how each group of old times has moved, and the machine itself."""
     if how.as_json:
-        print_json({"table": str(table), "groups": [vars(move) for move in moves]})
+        part = None if machine is None else dict(zip(("ratio", "low", "high"), machine, strict=True))
+        print_json({"table": str(table), "machine": part, "groups": [vars(move) for move in moves]})
         return
-    _print_moves(moves)
+    _print_moves(moves, machine)
 
 
-def _select_old(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.DataFrame:
-    """Return the old times of the device in the table. Raises UsageError where no row is of the device."""
+def _select_here(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.DataFrame:
+    """Return the rows of the device. Raises UsageError where the table has none."""
     from latbench.errors import UsageError
-    from latbench.workloads.old_times import select_old_times
 
     here = rows[(rows["device"] == device.device) & (rows["threads"] == device.threads)]
     if here.empty:
@@ -81,18 +97,18 @@ def _select_old(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.Dat
         raise UsageError(
             f"{table} has no row of {device.device} with {device.threads} threads, which this is, but of {named}"
         )
-    return select_old_times(here, device.current(here))
+    return here.reset_index(drop=True)
 
 
 def _time_again(
-    table: Place, device: SweepDevice, how: SweepCommandOptions, points: Sequence[object]
+    table: Place, device: SweepDevice, how: SweepCommandOptions, points: Sequence[Point]
 ) -> SweepStopped | None:
     """Measure the points, close the device, and return what stopped it early, if anything did."""
     from latbench.cli.progress_bar import live
     from latbench.cli.sweep_report import report_time_left
     from latbench.sweeping.settings import SweepOptions, SweepStopped
 
-    options = SweepOptions(seed=how.seed, time_budget=how.time_budget, wait_seconds=how.wait_seconds)
+    options = SweepOptions(how.seed, how.time_budget, again=True, wait_seconds=how.wait_seconds)
     try:
         with live() as tell:
             device.run(
@@ -105,20 +121,27 @@ def _time_again(
     return None
 
 
-def _compare(old: pd.DataFrame, rows: pd.DataFrame, device: SweepDevice) -> list[Change]:
-    """Return the points of `old` that have a new time, compared, at the machine's usual pace where that is known."""
+def _compare(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    points: Sequence[Point],
+    device: SweepDevice,
+    at_usual_pace: bool = False,
+) -> list[Change]:
+    """Return the points that have a new time, compared; where that is known, at the machine's usual pace if asked."""
     from latbench.tables.compare import compare_tables
     from latbench.tables.table import select_timed
 
-    new = select_timed(rows[device.current(rows) & rows["point_id"].isin(set(old["point_id"]))])
+    wanted = {point.id for point in points}
+    new = select_timed(after[device.current(after) & after["point_id"].isin(wanted)])
     if new.empty:
         return []
-    before = old[old["point_id"].isin(set(new["point_id"]))]
-    paced = all(frame["reference_seconds"].notna().all() for frame in (before, new))
-    return compare_tables(before, new, corrected=paced)
+    old = select_timed(before[before["point_id"].isin(set(new["point_id"]))])
+    paced = at_usual_pace and all(frame["reference_seconds"].notna().all() for frame in (old, new))
+    return compare_tables(old, new, corrected=paced)
 
 
-def _print_moves(moves: Sequence[Move]) -> None:
+def _print_moves(moves: Sequence[Move], machine: tuple[float, float, float] | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -135,6 +158,11 @@ def _print_moves(moves: Sequence[Move]) -> None:
         table.add_row(move.verdict, move.group, str(move.old), str(move.timed), ratio)
     console = Console()
     console.print(table)
+    if machine is None:
+        part = "no engine of the table is the same as then, so what the machine itself changed is in the ratios"
+    else:
+        part = f"unchanged engines take {format_ratio(*machine)} of their time then, which is the machine's part"
+    console.print(part, highlight=False, soft_wrap=True)
     moved = sum(move.old for move in moves if move.verdict in ("FASTER", "SLOWER"))
     console.print(
         f"{moved} old times are of kernels that have moved. The same `latbench sweep` as before times all old points "

@@ -89,6 +89,8 @@ class SweepOptions:
         Seconds after which the sweep stops; None: no limit.
     remeasure
         Measure points again whose row in the table is noisy.
+    again
+        Measure all points, whatever the table has of them.
     wait_seconds
         Longest wait for another process that measures on the device.
     expected
@@ -100,6 +102,7 @@ class SweepOptions:
     seed: int = 0
     time_budget: float | None = None
     remeasure: bool = False
+    again: bool = False
     wait_seconds: float = WAIT_SECONDS
     expected: int = 0
     chances_last: bool = False

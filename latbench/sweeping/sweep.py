@@ -281,7 +281,7 @@ class Sweep:
         wanted = {point.id: point for point in points}
         table = self.table()
         finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
-        finished -= self._find_outranked(table)
+        finished = set() if self.options.again else finished - self._find_outranked(table)
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         every = self._every_row()

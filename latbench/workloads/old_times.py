@@ -1,13 +1,17 @@
 """Times of a table that other versions of the engines took: which to take again, and how they have moved.
 
 A table may have thousands of old times. A few of each group, timed again, tell whether the others still hold. A group
-is an engine and an operation; of latbench's own kernels also the kind of kernel that ran, such as `rows`.
+is an engine and an operation; of latbench's own kernels also the kind of kernel that ran, such as `rows`. A machine
+may be busier than it was, or another one of its kind. So engines that are the same as then are timed again, too: what
+they changed is the machine's part.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +53,8 @@ class Move:
     timed
         Points that were timed again.
     ratio, low, high
-        Median of new over old seconds over these points, and its 95% interval. With fewer than six points low and
-        high are the extremes. NaN without a point.
+        Median of new over old seconds over these points, without the machine's part, and an interval with that part's
+        interval in it. Each is a 95% interval; with fewer than six points, the extremes. NaN without a point.
     verdict
         FASTER, SLOWER, SAME, or UNCLEAR where the interval allows more than one of these, or points are few.
     """
@@ -138,34 +142,74 @@ def sample_old_points(old: pd.DataFrame, seed: int) -> list[Point]:
     return [point for name in sorted(groups) for point in groups[name]]
 
 
-def judge_moves(old: pd.DataFrame, changes: Sequence[Change]) -> list[Move]:
+def sample_unchanged_points(rows: pd.DataFrame, current: NDArray[np.bool_], seed: int) -> list[Point]:
+    """Return up to POINTS_OF_GROUP points that the installed versions timed, drawn at random.
+
+    Parameters
+    ----------
+    rows
+        Rows of a table, with the key columns, point_id, status and started_at.
+    current
+        bool (rows,), whether a row timed the versions that are installed.
+    seed
+        Random seed.
+    """
+    timed = select_timed(rows[current])
+    shuffled = timed[timed["op"].ne("model")].sort_values("point_id").sample(frac=1, random_state=seed)
+    found = (point for row in shuffled.to_dict("records") if (point := read_point(row)) is not None)
+    return list(itertools.islice(found, POINTS_OF_GROUP))
+
+
+def find_machine_part(changes: Sequence[Change]) -> tuple[float, float, float] | None:
+    """Return by how much unchanged engines moved: the median ratio and its interval; None without a point.
+
+    Parameters
+    ----------
+    changes
+        The points of `sample_unchanged_points`, compared with their old rows.
+    """
+    ratios = [change.ratio for change in changes if change.ratio is not None]
+    return _find_median(ratios)[:3] if ratios else None
+
+
+def judge_moves(
+    old: pd.DataFrame, changes: Sequence[Change], machine: tuple[float, float, float] | None = None
+) -> list[Move]:
     """Return how each group has moved, those with most old times first.
 
     Parameters
     ----------
     old
-        The rows of `sample_old_points`.
+        The old rows of which `sample_old_points` took some.
     changes
         The points that were timed again, compared with these rows.
+    machine
+        The machine's part, of `find_machine_part`; None for none.
     """
     groups = {row["point_id"]: name_group(row) for row in old.to_dict("records")}
     ratios: dict[str, list[float]] = {name: [] for name in groups.values()}
     for change in changes:
         if change.ratio is not None:
             ratios[groups[hash_key(change.key)]].append(change.ratio)
-    counts = {name: sum(group == name for group in groups.values()) for name in ratios}
-    return [
-        _judge(name, counts[name], ratios[name]) for name in sorted(ratios, key=lambda name: (-counts[name], name))
-    ]
+    counts = Counter(groups.values())
+    order = sorted(ratios, key=lambda name: (-counts[name], name))
+    return [_judge(name, counts[name], ratios[name], machine or (1.0, 1.0, 1.0)) for name in order]
 
 
-def _judge(group: str, old: int, ratios: Sequence[float]) -> Move:
-    if not ratios:
-        return Move(group, old, 0, math.nan, math.nan, math.nan, UNCLEAR)
+def _find_median(ratios: Sequence[float]) -> tuple[float, float, float, bool]:
+    """Return the median of some ratios, its interval, and whether they are too few for a 95% interval."""
     ordered = np.sort(ratios)
     low, high = bound_median(ordered)
-    few = low is None or high is None
-    low, high = (float(ordered[0]), float(ordered[-1])) if low is None or high is None else (low, high)
+    if low is None or high is None:
+        return float(np.median(ordered)), float(ordered[0]), float(ordered[-1]), True
+    return float(np.median(ordered)), low, high, False
+
+
+def _judge(group: str, old: int, ratios: Sequence[float], machine: tuple[float, float, float]) -> Move:
+    if not ratios:
+        return Move(group, old, 0, math.nan, math.nan, math.nan, UNCLEAR)
+    ratio, low, high, few = _find_median(ratios)
+    ratio, low, high = ratio / machine[0], low / machine[2], high / machine[1]
     verdict = UNCLEAR
     if not few and high < 1 / (1 + LEAST_MOVE):
         verdict = FASTER
@@ -173,4 +217,4 @@ def _judge(group: str, old: int, ratios: Sequence[float]) -> Move:
         verdict = SLOWER
     elif not few and low >= 1 / (1 + LEAST_MOVE) and high <= 1 + LEAST_MOVE:
         verdict = SAME
-    return Move(group, old, len(ordered), float(np.median(ordered)), low, high, verdict)
+    return Move(group, old, len(ratios), ratio, low, high, verdict)

@@ -10,6 +10,7 @@ from latbench.tables.compare import Change
 from latbench.tables.schema import SCHEMA
 from latbench.workloads.old_times import (
     POINTS_OF_GROUP,
+    find_machine_part,
     judge_moves,
     name_group,
     read_point,
@@ -73,6 +74,25 @@ def test_groups_are_of_an_engine_and_a_kind_of_kernel(backend: str, op: str, ker
     assert name_group(row) == group
     bytes_ = row | {"dtype_w": "int8"}
     assert name_group(bytes_) == group.replace(op, f"{op} int8")
+
+
+@pytest.mark.parametrize(
+    ("machine", "verdict"),
+    [
+        ((2.0, 1.95, 2.05), "SAME"),
+        ((1.0, 0.99, 1.01), "SLOWER"),
+        ((2.0, 1.0, 4.0), "UNCLEAR"),
+        ((4.0, 3.8, 4.2), "FASTER"),
+    ],
+)
+def test_the_machine_has_its_part(machine: tuple[float, float, float], verdict: str) -> None:
+    old = old_rows(12)
+    twice = changes(old, {"numba linear rows": [2.0] * 9, "torch linear": [machine[1], machine[2]]})
+    torch_alone = [each for each in twice if each.key["backend"] == "torch"]
+    assert find_machine_part(torch_alone) == (pytest.approx((machine[1] + machine[2]) / 2), machine[1], machine[2])
+    assert find_machine_part([]) is None
+    moves = judge_moves(old, twice, machine)
+    assert (moves[0].verdict, moves[0].ratio) == (verdict, 2.0 / machine[0])
 
 
 def test_an_old_time_that_readers_take_is_old() -> None:

@@ -53,12 +53,25 @@ def test_a_sweep_takes_old_times_again(latbench: Any, sweep: tuple[Any, ...], ol
 def test_a_refresh_times_a_sample_and_keeps_it(latbench: Any, old: Path) -> None:
     ran = latbench("sweep", "--cpu", "--refresh", old)
     assert ran.code == 0 and f"6 times of {old} are of other versions than the installed ones: 6 are timed" in ran.err
-    assert "numba linear" in ran.out and "new / old" in ran.out
+    assert "numba linear" in ran.out and "new / old" in ran.out and "no engine of the table is the same" in ran.out
     frame = read_table(old)
     assert frame[~frame["backend_version"].str.contains("0ld0ld00")]["point_id"].nunique() == 6
     again = latbench("sweep", "--cpu", "--refresh", old, "--json")
-    assert again.code == 0 and json.loads(again.out) == {"table": str(old), "groups": []}
+    assert again.code == 0 and json.loads(again.out) == {"table": str(old), "machine": None, "groups": []}
     assert "no time is of another version" in again.err
+
+
+def test_unchanged_engines_tell_what_the_machine_changed(latbench: Any, sweep: tuple[Any, ...], old: Path) -> None:
+    """torch's rows are current: they are timed again beside the old ones."""
+    dense = [each if each not in ("block:8x8", "numba") else {"block:8x8": "dense", "numba": "torch"}[each]
+             for each in sweep]  # fmt: skip
+    assert latbench(*dense, old).code == 0
+    before = len(read_table(old))
+    document = json.loads(latbench("sweep", "--cpu", "--refresh", old, "--json").out)
+    assert 0 < document["machine"]["low"] <= document["machine"]["ratio"] <= document["machine"]["high"]
+    assert {group["group"].partition(" ")[0] for group in document["groups"]} == {"numba"}
+    frame = read_table(old)
+    assert set(frame["backend"][before:]) == {"numba", "torch"}
 
 
 def test_a_refresh_as_json_has_a_group_for_each_kind_of_kernel(latbench: Any, old: Path) -> None:
