@@ -52,7 +52,6 @@ from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIM
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads.old_times import select_old_times
 from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
@@ -292,6 +291,8 @@ class Sweep:
 
     def _find_outranked(self, table: pd.DataFrame | None) -> set[str]:
         """Return the points of which readers take an old time, because the one of the present versions is noisy."""
+        from latbench.workloads.old_times import select_old_times  # with pandas and scipy
+
         every = self._every_row()
         if table is None or every is None or len(table) == len(every):
             return set()
