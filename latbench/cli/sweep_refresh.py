@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def find_threads(table: str) -> int | None:
-    """Return the number of threads of a table's latest rows; None if there are several, or none is recorded."""
+    """Return the number of threads of a table's rows; None if there are several, or none is recorded."""
     from latbench.tables.table import read_table
 
     found = read_table(table, ["threads"])["threads"].dropna().unique()
@@ -70,20 +70,14 @@ def refresh_table(path: str, device: SweepDevice, how: SweepCommandOptions) -> N
     after = read_compared_rows(table)
     after = after[after["started_at"] >= began]
     machine = find_machine_part(_compare(here[current], after, unchanged, device))
-    _tell_moves(table, judge_moves(old, _compare(old, after, points, device, machine is None), machine), machine, how)
-    if stopped is not None:
-        raise stopped
-
-
-def _tell_moves(
-    table: Place, moves: Sequence[Move], machine: tuple[float, float, float] | None, how: SweepCommandOptions
-) -> None:
-    """Print how each group of old times has moved, and the machine itself."""
+    moves = judge_moves(old, _compare(old, after, points, device, machine is None), machine)
     if how.as_json:
         part = None if machine is None else dict(zip(("ratio", "low", "high"), machine, strict=True))
         print_json({"table": str(table), "machine": part, "groups": [vars(move) for move in moves]})
-        return
-    _print_moves(moves, machine)
+    else:
+        _print_moves(moves, machine)
+    if stopped is not None:
+        raise stopped
 
 
 def _select_here(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.DataFrame:
@@ -95,7 +89,7 @@ def _select_here(rows: pd.DataFrame, device: SweepDevice, table: Place) -> pd.Da
         found = rows[["device", "threads"]].drop_duplicates().sort_values(["device", "threads"])
         named = ", ".join(f"{name} with {count:g} threads" for name, count in found.itertuples(index=False))
         raise UsageError(
-            f"{table} has no row of {device.device} with {device.threads} threads, which this is, but of {named}"
+            f"{table} has no row of this machine, {device.device} with {device.threads} threads: it has {named}"
         )
     return here.reset_index(drop=True)
 
@@ -159,9 +153,9 @@ def _print_moves(moves: Sequence[Move], machine: tuple[float, float, float] | No
     console = Console()
     console.print(table)
     if machine is None:
-        part = "no engine of the table is the same as then, so what the machine itself changed is in the ratios"
+        part = "no engine of the table is unchanged, so these ratios include what the machine itself changed"
     else:
-        part = f"unchanged engines take {format_ratio(*machine)} of their time then, which is the machine's part"
+        part = f"the machine's part: unchanged engines take {format_ratio(*machine)} of their old time"
     console.print(part, highlight=False, soft_wrap=True)
     moved = sum(move.old for move in moves if move.verdict in ("FASTER", "SLOWER"))
     console.print(

@@ -26,5 +26,6 @@ def merge(sources: MergeSources, output: MergeOutput, allow_mixed: AllowMixed = 
     typer.echo(f"{hide_secrets(output)}: {merged.rows} rows of {merged.read}")
     for (device, backend), mixture in merged.mixtures.items():
         _LOG.warning(
-            f"times of {backend} on {device} are of several versions ({mixture}): of a point the latest counts"
+            f"times of {backend} on {device} are of several versions ({mixture}): "
+            "the latest settled one of a point counts"
         )

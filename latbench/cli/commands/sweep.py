@@ -146,7 +146,8 @@ def _check_device_options(
 def _check_refresh(table: str, names_points: bool, threads: int | None) -> int | None:
     """Return the threads with which to time a table's points again: those of the table, unless they are given.
 
-    Raises UsageError for options that name points, and where the table has several numbers of threads.
+    Raises UsageError for options that name points, for tables that take no new rows, and where the table has several
+    numbers of threads.
     """
     from latbench.errors import UsageError
 
@@ -154,6 +155,8 @@ def _check_refresh(table: str, names_points: bool, threads: int | None) -> int |
         raise UsageError(f"--refresh {table} takes its points from {table}: leave out what names points or an output")
     if is_bundled(table):
         raise UsageError(f"{table} came with latbench, and new times are for a table of your own: sweep one")
+    if Path(table).is_file():
+        raise UsageError(f"{table} is a file, and new times need a folder: merge it into one (latbench merge -o)")
     if threads is None and (threads := find_threads(table)) is None:
         raise UsageError(f"{table} does not have one number of threads: say which to time again, --threads")
     return threads

@@ -79,8 +79,8 @@ RefreshTable = Annotated[
     typer.Option(
         "--refresh",
         metavar="TABLE",
-        help="Table whose old times to check: a few points of each engine and kernel are timed again, and the answer "
-        "is which have moved since. Old times are those of other versions than the installed ones. Default: none.",
+        help="Table whose old times are checked: those of other versions than the installed ones. A few points of "
+        "each engine and kernel are timed again, to say which have moved. Default: none.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List of the points only: nothing is measured.")]

@@ -53,7 +53,7 @@ def test_a_sweep_takes_old_times_again(latbench: Any, sweep: tuple[Any, ...], ol
 def test_a_refresh_times_a_sample_and_keeps_it(latbench: Any, old: Path) -> None:
     ran = latbench("sweep", "--cpu", "--refresh", old)
     assert ran.code == 0 and f"6 times of {old} are of other versions than the installed ones: 6 are timed" in ran.err
-    assert "numba linear" in ran.out and "new / old" in ran.out and "no engine of the table is the same" in ran.out
+    assert "numba linear" in ran.out and "new / old" in ran.out and "no engine of the table is unchanged" in ran.out
     frame = read_table(old)
     assert frame[~frame["backend_version"].str.contains("0ld0ld00")]["point_id"].nunique() == 6
     again = latbench("sweep", "--cpu", "--refresh", old, "--json")
@@ -92,6 +92,8 @@ def test_what_cannot_be_refreshed_is_refused(latbench: Any, tmp_path: Path) -> N
     for table in ("bundled://amd-epyc-zen5-2-threads", find_bundled_table("amd-epyc-zen5-2-threads")):
         assert "came with latbench" in latbench("sweep", "--cpu", "--refresh", table).refused(2)
     assert "no such table" in latbench("sweep", "--cpu", "--refresh", tmp_path / "none").refused(5)
+    (tmp_path / "part.parquet").write_bytes(b"")
+    assert "is a file" in latbench("sweep", "--cpu", "--refresh", tmp_path / "part.parquet").refused(2)
 
 
 def test_a_table_of_two_numbers_of_threads_needs_one(latbench: Any, row: dict[str, Any], tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_table_of_another_device_is_refused(latbench: Any, row: dict[str, Any]
 
     write_part(tmp_path / "table", [row | {"device": "another-cpu", "threads": 1}])
     line = latbench("sweep", "--cpu", "--refresh", tmp_path / "table").refused(2)
-    assert "which this is, but of another-cpu with 1 threads" in line
+    assert "it has another-cpu with 1 threads" in line
 
 
 def test_a_refresh_that_is_stopped_judges_what_it_has(latbench: Any, old: Path) -> None:
@@ -117,7 +119,9 @@ def test_a_refresh_that_is_stopped_judges_what_it_has(latbench: Any, old: Path) 
 def test_other_commands_tell_of_old_times(latbench: Any, sweep: tuple[Any, ...], old: Path, tmp_path: Path) -> None:
     assert latbench(*sweep, tmp_path / "new").code == 0
     merged = latbench("merge", old, tmp_path / "new", "-o", tmp_path / "both")
-    assert merged.code == 0 and "0ld0ld00 and" in merged.err and "of a point the latest counts" in merged.err
+    assert (
+        merged.code == 0 and "0ld0ld00 and" in merged.err and "the latest settled one of a point counts" in merged.err
+    )
     assert "several versions" not in latbench("merge", tmp_path / "new", "-o", tmp_path / "copy").err
     said = "6 of 6 times of latbench's kernels are of other versions than the installed ones ("
     fitted = latbench("fit", old, "-o", tmp_path / "model.json")
