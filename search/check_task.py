@@ -72,7 +72,9 @@ class TaskFacts:
     conditions: EvaluationConditions | None = None
 
 
-def check_task(task: Task, steps: Collection[str] = STEPS, *, threads: int = 1) -> TaskFacts:
+def check_task(
+    task: Task, steps: Collection[str] = STEPS, *, threads: int = 1, by_forward: bool = False
+) -> TaskFacts:
     """Check a task.
 
     Parameters
@@ -83,6 +85,8 @@ def check_task(task: Task, steps: Collection[str] = STEPS, *, threads: int = 1) 
         Some of STEPS; "example" is always checked.
     threads
         Threads of the process that scores a converted model.
+    by_forward
+        Whether `score()` may only call the model, as it is where the model runs on a GPU.
 
     Returns
     -------
@@ -111,7 +115,7 @@ def check_task(task: Task, steps: Collection[str] = STEPS, *, threads: int = 1) 
     if "training" in steps:
         check_training(task, model)
     if "score" in steps:
-        _check_score_in_worker(task, model, threads)
+        _check_score_in_worker(task, model, threads, by_forward)
     return TaskFacts(example, *found, batches, conditions)
 
 
@@ -204,18 +208,29 @@ def check_training(task: Task, model: nn.Module) -> None:
             call_user_code(f"task {task.name}: the gradient of loss()", loss.backward)
 
 
-def _check_score_in_worker(task: Task, model: nn.Module, threads: int) -> None:
+def _check_score_in_worker(task: Task, model: nn.Module, threads: int, by_forward: bool) -> None:
     """Raise what `check_score` raises, from a process of its own: threads of kernels would disturb later timings."""
     layers = list(list_prunable_layers(task, model))
     with Worker(threads=threads, name="check") as worker:
         try:
-            worker.call("search.check_task:check_score", task.reference, layers, timeout=TIMEOUT_SECONDS)
+            worker.call("search.check_task:check_score", task.reference, layers, by_forward, timeout=TIMEOUT_SECONDS)
         except TaskFailed as error:
             kinds: dict[str, type[LatbenchError]] = {"UsageError": UsageError, "BadData": BadData}
             raise kinds.get(error.kind, LatbenchError)(error.message) from error
 
 
-def check_score(reference: str, layers: Sequence[str]) -> None:
+class _ForwardAlone(nn.Module):
+    """A model of which only its call is left."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._model(*arguments, **keywords)
+
+
+def check_score(reference: str, layers: Sequence[str], by_forward: bool = False) -> None:
     """Score the task's model with these layers on latbench's kernels, dense; raise UsageError if that fails."""
     task = load_task(reference)
     model, example = task.model(), task.example()
@@ -224,7 +239,7 @@ def check_score(reference: str, layers: Sequence[str]) -> None:
     except ValueError as error:
         raise UsageError(f"task {task.name}: its model cannot be converted to latbench's kernels: {error}") from error
     try:
-        score_briefly(task, converted)
+        score_briefly(task, _ForwardAlone(converted).eval() if by_forward else converted)
     except LatbenchError as error:
         score_briefly(task, model)  # a score that fails for the dense model too is not the conversion's fault
         raise UsageError(

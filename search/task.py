@@ -10,15 +10,17 @@ A user writes an object or a module with these members (a batch is whatever `los
     train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
     limits: dict                           optional: tied, fixed, excluded layers: `search.problem.limits`
     excluded: tuple[str, ...]              optional: the limits' `excluded` alone
+    deploy_device, deploy_dtype: str       optional: "cuda", and "float16" or "bfloat16", for a model on a GPU
     name, score_name: str                  optional: names for reports
 
 `example()` returns a tuple of the model's positional arguments, or a dict of its keywords. Its tensors may lie in
 lists, tuples and dicts, beside None, numbers and flags. The first dimension of the first tensor that has one is the
-batch.
+batch. model() and the inputs are on the CPU in float32 also where they are
+deployed on a GPU: latbench moves them.
 
 `load_task` finds it and returns a `Task`, which checks what the user's code returns and reports what it raises.
-`search.check_task` tries the whole task before anything is timed. The model must be on the CPU, copyable, and have a
-state of tensors alone. torch.compile is removed from it.
+`search.check_task` tries the whole task before anything is timed. The model must be copyable, and have a state of
+tensors alone. torch.compile is removed from it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from latbench.base.engine_registry import MODEL_TYPES_ON_GPU
 from latbench.base.files import hash_file
 from latbench.base.own_packages import share_names
 from latbench.errors import BadData, UsageError
@@ -55,6 +58,9 @@ REQUIRED = {"model": (), "example": (), "calibration": (), "loss": ("model", "ba
 
 OPTIONAL = {"train_batches": ("rng",)}
 """Functions that a task may have, with their arguments."""
+
+DEVICES, DTYPES = ("cpu", "cuda"), ("", *MODEL_TYPES_ON_GPU)
+"""Where a task may be deployed, and its types on a GPU; an empty one is the usual one, float16."""
 
 Result = TypeVar("Result")
 
@@ -92,6 +98,8 @@ class Task:
         Limits of the layers.
     source
         Hash of the file that defines the task; empty if there is none.
+    deploy_device, deploy_dtype
+        Where the pruned model runs by default, one of DEVICES, and its type on a GPU, one of DTYPES.
     """
 
     reference: str
@@ -100,6 +108,8 @@ class Task:
     implementation: Any
     limits: Limits = field(default_factory=Limits)
     source: str = ""
+    deploy_device: str = "cpu"
+    deploy_dtype: str = ""
 
     def model(self) -> torch.nn.Module:
         """Return a fresh model in eval mode, without torch.compile, with plain weights in its layers.
@@ -250,6 +260,8 @@ def find_task(reference: str) -> Task:
         implementation=implementation,
         limits=_read_limits(implementation, reference),
         source=hash_file(Path(module.__file__)) if module.__file__ else "",
+        deploy_device=_read_choice(implementation, "deploy_device", DEVICES, reference),
+        deploy_dtype=_read_choice(implementation, "deploy_dtype", DTYPES, reference),
     )
 
 
@@ -290,6 +302,15 @@ def _read_limits(implementation: Any, reference: str) -> Limits:
     excluded = {"excluded": getattr(implementation, "excluded", ())}
     own = parse_limits(getattr(implementation, "limits", {}), f"task {reference}: limits")
     return parse_limits(excluded, f"task {reference}") + own
+
+
+def _read_choice(implementation: Any, name: str, known: Sequence[str], reference: str) -> str:
+    """Return an attribute of a task that is one of a few texts, such as cuda; torch's own objects count as theirs."""
+    given = getattr(implementation, name, known[0])
+    text = str(given).removeprefix("torch.")
+    if text not in known:
+        raise UsageError(f"task {reference}: {name} is {' or '.join(filter(None, known))}, not {given!r}")
+    return text
 
 
 def list_bundled_tasks() -> list[str]:

@@ -175,11 +175,18 @@ def _convert_copy(
     for module in chosen:
         if module not in conversion.done:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
-    given = [*example.inputs, *example.keywords.values()]
-    if backend not in GPU_BACKENDS or any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
+    if backend not in GPU_BACKENDS or _lies_on_gpu([example.inputs, example.keywords]):
         _prove(converted, example, run.calls[""].result)
     _freeze(converted)
     return converted
+
+
+def _lies_on_gpu(value: Any) -> bool:
+    """Return whether a tensor on a GPU is in a value: in lists, tuples and mappings, too."""
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_lies_on_gpu, parts))
 
 
 def _freeze(model: nn.Module) -> None:

@@ -29,6 +29,10 @@ DENSE_INT8 = "openvino-int8"
 
 TORCH_GPU, TORCH_SPARSE, CUBLAS = "torch_gpu", "torch_sparse", "cublas"
 CUSPARSE, CUPY, NUMBA_CUDA = "cusparse", "cupy", "numba_cuda"
+TORCH_ON_GPU = "torch-gpu"
+
+MODEL_TYPES_ON_GPU = FLOAT16, BFLOAT16
+"""Types in which a whole model runs on a GPU, the usual one first."""
 
 CUDA_KERNELS, NUMBA_CUDA_KERNELS = "sparse_kernels.cuda", "sparse_kernels.numba_cuda"
 
@@ -301,7 +305,7 @@ GPU_ENGINES = {
 
 @dataclass(frozen=True)
 class ModelEngine:
-    """An engine that runs a whole model on a CPU.
+    """An engine that runs a whole model.
 
     Attributes
     ----------
@@ -310,15 +314,19 @@ class ModelEngine:
     backend, kernel : str
         What tables call it: the columns `backend` and `kernel_requested`.
     precision : str
-        What weights and activations are multiplied in.
+        What weights and activations are multiplied in; empty for the model's own type, as on a GPU.
     output_precision : str
         The type of what the model returns.
+    runs_dense : bool
+        Whether it runs a dense model, and can be a rival of the pruned one.
     runs_pruned : bool
         Whether a search can choose it to run the pruned model.
     shares_export : bool
         Whether it runs the exported ONNX file that several engines share.
     phrase : str
         Words that follow a time on it in a sentence.
+    on_gpu : bool
+        Whether it runs on a GPU.
     """
 
     name: str
@@ -326,14 +334,20 @@ class ModelEngine:
     kernel: str = "auto"
     precision: str = FLOAT32
     output_precision: str = FLOAT32
+    runs_dense: bool = True
     runs_pruned: bool = False
     shares_export: bool = False
     phrase: str = ""
+    on_gpu: bool = False
 
     @property
     def ours(self) -> bool:
         """Whether it runs latbench's own kernels."""
-        return self.backend == NUMBA
+        return self.backend in (NUMBA, CUPY)
+
+
+def _gpu_model(name: str, backend: str, kernel: str = "auto", **facts: Any) -> ModelEngine:
+    return ModelEngine(name, backend, kernel, "", "", on_gpu=True, **facts)
 
 
 MODEL_ENGINES = {
@@ -350,12 +364,17 @@ MODEL_ENGINES = {
         ModelEngine(DENSE_INT8, "openvino", "int8", INT8, shares_export=True),
         ModelEngine("onnxruntime-int8", "onnxruntime", "int8", INT8, shares_export=True),
         ModelEngine(DEEPSPARSE, DEEPSPARSE, runs_pruned=True, phrase=" on DeepSparse"),
+        _gpu_model(TORCH_ON_GPU, TORCH_GPU, "eager"),
+        _gpu_model("torch-gpu-folded", TORCH_GPU, "folded"),
+        _gpu_model("torch-gpu-compiled", TORCH_GPU, "compiled"),
+        _gpu_model("tensorrt", "tensorrt"),
+        _gpu_model(CUPY, CUPY, runs_dense=False, runs_pruned=True, phrase=" on a GPU"),
     )
 }
 """Engines of whole models, by name."""
 
 PRUNED_ENGINES = tuple(name for name, engine in MODEL_ENGINES.items() if engine.runs_pruned)
-"""The engines that can run a pruned model: latbench's own kernels, or DeepSparse."""
+"""The engines that can run a pruned model: latbench's own kernels on a CPU or a GPU, or DeepSparse."""
 
 
 def list_standard(engines: Mapping[str, LayerEngine]) -> tuple[str, ...]:
@@ -365,7 +384,17 @@ def list_standard(engines: Mapping[str, LayerEngine]) -> tuple[str, ...]:
 
 def runs_our_kernels(name: str) -> bool:
     """Return whether a pruned model on this engine runs latbench's own kernels; False for an unknown name."""
-    return name == NUMBA
+    return name in MODEL_ENGINES and MODEL_ENGINES[name].runs_pruned and MODEL_ENGINES[name].ours
+
+
+def runs_on_gpu(name: str) -> bool:
+    """Return whether a model engine runs on a GPU; False for an unknown name."""
+    return name in MODEL_ENGINES and MODEL_ENGINES[name].on_gpu
+
+
+def find_plain_torch(name: str) -> str:
+    """Return the engine that runs any dense model on the device of this engine: torch as it is."""
+    return TORCH_ON_GPU if runs_on_gpu(name) else TORCH
 
 
 def is_deepsparse(name: str) -> bool:
@@ -391,11 +420,15 @@ def list_rivals(name: str, precisions: Iterable[str] = (FLOAT32,)) -> tuple[str,
     name : str
         The engine that runs the pruned model. DeepSparse is a rival only where it does.
     precisions : iterable of str
-        Types in which the pruned model's layers may be multiplied. An engine that rounds further is no rival.
+        Types in which the pruned model's layers may be multiplied. An engine that rounds further is no rival. On a
+        GPU all engines run the model in one type.
     """
+    dense = [each for each in MODEL_ENGINES.values() if each.runs_dense and each.on_gpu == runs_on_gpu(name)]
+    if runs_on_gpu(name):
+        return tuple(each.name for each in dense)
     allowed = list_as_precise(find_narrowest(precisions))
     return tuple(
         each.name
-        for each in MODEL_ENGINES.values()
+        for each in dense
         if each.precision in allowed and (each.backend != DEEPSPARSE or is_deepsparse(name))
     )

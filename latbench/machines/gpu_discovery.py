@@ -33,6 +33,7 @@ from latbench.machines.gpu_names import (
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+UUID_VARIABLE = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
 
 _NO_LIBRARY = (
     "nvidia-ml-py is not installed, so no GPU can be found: pip install 'latbench[cuda13]', "
@@ -188,8 +189,20 @@ def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
     return found[0].usable if len(found) == 1 else []
 
 
-def find_gpu(text: str) -> Gpu:
+def build_gpu_variables(gpu: Gpu) -> dict[str, str]:
+    """Return the environment variables of a worker that sees this GPU alone, and watches it."""
+    return {VISIBLE_VARIABLE: gpu.uuid, ORDER_VARIABLE: "PCI_BUS_ID", UUID_VARIABLE: gpu.uuid}
+
+
+def find_gpu(text: str, otherwise: str = ", or measure the CPU with --cpu") -> Gpu:
     """Return the GPU of this machine that a user calls `text`: NAME or NAME:INDEX, counted as in `list_gpus`.
+
+    Parameters
+    ----------
+    text
+        What the user typed.
+    otherwise
+        What a refusal offers in place of another GPU.
 
     Raises
     ------
@@ -216,4 +229,4 @@ def find_gpu(text: str) -> Gpu:
         find_device_name(wanted.name)
     except UsageError:
         raise UsageError(f"unknown GPU {wanted.name!r}, {advice}") from None
-    raise EnvironmentUnusable(f"--gpu {text} requested, but {advice}, or measure the CPU with --cpu")
+    raise EnvironmentUnusable(f"--gpu {text} requested, but {advice}{otherwise}")

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.gpu.gpu_versions import DRIVER, Versions
-from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
+from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES
 from latbench.base.engine_registry import GPU_ENGINES
 from latbench.base.environments import hash_environment
 from latbench.machines.cuda_libraries import find_library_versions
 from latbench.machines.devices import read_cpu_times, read_telemetry
+from latbench.machines.gpu_discovery import build_gpu_variables
 from latbench.machines.gpu_names import Gpu
 from latbench.machines.nvml import describe_gpu_environment, open_observer, summarise_gpu_states
 from latbench.machines.processors import count_cores
@@ -185,8 +186,7 @@ class GpuMachine:
                 worker.kill()  # it hangs: its next request starts another process
                 wait([loading])
             return worker
-        environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
-        return Worker(threads=count_cores(), name=process, environment=environment)
+        return Worker(threads=count_cores(), name=process, environment=build_gpu_variables(self.gpu))
 
     def watch(self) -> Callable[[], dict[str, Any]]:
         """Watch the host's load and stolen time; the GPU's state comes with each burst."""

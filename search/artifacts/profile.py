@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from latbench.base.deployed_forms import FORM_PHRASES, PYTHON
-from latbench.base.engine_registry import FLOAT32, PRECISIONS
+from latbench.base.engine_registry import FLOAT32, PRECISIONS, runs_on_gpu
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.importers.text_formats import write_spdy_profile
@@ -75,7 +75,7 @@ class Profile:
     layers
         Layer name -> its option.
     backend, threads, batch, device
-        Where the pruned model runs: backend, threads, size of the batch, and name of the CPU.
+        Where the pruned model runs: backend, threads, size of the batch, and name of the CPU or GPU.
     target
         The speedup that was asked for.
     confidence
@@ -108,7 +108,7 @@ class Profile:
         Bytes of all weights of the dense model.
     precisions
         Types that a layer could have, with commas between them. `dense_engine` is the fastest of those that round no
-        further than these.
+        further than these. On a GPU the type of the whole model; its layers then count as unrounded (float32).
     form
         How the pruned model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`. The promise is measured
         in this form.
@@ -157,7 +157,8 @@ class Profile:
     @property
     def deployment(self) -> Deployment:
         """How the pruned model runs."""
-        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")), self.form)
+        gpu = self.device if runs_on_gpu(self.backend) else ""
+        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")), self.form, gpu)
 
     @property
     def weights(self) -> Weights | None:

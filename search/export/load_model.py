@@ -36,7 +36,8 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
 
     An exported model takes and gives NumPy arrays. It needs nothing but NumPy, and OpenVINO or torch if it was
     exported to that. A pruned one is the fast torch module that `latbench verify` timed. It is for inference on this
-    machine's CPU, with float32 inputs. Call it as any module, in any thread, also without `torch.no_grad()`; its
+    machine's CPU, with float32 inputs. If it was searched for a GPU, it is there, in the type of its profile, and so
+    must its inputs be. Call it as any module, in any thread, also without `torch.no_grad()`; its
     process may fork. The given model stays as it is.
 
     Parameters
@@ -64,7 +65,7 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
     UsageError
         The model cannot be called with the example, or cannot be converted, or is for DeepSparse.
     EnvironmentUnusable
-        This machine cannot run the exported model.
+        This machine cannot run the exported model, or has no GPU for a pruned one.
 
     Examples
     --------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from latbench.base.engine_registry import NUMBA
 from latbench.errors import UsageError
 from search.artifacts.profile import read_profile
 from search.example_inputs import ExampleInputs
@@ -70,6 +71,15 @@ def prepare_model(
 
 
 def read_pruned_model(task: Task, folder: Path) -> ModelToExport:
-    """Read the pruned model of a task from its folder. Raises BadData if it is damaged or of another model."""
+    """Read the pruned model of a task from its folder.
+
+    Raises BadData if it is damaged or of another model, UsageError if it was searched for a GPU.
+    """
     model, choices = load_pruned(folder, task.model())
-    return prepare_model(task, model, choices, read_profile(folder / PROFILE).threads, folder)
+    profile = read_profile(folder / PROFILE)
+    if profile.deployment.on_gpu:
+        raise UsageError(
+            f"{folder} was searched for a GPU, and exports run on CPUs: search with --backend {NUMBA}, or load it "
+            "with latbench.load"
+        )
+    return prepare_model(task, model, choices, profile.threads, folder)

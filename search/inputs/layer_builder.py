@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, runs_on_gpu
 from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
@@ -114,10 +114,11 @@ def build_predicted_layers(
         if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
             wanted = _make_covered_rows(model, engine.rows, shape, sparsities)
         if DENSE not in set(wanted["pattern"]):
+            on_gpu = " --gpu NAME" if runs_on_gpu(engine.backend) else ""
             raise BadData(
                 f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
                 f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
-                "(latbench trace, then latbench sweep --workload)"
+                f"(latbench trace, then latbench sweep{on_gpu} --workload)"
             )
         low, high = model.predict_interval(wanted, coverage)
         return _build_layer(wanted, np.asarray(model.predict(wanted)), low, high, shape)

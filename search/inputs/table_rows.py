@@ -34,7 +34,17 @@ from sparse_kernels.shapes import Shape
 _COLUMNS = [
     *(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds", "backend_version",
 ]  # fmt: skip
-_KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
+_KIND = [
+    "backend",
+    "op",
+    "pattern",
+    "sparsity_target",
+    "kernel_requested",
+    "dtype_w",
+    "dtype_a",
+    "purpose",
+    "status",
+]
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,10 @@ class NetworkRows:
     model_seconds: float | None
 
 
-def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
-    """Read the rows of these shapes on one engine, and one row of each kind of other shapes.
+def read_sweep_rows(
+    table: str | Place, shapes: Collection[Shape], *, threads: int, backends: Sequence[str], device: str | None = None
+) -> pd.DataFrame:
+    """Read the rows of these shapes on some engines, and one row of each kind of other shapes.
 
     For a shape that the table lacks, the other rows show which patterns and sparsities exist. Memory grows with the
     rows that are returned, not with the table. Raises BadData like `latbench.tables.table.read_table`.
@@ -79,9 +91,11 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
     shapes
         Shapes of layers.
     threads
-        Threads of the engine.
-    backend
-        The engine, as a search names it.
+        Threads of the engines.
+    backends
+        The engines, as tables name them.
+    device
+        The device; None for any.
     """
     sizes = {
         name: pa.array(sorted({convert_shape_to_columns(shape)[name] for shape in shapes}), pa.int64())
@@ -90,7 +104,9 @@ def read_sweep_rows(table: str | Place, shapes: Collection[Shape], *, threads: i
     known: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        ours = pc.and_(pc.is_in(piece["backend"], pa.array(backends)), pc.equal(piece["threads"], threads))
+        if device is not None:
+            ours = pc.and_(ours, pc.equal(piece["device"], device))
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))

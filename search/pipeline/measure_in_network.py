@@ -37,8 +37,8 @@ from search.inputs.table_rows import read_network_rows, select_network_rows
 from search.progress import Progress
 from search.task import Task
 from search.traced_layers import list_prunable_layers
-from search.whole_model.end_to_end import lock_cpu
 from search.whole_model.model_engines import convert_to_arrays
+from search.whole_model.timed_device import find_cpu
 from sparse_kernels.shapes import Shape
 
 SPDY_LEVELS = tuple(round(1 - 0.6 * (0.01 / 0.6) ** (i / 40), 4) for i in range(41))
@@ -126,7 +126,7 @@ def time_layers_in_network(
         found = find_layer_values(called.model, called.tensors, path)
         values = {value: name.removeprefix(called.prefix) for value, name in found.items()}
         network = _Network(path, convert_to_arrays(called.tensors), threads, environment, example.batch)
-        with lock_cpu(progress):
+        with find_cpu().lock(progress):
             try:
                 network.run(schedule.turns(), progress)
             finally:

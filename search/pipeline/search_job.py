@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from latbench.errors import PromiseMissed, UsageError
-from latbench.machines.devices import name_cpu
 from search.artifacts.profile import LayerChoice, Profile
 from search.deployment import Deployment
 from search.knapsack.arrays import Choice, sum_in_order
@@ -46,8 +45,10 @@ from search.strategies.evaluation_budget import ProfileEvaluator, SearchResult
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model import overhead
 from search.whole_model.dense_rivals import find_fastest_dense, find_known_seconds, find_slower_engines
-from search.whole_model.end_to_end import IsEnough, ModelTimer, RoundSchedule, lock_cpu
+from search.whole_model.end_to_end import IsEnough, ModelTimer, RoundSchedule
+from search.whole_model.engine_builders import build_dense_engines, build_pruned_engines
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
+from search.whole_model.timed_device import find_timed_device
 from search.whole_model.timings import Timings
 
 MAX_VERIFIED = 2
@@ -105,9 +106,13 @@ def search(
         The inputs do not fit together.
     """
     with contextlib.ExitStack() as stack:
-        timer = timer or stack.enter_context(ModelTimer(request.deployment.threads))
+        timer = timer or stack.enter_context(_build_timer(request.deployment))
         setup = set_up_search(inputs, request, timer, remeasure=remeasure, progress=progress)
         return _find_profile(inputs, request, setup, timer, progress)
+
+
+def _build_timer(deployment: Deployment) -> ModelTimer:
+    return find_timed_device(deployment).build_timer(deployment.threads)
 
 
 def _find_profile(
@@ -262,12 +267,12 @@ def time_profiles(
     after the first build for which `is_clear` returns True.
     """
     task, known = inputs.task, find_known_seconds(before)
-    engines = overhead.build_dense_engines(task, deployment)
+    engines = build_dense_engines(task, deployment)
     for slower in find_slower_engines(before):
         engines.pop(slower, None)
     database = str(inputs.database.resolve()), inputs.model_hash
-    engines |= overhead.build_pruned_engines(task, deployment, profiles, database)
-    with lock_cpu(progress):
+    engines |= build_pruned_engines(task, deployment, profiles, database)
+    with find_timed_device(deployment).lock(progress):
         required = [find_fastest_dense(before), *profiles]
         return timer.time(
             engines, required=required, schedule=ROUND_SCHEDULE, known=known, is_enough=is_clear, progress=progress
@@ -304,7 +309,7 @@ def build_profile(
         backend=deployment.backend,
         threads=deployment.threads,
         batch=inputs.task.example().batch,
-        device=name_cpu(),
+        device=find_timed_device(deployment).name,
         target=promised.target,
         confidence=promise.confidence,
         dense_engine=measured.dense_engine,

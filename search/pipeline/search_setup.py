@@ -15,10 +15,11 @@ from pathlib import Path
 
 from cost_models.model_file import load
 from latbench.backends.cpu.cpu_versions import describe_old_kernels
-from latbench.errors import BadData
+from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
 from search.inputs import layer_errors
+from search.inputs.gpu_rows import read_gpu_rows
 from search.inputs.layer_builder import build_network_layers, build_predicted_layers
 from search.inputs.layer_errors import read_errors
 from search.inputs.table_rows import read_network_rows, read_sweep_rows, select_engine_rows
@@ -40,8 +41,9 @@ from search.pruning.one_shot.fill_database import fill_database
 from search.strategies import chance_constraint as chance
 from search.traced_layers import list_prunable_layers
 from search.whole_model import overhead
-from search.whole_model.end_to_end import ModelTimer, lock_cpu
+from search.whole_model.end_to_end import ModelTimer
 from search.whole_model.sessions import Session
+from search.whole_model.timed_device import find_timed_device
 from sparse_kernels.shapes import Shape
 
 _LOG = logging.getLogger(__name__)
@@ -85,6 +87,9 @@ def set_up_search(
     The order of the steps reports faults of the inputs, and a target out of reach, before any long work.
     """
     task, promise, workers, history = inputs.task, request.promise, request.workers, SearchHistory(inputs, request)
+    if promise.most_bytes is not None and request.deployment.on_gpu:
+        backend = request.deployment.backend
+        raise UsageError(f"--most-bytes does not go with {backend}: it counts weights as CPU kernels pack them")
     with open_pool(workers.pool, workers.processes):  # raises where there is no worker
         pass
     progress("reading the table", None, None)
@@ -194,8 +199,11 @@ def build_layers(
             read_network_rows(inputs.table, threads=threads), inputs.task.name, shapes,
             threads=threads, batch=inputs.task.example().batch, coverage=coverage,
         )  # fmt: skip
-    rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backend=backend)
-    engine = select_engine_rows(rows, deployment)
+    if deployment.on_gpu:
+        engine = read_gpu_rows(inputs.table, set(shapes.values()), find_timed_device(deployment).name)
+    else:
+        rows = read_sweep_rows(inputs.table, set(shapes.values()), threads=threads, backends=[backend])
+        engine = select_engine_rows(rows, deployment)
     if (old := describe_old_kernels(engine.rows, inputs.table)) is not None:
         _LOG.warning(old)
     return build_predicted_layers(
@@ -211,7 +219,7 @@ def _find_probes(
     """Return the session of the probe profiles: a known one, or a new one that is kept."""
     if not remeasure and (known := history.read_probes()):
         return known
-    with lock_cpu(progress):
+    with find_timed_device(deployment).lock(progress):
         session = overhead.time_probe_profiles(inputs.task, layers, deployment, timer, progress)
     history.write_probes(session)
     return session

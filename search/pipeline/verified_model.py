@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from latbench.base.deployed_forms import PYTHON
+from latbench.base.engine_registry import CUPY, FLOAT16, FLOAT32
 from latbench.errors import BadData, UsageError
+from latbench.machines.processors import count_cores
 from search.artifacts.profile import Profile, read_profile
-from search.deployment import Deployment
+from search.deployment import GPU_THREADS, Deployment
 from search.export.export_manifest import EXPECTED, PROFILE, check_files, hash_export, is_exported, read_manifest
 from search.pruning.storage.model_folder import hash_manifest
 from search.task import Task
@@ -38,10 +40,11 @@ class VerifiedModel:
     pruned: str
     exported: str = ""
 
-    def choose_deployment(self, backend: str | None = None) -> Deployment:
-        """Return how it runs.
+    def choose_deployment(self, backend: str | None = None, gpu: str = "", model_type: str = "") -> Deployment:
+        """Return how it runs: as it was searched, but for another backend or GPU that is asked for.
 
-        Raises UsageError for another backend than that of an exported model, or another form than the promised one.
+        A profile of a CPU has no type for a GPU: there it gets `model_type`, or float16. Raises UsageError where
+        these do not go with the profile, or with the form in which the model was exported.
         """
         promised = self.profile.form
         if promised not in (PYTHON, self.form):
@@ -52,7 +55,24 @@ class VerifiedModel:
             )
         if self.exported and backend not in (None, self.profile.backend):
             raise UsageError(f"{self.folder} is exported, with latbench's kernels: leave out --backend")
-        return replace(self.profile.deployment, backend=backend or self.profile.backend, form=self.form)
+        searched = self.profile.deployment
+        chosen = replace(searched, backend=backend or searched.backend, form=self.form)
+        if chosen.on_gpu and not searched.on_gpu:
+            self._check_precisions()
+            chosen = replace(chosen, threads=GPU_THREADS, precisions=(model_type or FLOAT16,))
+        elif searched.on_gpu and not chosen.on_gpu:
+            chosen = replace(chosen, threads=count_cores(), precisions=(FLOAT32,), gpu="")
+        if gpu and not chosen.on_gpu:
+            raise UsageError(
+                f"--gpu {gpu} does not go with {chosen.backend}, which runs on a CPU: add --backend {CUPY}"
+            )
+        return replace(chosen, gpu=gpu or chosen.gpu)
+
+    def _check_precisions(self) -> None:
+        """Raise UsageError if a layer rounds further than a GPU's kernels do."""
+        for name, choice in self.profile.layers.items():
+            if choice.precision != FLOAT32:
+                raise UsageError(f"{self.folder}: layer {name} is in {choice.precision}, which runs on a CPU alone")
 
     def check_task(self, task: Task) -> None:
         """Raise BadData if the model belongs to another task."""

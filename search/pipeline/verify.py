@@ -20,10 +20,19 @@ from uuid import uuid4
 from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
 from latbench.base.deployed_forms import PYTHON
-from latbench.base.engine_registry import DENSE_INT8, MODEL_ENGINES, TORCH, find_narrowest, is_deepsparse, list_rivals
+from latbench.base.engine_registry import (
+    CPU_ENGINES,
+    DENSE_INT8,
+    GPU_ENGINES,
+    MODEL_ENGINES,
+    find_narrowest,
+    find_plain_torch,
+    is_deepsparse,
+    list_rivals,
+)
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
-from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
+from latbench.machines.devices import find_version, read_cpu_times
 from latbench.machines.processors import check_threads
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.tables.table import has_rows, read_table
@@ -44,9 +53,16 @@ from search.pipeline.verified_model import VerifiedModel, read_verified
 from search.progress import Progress
 from search.task import Task
 from search.whole_model.confidence import VERDICT_COVERAGE
-from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule, lock_cpu
-from search.whole_model.overhead import build_dense_engines, build_informative_engine, describe_conditions
+from search.whole_model.end_to_end import ModelTimer, RoundSchedule
+from search.whole_model.engine_builders import (
+    build_dense_engines,
+    build_folder_engine,
+    build_informative_engine,
+    name_score_call,
+)
+from search.whole_model.overhead import describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
+from search.whole_model.timed_device import find_timed_device
 from search.whole_model.timings import Timings
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +85,7 @@ def verify(
     folder: Path,
     output: Path,
     *,
-    backend: str | None = None,
+    deployment: Deployment | None = None,
     timer: ModelTimer | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> SpeedupVerdict:
@@ -83,8 +99,8 @@ def verify(
         The folder that `latbench prune` or `latbench export` wrote.
     output
         Folder for verify.json, the rows and session.json. On deepsparse, pruned.onnx is left there, too.
-    backend
-        The backend of the pruned model; None for the one that it was searched for.
+    deployment
+        How the pruned model runs (`VerifiedModel.choose_deployment`); None for how it was searched.
     timer
         Times whole models. Default: one of this verification.
     progress
@@ -101,34 +117,43 @@ def verify(
     """
     verified = read_verified(folder)
     verified.check_task(task)
-    profile, deployment = verified.profile, verified.choose_deployment(backend)
+    profile, deployment = verified.profile, deployment or verified.choose_deployment()
     check_threads(
-        profile.threads, f"{folder} was searched for {profile.threads} threads", "search again with fewer --threads"
+        deployment.threads,
+        f"{folder} was searched for {profile.threads} threads",
+        "search again with fewer --threads",
     )
     if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
     with contextlib.ExitStack() as stack:
-        timer = timer or stack.enter_context(ModelTimer(profile.threads))
+        timer = timer or stack.enter_context(find_timed_device(deployment).build_timer(deployment.threads))
         # An exported model first, because a score may call it with sizes that it does not take.
         scores = _score_models(task, folder, deployment, timer, progress) if verified.exported else None
         timings, state = _time_pruned(task, verified, output / "pruned.onnx", deployment, timer, progress)
         scores = scores or _score_models(task, folder, deployment, timer, progress)
         in_bytes = _score_int8(task, deployment, timer) if DENSE_INT8 in timings.blocks else None
-    verdict = build_verdict(task, profile, deployment.backend, timings, scores, verified.pruned)
+    verdict = build_verdict(task, profile, deployment, timings, scores, verified.pruned)
     verdict = replace(verdict, score_int8=in_bytes, form=verified.form, exported=verified.exported)
-    _write_rows(output, [{**row, **state} for row in build_rows(verdict, profile, timings)], profile.threads, newest)
-    key = describe_conditions(task, profile.model_hash, deployment)
-    rivals = list_rivals(deployment.backend, deployment.precisions)
-    write_sessions([build_session(timings, profile.options, rivals)], key, output / SESSION)
+    _write_rows(output, [{**row, **state} for row in build_rows(verdict, timings)], deployment, newest)
+    _write_session(task, profile, deployment, timings, output / SESSION)
     content = {"version": VERSION, **asdict(verdict)}
     write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
     return verdict
 
 
-def _write_rows(output: Path, rows: list[dict[str, Any]], threads: int, newest: dict[str, datetime]) -> None:
+def _write_session(task: Task, profile: Profile, deployment: Deployment, timings: Timings, path: Path) -> None:
+    """Write the timings for later searches under the same conditions."""
+    key = describe_conditions(task, profile.model_hash, deployment)
+    rivals = list_rivals(deployment.backend, deployment.precisions)
+    write_sessions([build_session(timings, profile.options, rivals)], key, path)
+
+
+def _write_rows(
+    output: Path, rows: list[dict[str, Any]], deployment: Deployment, newest: dict[str, datetime]
+) -> None:
     """Write the rows with their environment to the table in `output`."""
-    environment = describe_cpu_environment(threads)
+    environment = find_timed_device(deployment).describe_environment(deployment.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     write_environment(output, environment)
     write_part(output, date_after(newest, [{**row, **identity} for row in rows]))
@@ -150,31 +175,25 @@ def _time_pruned(
     The timing goes on while the target lies within the interval of the speedup.
     """
     engines = build_dense_engines(task, deployment) | build_informative_engine(task, deployment)
-    folder, profile = str(verified.folder.resolve()), verified.profile
-    engines[PRUNED] = EngineBuilder(
-        PRUNED, "search.whole_model.model_engines:build_folder_pruned",
-        (task.reference, deployment.threads, deployment.backend, folder, str(onnx.resolve())),
-    )  # fmt: skip
-    if verified.exported:
-        function = "search.export.deployed_engine:build_exported"
-        engines[PRUNED] = EngineBuilder(PRUNED, function, (folder, deployment.threads))
-    with lock_cpu(progress):
+    engines[PRUNED] = build_folder_engine(task, deployment, verified.folder, onnx)
+    profile, device = verified.profile, find_timed_device(deployment)
+    with device.lock(progress):
         before, started = read_cpu_times(), datetime.now(UTC)
-        known = {profile.dense_engine: profile.dense_seconds} if profile.device == name_cpu() else {}
+        known = {profile.dense_engine: profile.dense_seconds} if profile.device == device.name else {}
         timings = timer.time(
-            engines, required=[TORCH, PRUNED], schedule=VERIFY_SCHEDULE, known=known,
-            is_enough=lambda timings: _judge(timings, profile, deployment.backend) != INCONCLUSIVE, progress=progress,
+            engines, required=[find_plain_torch(deployment.backend), PRUNED], schedule=VERIFY_SCHEDULE, known=known,
+            is_enough=lambda timings: _judge(timings, profile.target, deployment) != INCONCLUSIVE, progress=progress,
         )  # fmt: skip
-    return timings, {"started_at": started, **read_telemetry(before)}
+    return timings, {"started_at": started, **device.read_state(before)}
 
 
-def _judge(timings: Timings, profile: Profile, backend: str) -> str:
-    dense = _find_fastest_dense(timings, profile, backend)
-    return judge_speedup(timings.speedup(PRUNED, dense, VERDICT_COVERAGE), profile.target)
+def _judge(timings: Timings, target: float, deployment: Deployment) -> str:
+    dense = _find_fastest_dense(timings, deployment)
+    return judge_speedup(timings.speedup(PRUNED, dense, VERDICT_COVERAGE), target)
 
 
-def _find_fastest_dense(timings: Timings, profile: Profile, backend: str) -> str:
-    return timings.fastest(list_rivals(backend, profile.deployment.precisions))
+def _find_fastest_dense(timings: Timings, deployment: Deployment) -> str:
+    return timings.fastest(list_rivals(deployment.backend, deployment.precisions))
 
 
 def _score_models(
@@ -182,14 +201,10 @@ def _score_models(
 ) -> tuple[float, float]:
     """Return the scores of the dense and the pruned model, computed in another process."""
     progress("scoring", None, None)
-    where = str(folder.resolve())
-    if deployment.form == PYTHON:
-        function, arguments = "search.whole_model.model_engines:score_models", [deployment.backend, where]
-    else:
-        function, arguments = "search.export.deployed_engine:score_exported", [where]
-    given = task.reference, deployment.threads, *arguments
+    function, arguments = name_score_call(task, deployment, folder)
     try:
-        dense, pruned = timer.call(TORCH, function, *given, timeout=SCORE_SECONDS)
+        plain = find_plain_torch(deployment.backend)
+        dense, pruned = timer.call(plain, function, *arguments, timeout=SCORE_SECONDS)
     except TaskFailed as error:
         raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     return dense, pruned
@@ -208,30 +223,33 @@ def _score_int8(task: Task, deployment: Deployment, timer: ModelTimer) -> float 
     return score
 
 
-def read_current_verdict(task: Task, folder: Path, output: Path, backend: str) -> SpeedupVerdict | None:
-    """Return the verdict in `output` if it belongs to this model, this machine and these engines, and was met.
+def read_current_verdict(
+    task: Task, folder: Path, output: Path, deployment: Deployment | None = None
+) -> SpeedupVerdict | None:
+    """Return the verdict in `output` if it belongs to this model, this device and these engines, and was met.
 
     A promise that was missed is verified again, because the machine may have been busy. Raises BadData as `verify`
     does.
     """
     verified = read_verified(folder)
     verified.check_task(task)
+    deployment = deployment or verified.choose_deployment()
     known = read_verdict(output / "verify.json")
-    wanted = verified.pruned, verified.exported, backend, hash_score_code(task)
+    wanted = verified.pruned, verified.exported, deployment.backend, hash_score_code(task)
     if known is None or not known.met or (known.inputs, known.exported, known.backend, known.code) != wanted:
         return None
-    key = describe_conditions(task, verified.profile.model_hash, verified.choose_deployment(backend))
+    key = describe_conditions(task, verified.profile.model_hash, deployment)
     return known if read_sessions(output / SESSION, key) else None
 
 
 def build_verdict(
-    task: Task, profile: Profile, backend: str, timings: Timings, scores: tuple[float, float], inputs: str
+    task: Task, profile: Profile, deployment: Deployment, timings: Timings, scores: tuple[float, float], inputs: str
 ) -> SpeedupVerdict:
     """Return the verdict.
 
     Parameters
     ----------
-    task, profile, backend
+    task, profile, deployment
         What was verified.
     timings
         Samples of the dense engines and of PRUNED.
@@ -240,14 +258,14 @@ def build_verdict(
     inputs
         Hash of the pruned model's manifest.
     """
-    dense = _find_fastest_dense(timings, profile, backend)
+    dense = _find_fastest_dense(timings, deployment)
     slowdown = None
     if profile.dense_engine in timings.blocks:
         slowdown = timings.seconds(profile.dense_engine, VERDICT_COVERAGE).value / profile.dense_seconds
     seconds, speedup = timings.seconds(PRUNED, VERDICT_COVERAGE), timings.speedup(PRUNED, dense, VERDICT_COVERAGE)
     return SpeedupVerdict(
         task=task.name,
-        backend=backend,
+        backend=deployment.backend,
         target=profile.target,
         outcome=judge_speedup(speedup, profile.target),
         predicted_seconds=profile.predicted_seconds,
@@ -267,13 +285,20 @@ def build_verdict(
         score_name=task.score_name,
         score_dense=scores[0],
         score_pruned=scores[1],
-        device=name_cpu(),
-        threads=profile.threads,
+        device=find_timed_device(deployment).name,
+        threads=deployment.threads,
         batch=profile.batch,
         inputs=inputs,
         code=hash_score_code(task),
-        precision=find_narrowest(choice.precision for choice in profile.layers.values()),
+        precision=_find_precision(profile, deployment),
     )
+
+
+def _find_precision(profile: Profile, deployment: Deployment) -> str:
+    """Return the least precise type in which a layer of the pruned model is multiplied."""
+    if deployment.on_gpu:
+        return deployment.model_type
+    return find_narrowest(choice.precision for choice in profile.layers.values())
 
 
 def _build_engine_columns(timings: Timings, name: str, dense: str) -> dict[str, float]:
@@ -292,7 +317,7 @@ def build_session(timings: Timings, options: OptionsByLayer, rivals: Collection[
     return Session({name: options}, replace(timings, blocks={**blocks, name: timings.blocks[PRUNED]}))
 
 
-def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:
+def build_rows(verdict: SpeedupVerdict, timings: Timings) -> list[dict[str, Any]]:
     """Return a table row for every engine: op "model", purpose "verify".
 
     The type of the pruned model is the least precise one that a layer has.
@@ -300,16 +325,18 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
         engine = MODEL_ENGINES[verdict.backend if name == PRUNED else name]
-        precision = verdict.precision if name == PRUNED else engine.precision
+        # Without a type of its own, an engine has that of the whole model.
+        precision = verdict.precision if name == PRUNED else engine.precision or verdict.precision
         kernel = verdict.form if name == PRUNED and verdict.form != PYTHON else engine.kernel
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
             "backend": engine.backend, "backend_version": _version(engine.backend), "kernel_requested": kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
             "batch": verdict.batch, "dtype_w": precision, "dtype_a": precision,
-            "dtype_out": engine.output_precision,
-            "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
-            "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
+            "dtype_out": engine.output_precision or precision,
+            "context": "network", "cache_mode": "warm", "launch_mode": "graph" if engine.on_gpu else "call",
+            "threads": verdict.threads, "timer": "cuda_event" if engine.on_gpu else "perf_counter",
+            "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
             "burst_error": estimate_burst_error(blocks),
         })  # fmt: skip
@@ -317,6 +344,8 @@ def build_rows(verdict: SpeedupVerdict, profile: Profile, timings: Timings) -> l
 
 
 def _version(backend: str) -> str | None:
-    return (
-        deepsparse_environment.VERSION if is_deepsparse(backend) else installed_engines.find_engine_version(backend)
-    )
+    if is_deepsparse(backend):
+        return deepsparse_environment.VERSION
+    if backend in CPU_ENGINES or backend in GPU_ENGINES:
+        return installed_engines.find_engine_version(backend)
+    return find_version(backend)

@@ -1,16 +1,18 @@
-"""Convert a pruned model to what is timed, verified and served.
+"""Convert a pruned model to what is timed, verified and served, on a CPU or a GPU.
 
 Its pruned layers run on latbench's kernels, and so do convolutions that read few channels, such as a network's first.
 There torch's convolution takes longer than our dense one (`tests/benchmarks/jobs/first_convolutions.py`). The next
-convolution also finds its input in the frames that it reads.
+convolution also finds its input in the frames that it reads. On a GPU every layer that stays dense is torch's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from latbench.base.engine_registry import CUPY
 from latbench.workloads.workload import trace_model
 from search.example_inputs import ExampleInputs
 from sparse_kernels.convert import LayerPattern, convert
@@ -22,6 +24,9 @@ FEW_CHANNELS = 4
 
 With more channels torch is faster on some processors.
 """
+
+GPU = "cuda"
+"""Where torch puts a model on the GPU of its process."""
 
 
 def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs) -> nn.Module:
@@ -45,6 +50,49 @@ def convert_for_example(model: nn.Module, choices: Mapping[str, LayerPattern], e
     """
     choices = add_first_convolutions(model, choices, example)
     return convert(model, choices, example.arguments, example_keywords=example.keywords)
+
+
+def convert_on_gpu(
+    model: nn.Module, choices: Mapping[str, LayerPattern], example: ExampleInputs, precision: str
+) -> nn.Module:
+    """Return the model on the GPU, converted to the sparse ones of `choices`, and proved on the example inputs.
+
+    Parameters
+    ----------
+    model : Module
+        The pruned model on the CPU. It is moved.
+    choices : mapping of str to LayerPattern
+        The patterns of its pruned layers.
+    example : ExampleInputs
+        The arguments of a call, on the CPU.
+    precision : str
+        The type that weights and inputs get, such as float16.
+
+    Raises
+    ------
+    ValueError
+        As `sparse_kernels.convert.convert`.
+    """
+    sparse = {name: choice for name, choice in choices.items() if not isinstance(choice.pattern, Dense)}
+    placed = place_inputs(example, precision)
+    return convert(
+        place_model(model, precision), sparse, placed.arguments, example_keywords=placed.keywords, backend=CUPY
+    )
+
+
+def place_model(model: nn.Module, precision: str) -> nn.Module:
+    """Return the model on the GPU, ready to infer, with its floats in this type."""
+    return model.to(GPU, getattr(torch, precision)).eval()
+
+
+def place_inputs(inputs: ExampleInputs, precision: str) -> ExampleInputs:
+    """Return the inputs on the GPU, floats in this type."""
+    dtype = getattr(torch, precision)
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(GPU, dtype) if tensor.is_floating_point() else tensor.to(GPU)
+
+    return inputs.map_tensors(place)
 
 
 def add_first_convolutions(

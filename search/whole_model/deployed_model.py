@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from latbench.base.engine_registry import is_deepsparse
-from latbench.errors import BadData, UsageError
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.artifacts.profile import Profile, read_profile
 from search.example_inputs import ExampleInputs
 from search.model_weights import remove_compilation
 from search.pruning.storage.model_folder import is_pruned, load_pruned, read_manifest
 from search.user_code import call_user_code
-from search.whole_model.convert_model import convert_for_example
+from search.whole_model.convert_model import convert_for_example, convert_on_gpu
 from sparse_kernels.convert import copy_model
 from sparse_kernels.prunable_layers import bake_weights
 
@@ -31,17 +31,26 @@ def load_deployed(
     """Load a pruned model as the fast torch module that `latbench verify` timed, as `load_model` says.
 
     Raises BadData if the folder is no pruned model, is damaged, or was pruned from another model. Raises UsageError
-    if the model cannot be called with the example, or cannot be converted, or is for DeepSparse.
+    if the model cannot be called with the example, or cannot be converted, or is for DeepSparse. Raises
+    EnvironmentUnusable if it is for a GPU and there is none.
     """
     folder = Path(folder)
     profile = _read_profile(folder)
     inputs = _build_inputs(example)
     pruned = _copy_dense(model)
     pruned, choices = load_pruned(folder, pruned)
-    torch.set_num_threads(profile.threads if threads is None else threads)
+    deployment = profile.deployment
+    if threads is not None or not deployment.on_gpu:
+        torch.set_num_threads(profile.threads if threads is None else threads)
+    if deployment.on_gpu and not torch.cuda.is_available():
+        raise EnvironmentUnusable(
+            f"{folder} was searched for a GPU, and torch finds none: `latbench doctor` says what is missing"
+        )
     with torch.no_grad():
         call_user_code("the model, called with the example inputs,", lambda: inputs.call(pruned))
     try:
+        if deployment.on_gpu:
+            return convert_on_gpu(pruned, choices, inputs, deployment.model_type)
         return convert_for_example(pruned, choices, inputs)
     except ValueError as error:
         raise UsageError(f"{folder} cannot be converted with this model: {error}") from error
@@ -62,12 +71,13 @@ def _read_profile(folder: Path) -> Profile:
 
 
 def _build_inputs(example: Any) -> ExampleInputs:
+    """Return the inputs on the CPU, where the pruned model is proved to run before it is converted."""
     if isinstance(example, Tensor):
-        return ExampleInputs((example,))
+        return ExampleInputs((example.cpu(),))
     if isinstance(example, tuple):
-        return ExampleInputs(example)
+        return ExampleInputs(example).map_tensors(Tensor.cpu)
     if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
-        return ExampleInputs(keywords=dict(example))
+        return ExampleInputs(keywords=dict(example)).map_tensors(Tensor.cpu)
     raise UsageError(
         f"the example is a {type(example).__name__}; give a tensor, a tuple of the model's arguments, or a dict of "
         "its keywords"

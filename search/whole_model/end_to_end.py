@@ -21,7 +21,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -29,9 +29,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from latbench.errors import LatbenchError
-from latbench.machines.devices import hash_machine, name_cpu
 from latbench.machines.processors import check_threads
-from latbench.runners.device_lock import lock_device
 from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 from latbench.sweeping.core_placement import CorePlacement
 from latbench.timing.sampling import Burst
@@ -61,7 +59,7 @@ MAX_STARTED_TOGETHER = 32
 """Engines, at most, whose processes start at the same time."""
 
 BUILD_SECONDS = 600.0
-"""Time limit for building one engine."""
+"""Time limit for building one engine on a CPU."""
 
 BURST_SECONDS = 300.0
 """Time limit for one burst."""
@@ -117,15 +115,6 @@ IsEnough = Callable[[Timings], bool]
 """Returns whether the samples so far suffice."""
 
 
-def lock_cpu(progress: Progress) -> AbstractContextManager[None]:
-    """Lock this machine's CPU exclusively; report to `progress` who holds it. Raise what `lock_device` raises."""
-
-    def waiting(holder: str) -> None:
-        progress(f"waiting: {holder}", None, None)
-
-    return lock_device(name_cpu(), hash_machine(), waiting=waiting)
-
-
 class ModelTimer:
     """Times engines in processes that stay from one timing to the next. A context manager: it ends the processes.
 
@@ -133,6 +122,12 @@ class ModelTimer:
     ----------
     threads
         Threads of each engine.
+    environment
+        Further environment variables of the processes.
+    together
+        Engines, at most, that are built at the same time.
+    build_seconds
+        Time limit for building one engine.
 
     Raises
     ------
@@ -140,9 +135,13 @@ class ModelTimer:
         This process may not use so many processors.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(
+        self, threads: int, environment: Mapping[str, str] | None = None, *, together: int = MAX_STARTED_TOGETHER,
+        build_seconds: float = BUILD_SECONDS,
+    ) -> None:  # fmt: skip
         check_threads(threads, f"{threads} threads")
-        self._threads = threads
+        self._threads, self._environment = threads, dict(environment or {})
+        self._together, self._build_seconds = together, build_seconds
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -155,16 +154,19 @@ class ModelTimer:
     def _workers(self) -> _Workers:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
         # Entered first, left last: a worker dies with the thread that started it.
-        pool = self._stack.enter_context(ThreadPoolExecutor(max_workers=MAX_STARTED_TOGETHER))
-        reference = self._stack.enter_context(Worker(threads=self._threads, name="reference"))
-        return _Workers({}, CorePlacement(reference, self._threads), pool, folder)
+        pool = self._stack.enter_context(ThreadPoolExecutor(max_workers=self._together))
+        reference = self._stack.enter_context(self._build_worker("reference"))
+        return _Workers({}, CorePlacement(reference, self._threads), pool, folder, self._build_seconds)
 
     def _start(self, name: str) -> Worker:
         """Return the process of this name; start it if there is none."""
         processes = self._workers.processes
         if name not in processes:
-            processes[name] = self._stack.enter_context(Worker(threads=self._threads, name=name))
+            processes[name] = self._stack.enter_context(self._build_worker(name))
         return processes[name]
+
+    def _build_worker(self, name: str) -> Worker:
+        return Worker(threads=self._threads, name=name, environment=self._environment)
 
     def call(self, name: str, function: str, *arguments: Any, timeout: float) -> Any:
         """Return the result of "module:function" called in the process of an engine, which has imported much of it.
@@ -230,6 +232,7 @@ class _Workers(NamedTuple):
     placement: CorePlacement
     pool: Executor
     folder: str
+    build_seconds: float
 
 
 class _EngineTiming:
@@ -358,7 +361,7 @@ def _build_engines(
                 if not renewed:
                     worker.renew(engine.function)
                     renewed = True
-                prepared[name] = worker.prepare(engine.function, *arguments, timeout=BUILD_SECONDS)
+                prepared[name] = worker.prepare(engine.function, *arguments, timeout=workers.build_seconds)
             except (TaskFailed, WorkerDied) as error:
                 failed[name] = error
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.prepare_point import build_synthetic_mask
-from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, MODEL_ENGINES, is_deepsparse
+from latbench.base.engine_registry import BFLOAT16, FLOAT32, INT8, MODEL_ENGINES, ModelEngine, is_deepsparse
 from latbench.workloads.workload import trace_model
 from search.artifacts.layer_database import Database
 from search.artifacts.onnx_export import export_onnx
@@ -51,12 +51,15 @@ below it through many layers; a wrong batch, layout or layer does not. How far b
 ANY_RANGE = InputRange(1.0)
 """A range for inputs of layers of which only the time counts."""
 
-DENSE_ENGINES = {
-    name: f"search.whole_model.{'int8' if engine.precision == INT8 else 'model'}_engines:build_dense_"
-    + name.replace("-", "_")
-    for name, engine in MODEL_ENGINES.items()
-}
-"""Engine of `latbench.base.engine_registry.MODEL_ENGINES` -> its builder, which has its name.
+
+def _name_builder(engine: ModelEngine) -> str:
+    """Return the function that builds a dense model on an engine; it has the engine's name."""
+    kind = "gpu" if engine.on_gpu else "int8" if engine.precision == INT8 else "model"
+    return f"search.whole_model.{kind}_engines:build_dense_{engine.name.replace('-', '_')}"
+
+
+DENSE_ENGINES = {name: _name_builder(engine) for name, engine in MODEL_ENGINES.items() if engine.runs_dense}
+"""Engine of `latbench.base.engine_registry.MODEL_ENGINES` that runs dense models -> its builder.
 
 Builders of engines that share an exported file also take the folder that has it, or will have it.
 """
@@ -207,22 +210,22 @@ def build_layers_free(reference: str, threads: int, choices: OptionsByLayer) -> 
     for name in choices:
         layer = converted.get_submodule(name)
         if isinstance(layer, SparseLayer):
-            layer._multiply = _compute_once(layer._multiply, tuple)  # type: ignore[method-assign]
+            layer._multiply = compute_once(layer._multiply, lambda x, y_shape: tuple(y_shape))  # type: ignore[method-assign]
         if isinstance(layer, SparseLinear):
-            layer._by_address = _compute_once(layer._by_address, lambda *rest: rest[1:])  # type: ignore[method-assign]
+            layer._by_address = compute_once(layer._by_address, lambda x, *rest: rest[1:])  # type: ignore[method-assign]
         if isinstance(layer, SparseConv2d):
-            layer._over_frames = _compute_once(layer._over_frames, lambda *rest: rest[:2])  # type: ignore[method-assign]
+            layer._over_frames = compute_once(layer._over_frames, lambda x, *rest: rest[:2])  # type: ignore[method-assign]
     return _run_model(converted, example, threads)
 
 
-def _compute_once(compute: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes once for each `key` of its arguments after the first, which is the input."""
+def compute_once(compute: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes once for each `key` of its arguments."""
     results: dict[Any, Any] = {}
 
-    def cached(x: Any, *rest: Any) -> Any:
-        wanted = key(*rest)
+    def cached(*given: Any, **named: Any) -> Any:
+        wanted = key(*given, **named)
         if wanted not in results:
-            results[wanted] = compute(x, *rest)
+            results[wanted] = compute(*given, **named)
         return results[wanted]
 
     return cached

@@ -16,25 +16,15 @@ from the whole, with and without this line, is the profile's `additivity`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from latbench.backends import installed_engines
-from latbench.base.deployed_forms import PYTHON
-from latbench.base.engine_registry import (
-    CPU_ENGINES,
-    DENSE_INT8,
-    MODEL_ENGINES,
-    TORCH,
-    list_rivals,
-    list_standard,
-    runs_our_kernels,
-)
+from latbench.base.engine_registry import find_plain_torch
 from latbench.errors import BadData
-from latbench.machines.devices import name_cpu
 from search.deployment import Deployment
 from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.problem.layers import (
@@ -48,11 +38,13 @@ from search.problem.layers import (
 from search.problem.problem import Problem
 from search.progress import Progress
 from search.task import Task
-from search.whole_model.end_to_end import EngineBuilder, ModelTimer, RoundSchedule
-from search.whole_model.int8_engines import can_quantize
+from search.whole_model.end_to_end import ModelTimer, RoundSchedule
+from search.whole_model.engine_builders import build_dense_engines, build_free_engine, build_pruned_engines
 from search.whole_model.model_engines import DENSE_ENGINES
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
-from sparse_kernels.cpu.runtime import kernel_cache
+from search.whole_model.timed_device import find_timed_device
+
+_LOG = logging.getLogger(__name__)
 
 # Goes up when whole models are built otherwise, or other ones are timed, than before.
 VERSION = 3
@@ -62,14 +54,6 @@ FREE = "layers free"
 
 PROBE_SCHEDULE = RoundSchedule(builds=1, rounds=5, first=1)
 """Probes only place the first profile; the rounds of a search measure what it promises."""
-
-_PRUNED_BUILDERS = {
-    (False, False): "search.whole_model.model_engines:build_random_pruned",
-    (False, True): "search.whole_model.model_engines:build_database_pruned",
-    (True, False): "search.export.exported_profile:build_random_exported",
-    (True, True): "search.export.exported_profile:build_database_exported",
-}
-"""Builders of pruned models, by whether they are exported, and whether there is a layer database."""
 
 MIN_SCALE = 0.1
 """Lower bound for the line: a layer takes at least this share of its own time in the network, and an option saves at
@@ -140,62 +124,22 @@ def time_probe_profiles(
     options = [expand_choice(layers, choice) for choice in select_probe_profiles(layers).values()]
     profiles = {name_profile(it): it for it in options}
     engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
-    if runs_our_kernels(deployment.backend) and deployment.form == PYTHON:
-        engines[FREE] = EngineBuilder(
-            "pruned", "search.whole_model.model_engines:build_layers_free",
-            (task.reference, deployment.threads, options[-1]),
-        )  # fmt: skip
-    required = [TORCH, *profiles, *({FREE} & engines.keys())]
+    if (free := build_free_engine(task, deployment, options[-1])) is not None:
+        engines[FREE] = free
+    required = [find_plain_torch(deployment.backend), *profiles, *({FREE} & engines.keys())]
     timings = timer.time(engines, required=required, schedule=PROBE_SCHEDULE, progress=progress)
+    for name, reason in timings.left_out.items() if deployment.on_gpu else ():
+        _LOG.warning(f"{name} is left out, and is no baseline: {reason}")
     return Session(profiles, timings)
-
-
-def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
-    """Return the dense engines that a pruned model is compared with.
-
-    DeepSparse is among them only where the pruned model runs there, and engines that round only where it may round as
-    far.
-    """
-    arguments = (task.reference, deployment.threads)
-    return {
-        name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)
-        for name in list_rivals(deployment.backend, deployment.precisions)
-    }
-
-
-def build_pruned_engines(
-    task: Task, deployment: Deployment, profiles: Mapping[str, OptionsByLayer], database: tuple[str, ...] = ()
-) -> dict[str, EngineBuilder]:
-    """Return an engine for each profile, in the form in which the model will be deployed.
-
-    Its weights come from the layer database with this folder and hash of the model. Without one, masks are random.
-    """
-    exported = deployment.form != PYTHON
-    function = _PRUNED_BUILDERS[exported, bool(database)]
-    given = task.reference, deployment.threads, deployment.form if exported else deployment.backend, *database
-    return {
-        name: EngineBuilder("pruned", function, (*given, options), shares=exported)
-        for name, options in profiles.items()
-    }
-
-
-def build_informative_engine(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
-    """Return the dense engine in eight bits that is timed although it is no rival; none if it cannot run."""
-    name = DENSE_INT8
-    if name in list_rivals(deployment.backend, deployment.precisions) or not can_quantize():
-        return {}
-    arguments = task.reference, deployment.threads
-    return {name: EngineBuilder(name, DENSE_ENGINES[name], arguments, shares=MODEL_ENGINES[name].shares_export)}
 
 
 def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
-    versions = {name: installed_engines.find_engine_version(name) for name in list_standard(CPU_ENGINES)}
+    device = find_timed_device(deployment)
     return {
-        "models": VERSION, "model_hash": model_hash, "device": name_cpu(), "inputs": task.example().describe(),
+        "models": VERSION, "model_hash": model_hash, "device": device.name, "inputs": task.example().describe(),
         "threads": deployment.threads, "backend": deployment.backend, "form": deployment.form,
-        "precisions": list(deployment.precisions),
-        "engines": {"kernels": str(kernel_cache.VERSION), **versions},
+        "precisions": list(deployment.precisions), "engines": device.describe_versions(),
     }  # fmt: skip
 
 

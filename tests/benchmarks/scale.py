@@ -134,7 +134,7 @@ def compare_input(folder: Path, rows: int, points: int) -> str:
 def search_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench search` reads, for fifty layers."""
     shapes = {LinearShape(32 * (1 + number), 32, 1) for number in range(50)}
-    return f"{len(read_sweep_rows(folder / 'table', shapes, threads=2, backend='numba'))} rows"
+    return f"{len(read_sweep_rows(folder / 'table', shapes, threads=2, backends=['numba']))} rows"
 
 
 STEPS = (merge, validate, table_hash, fit_input, report_input, compare_input, search_input)

@@ -35,8 +35,9 @@ from search.problem.layers import Option
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import MAX_BURST_TRIES, EngineBuilder, ModelTimer, RoundSchedule
+from search.whole_model.engine_builders import build_dense_engines
 from search.whole_model.model_engines import DENSE_ENGINES, build_random_pruned
-from search.whole_model.overhead import FREE, build_dense_engines
+from search.whole_model.overhead import FREE
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import FramedImages, QuadImages

@@ -45,8 +45,9 @@ from search.pipeline.speedup_loop import MeasuredSpeedup, PromisedProfile
 from search.problem.calibration import ignore_intervals
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task
-from search.whole_model.end_to_end import EngineBuilder, ModelTimer, lock_cpu
-from search.whole_model.overhead import build_dense_engines
+from search.whole_model.end_to_end import EngineBuilder, ModelTimer
+from search.whole_model.engine_builders import build_dense_engines
+from search.whole_model.timed_device import find_cpu
 
 COVERAGE = 0.9
 SAME = 1.02
@@ -121,7 +122,7 @@ def measure(
         engines[wanted.name] = EngineBuilder(
             "pruned", "search.whole_model.model_engines:build_folder_pruned", arguments
         )
-    with lock_cpu(tell):
+    with find_cpu().lock(tell):
         timings = timer.time(engines, required=[TORCH, *(it.name for it in pruned)])
     outcomes, scores = [], {}
     for wanted, folder in pruned.items():

@@ -208,7 +208,8 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
         seed=0, target=1e-3, **numbers, **texts,
     )  # fmt: skip
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
-    verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
+    on_deepsparse = Deployment(1, DEEPSPARSE)
+    verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", deployment=on_deepsparse)
     assert verdict.backend == "deepsparse" and verdict.met
     # What dense int8 would take is told beside the rivals, where its engine is installed.
     assert set(verdict.engines) == {*list_rivals(DEEPSPARSE), DENSE_INT8, PRUNED}

@@ -24,6 +24,7 @@ from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.backends.gpu.low_precision_layers import EIGHT_BITS, LOW_PRECISIONS
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import ELEMENT_BYTES, GPU_ENGINES
+from latbench.machines.gpu_discovery import UUID_VARIABLE
 from latbench.machines.nvml import GpuObserver
 from latbench.timing.gpu_drivers import OPEN_DRIVERS
 from latbench.timing.gpu_events import (
@@ -48,8 +49,6 @@ COLUMNS_AT_ONCE = 2048  # of the oracle's product: bounds its memory
 IN_L2 = "in_l2"  # flag of a row: even so many copies are so small that the L2 may hold them
 SPLIT_SUMS = 16  # parts of a sum that cuBLAS may add in the element type, as torch lets it by default
 BROKEN = 86  # exit code of a worker whose CUDA context is gone
-
-UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
 
 
 @dataclass(frozen=True)
@@ -214,14 +213,15 @@ def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any],
 def _timer(point: Point, engine: GpuEngine, calls: Sequence[LastResult]) -> EventTimer:
     mode = TimingMode(point.cache_mode, point.launch_mode)
     try:
-        return build_event_timer(calls, engine.driver, mode, watch=_watch())
+        return build_event_timer(calls, engine.driver, mode, watch=find_watch())
     except NotCaptured as error:
         raise NotCaptured(f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}") from error
 
 
 @functools.cache
-def _watch() -> StateReader:
-    return GpuObserver(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
+def find_watch() -> StateReader:
+    """Return what reads the state of the GPU that this process sees; in a process of no worker it reads nothing."""
+    return GpuObserver(os.environ[UUID_VARIABLE]) if os.environ.get(UUID_VARIABLE) else lambda: None
 
 
 def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import FLOAT32, NUMBA
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, LimitsFile, Precisions, TaskArgument, Threads
-from latbench.cli.options.option_texts import check_deployed_form, parse_duration, parse_precisions
+from latbench.cli.options.common_options import Json, LimitsFile, ModelGpu, Precisions, TaskArgument, Threads
+from latbench.cli.options.deployment_options import choose_deployment
+from latbench.cli.options.option_texts import check_deployed_form, parse_duration
 from latbench.cli.options.search_options import (
     CalibrationBatches,
     Confidence,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from search.pipeline.search_job import NearestProfile
     from search.pipeline.search_request import SearchInputs, SearchRequest
     from search.problem.limits import Limits
+    from search.task import Task
 
 
 def search(
@@ -57,7 +59,8 @@ def search(
     target: SearchTarget = None,
     max_drop: MaxDrop = None,
     model: SearchModel = None,
-    backend: SearchBackend = NUMBA,
+    backend: SearchBackend = None,
+    gpu: ModelGpu = None,
     deploy: Deploy = PYTHON,
     precisions: Precisions = None,
     patterns: SearchPatterns = None,
@@ -81,34 +84,45 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Choose a pattern, a sparsity and a precision for every layer: the least loss that reaches a speedup."""
-    from latbench.machines.processors import select_threads
-    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
-    from search.deployment import Deployment
+    from latbench.machines.processors import count_cores
+    from latbench.workloads.points import parse_wanted_sparsities
     from search.loss.parallel import MOST_PROCESSES, Workers
     from search.pipeline.search_request import CandidateOptions, Promise, SearchPlan, SearchRequest
-    from search.problem.limits import Limits, read_limits
+    from search.task import load_task
 
     _check_names(strategy, backend, method, judges, errors)
-    _check_inputs(backend, deploy, model, [*(patterns or ()), *(sparsities or ()), *(precisions or ())], most_bytes)
+    asked = [*(patterns or ()), *(sparsities or ()), *(precisions or ())]
+    _check_inputs(backend or NUMBA, deploy, model, asked, most_bytes)
     _check_goal(target, max_drop, refine)
-    threads = select_threads(threads)
     seconds = None if time_budget is None else parse_duration(time_budget)
-    chosen = tuple(map(str, parse_patterns(patterns))) if patterns else None
+    candidates = CandidateOptions(_list_patterns(patterns), parse_wanted_sparsities(sparsities), errors)
+    stated, loaded = _read_limits(limits), load_task(task)
     request = SearchRequest(
         Promise(target or 1.0, confidence, most_bytes),
-        Deployment(threads, backend, parse_precisions(precisions), deploy),
-        CandidateOptions(chosen, parse_wanted_sparsities(sparsities), errors),
+        choose_deployment(loaded, backend, threads=threads, precisions=precisions, form=deploy, gpu=gpu),
+        candidates,
         SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
-        Workers(processes or min(threads, MOST_PROCESSES), judges),
+        Workers(processes or min(threads or count_cores(), MOST_PROCESSES), judges),
     )
-    stated = read_limits(limits) if limits is not None else Limits()
-    files = _SearchFiles(task, table, model, database, output, method)
-    with note_load(threads):
+    files = _SearchFiles(task, loaded, table, model, database, output, method, stated)
+    with note_load(request.deployment.threads):
         if max_drop is None:
-            found, last_line = _search(files, request, stated, refine, remeasure)
+            outcome = _search(files, request, refine, remeasure)
         else:
-            found, last_line = _search_fastest(files, request, stated, max_drop)
-    _print_outcome(found, last_line, as_json)
+            outcome = _search_fastest(files, request, max_drop)
+    _print_outcome(*outcome, as_json)
+
+
+def _list_patterns(texts: list[str] | None) -> tuple[str, ...] | None:
+    from latbench.workloads.points import parse_patterns
+
+    return tuple(map(str, parse_patterns(texts))) if texts else None
+
+
+def _read_limits(path: Path | None) -> Limits:
+    from search.problem.limits import Limits, read_limits
+
+    return Limits() if path is None else read_limits(path)
 
 
 def _print_outcome(found: Profile | None, last_line: str, as_json: bool) -> None:
@@ -124,18 +138,23 @@ def _print_outcome(found: Profile | None, last_line: str, as_json: bool) -> None
 
 
 class _SearchFiles(NamedTuple):
-    """What a search reads and writes; `method` is how the layers of the database are pruned."""
+    """What a search reads and writes.
 
-    task: str
+    The task is named as the user does, and loaded. `method` is how the layers of the database are pruned.
+    """
+
+    reference: str
+    task: Task
     table: str
     model: Path | None
     database: Path
     output: Path
     method: str
+    limits: Limits
 
 
 def _search(
-    files: _SearchFiles, request: SearchRequest, limits: Limits, refine: Path | None, remeasure: bool
+    files: _SearchFiles, request: SearchRequest, refine: Path | None, remeasure: bool
 ) -> tuple[Profile | None, str]:
     """Find the profile unless the output holds it; return it with a last line, or the line alone."""
     from latbench.cli.progress_bar import live
@@ -143,7 +162,8 @@ def _search(
     from search.pipeline.search_history import SearchHistory
 
     with live() as tell:
-        inputs = _read_inputs(files, limits, request.deployment.form, tell)
+        tell("reading the task", None, None)
+        inputs = _read_inputs(files, request.deployment.form)
         history = SearchHistory(inputs, request)
         if refine is not None:
             met = None if remeasure else history.read_met_verdict(refine)
@@ -164,24 +184,23 @@ def _search(
     return found, f"{files.output} is written"
 
 
-def _search_fastest(
-    files: _SearchFiles, request: SearchRequest, limits: Limits, max_drop: str
-) -> tuple[Profile, str]:
+def _search_fastest(files: _SearchFiles, request: SearchRequest, max_drop: str) -> tuple[Profile, str]:
     """Find the fastest profile whose score drops at most so far; return it with a last line."""
     from latbench.cli.progress_bar import live
     from search.pipeline.largest_speedup import parse_drop, search_fastest
-    from search.whole_model.end_to_end import ModelTimer
+    from search.whole_model.timed_device import find_timed_device
 
     drop = parse_drop(max_drop)
-    with live() as tell, ModelTimer(request.deployment.threads) as timer:
-        inputs = _read_inputs(files, limits, request.deployment.form, tell)
+    deployment = request.deployment
+    with live() as tell, find_timed_device(deployment).build_timer(deployment.threads) as timer:
+        inputs = _read_inputs(files, request.deployment.form)
         _check_score(inputs, request, tell)
         found = search_fastest(inputs, request, drop, timer=timer, progress=tell)
         found.save(files.output)
     return found, f"{files.output} is written"
 
 
-def _read_inputs(files: _SearchFiles, limits: Limits, form: str, tell: Tell) -> SearchInputs:
+def _read_inputs(files: _SearchFiles, form: str) -> SearchInputs:
     """Read the task, with the limits of the command line, and the inputs of its search; check the form."""
     from dataclasses import replace
 
@@ -189,11 +208,8 @@ def _read_inputs(files: _SearchFiles, limits: Limits, form: str, tell: Tell) -> 
     from search.check_task import check_task
     from search.export.export_model import check_can_export
     from search.pipeline.search_request import read_inputs
-    from search.task import load_task
 
-    tell("reading the task", None, None)
-    loaded = load_task(files.task)
-    loaded = replace(loaded, limits=loaded.limits + limits)
+    loaded = replace(files.task, limits=files.task.limits + files.limits)
     check_task(loaded, ["copy"])
     if form != PYTHON:
         check_can_export(loaded, form)
@@ -206,8 +222,9 @@ def _check_score(inputs: SearchInputs, request: SearchRequest, tell: Tell) -> No
     from search.check_task import check_task
 
     tell("checking the task", None, None)
-    if not is_deepsparse(request.deployment.backend):
-        check_task(inputs.task, ["score"], threads=request.deployment.threads)
+    deployment = request.deployment
+    if not is_deepsparse(deployment.backend):
+        check_task(inputs.task, ["score"], threads=deployment.host_threads, by_forward=deployment.on_gpu)
 
 
 def _keep_nearest(error: NearestProfile, files: _SearchFiles) -> PromiseMissed:
@@ -218,8 +235,8 @@ def _keep_nearest(error: NearestProfile, files: _SearchFiles) -> PromiseMissed:
     path = files.output.with_name(f"{files.output.stem}-{nearest.target:g}x{files.output.suffix}")
     nearest.save(path)
     return PromiseMissed(
-        f"{error}; {path} is the best profile found, which keeps {nearest.target:g}x: `latbench prune {files.task} "
-        f"--profile {path} --database {files.database} -o pruned` takes it"
+        f"{error}; {path} is the best profile found, which keeps {nearest.target:g}x: `latbench prune "
+        f"{files.reference} --profile {path} --database {files.database} -o pruned` takes it"
     )
 
 
@@ -233,7 +250,7 @@ def _check_goal(target: float | None, max_drop: str | None, refine: Path | None)
         raise UsageError("--refine belongs to a --target: --max-drop searches the target itself")
 
 
-def _check_names(strategy: str, backend: str, method: str, judges: str, errors: str) -> None:
+def _check_names(strategy: str, backend: str | None, method: str, judges: str, errors: str) -> None:
     """Raise UsageError for an unknown strategy, engine, method, kind of evaluators or kind of errors."""
     from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.errors import UsageError
@@ -244,12 +261,12 @@ def _check_names(strategy: str, backend: str, method: str, judges: str, errors: 
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
-        ("backend", backend, PRUNED_ENGINES),
+        ("backend", backend, (None, *PRUNED_ENGINES)),
         ("method", method, ONE_SHOT_METHODS),
         ("pool of evaluators", judges, POOL_KINDS),
     ):
         if name not in known:
-            raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
+            raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(filter(None, known))}")
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, TaskArgument
+from latbench.cli.options.common_options import Json, ModelGpu, TaskArgument
 from latbench.cli.options.pruning_options import RemeasureAll, VerifiedArgument, VerifyBackend, VerifyOutput
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def verify(
     pruned: VerifiedArgument,
     output: VerifyOutput,
     backend: VerifyBackend = None,
+    gpu: ModelGpu = None,
     remeasure: RemeasureAll = False,
     as_json: Json = False,
 ) -> None:
@@ -37,17 +38,19 @@ def verify(
 
     verified = read_verified(pruned)  # first, so that a folder without such a model is refused before any work
     followed = verified.profile
-    backend = verified.choose_deployment(backend).backend
-    with note_load(followed.threads):
+    with live() as tell:
+        tell("reading the task", None, None)
+        loaded = load_task(task)
+    deployment = verified.choose_deployment(backend, gpu or "", loaded.deploy_dtype)
+    with note_load(deployment.threads):
         with live() as tell:
-            tell("reading the task", None, None)
-            loaded = load_task(task)
-            known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, backend)
+            known = None if remeasure else verification.read_current_verdict(loaded, pruned, output, deployment)
             if known is None:
                 tell("checking the task", None, None)
-                converted = not (is_deepsparse(backend) or verified.exported)
-                check_task(loaded, ["copy", "score"] if converted else ["copy"], threads=followed.threads)
-            verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
+                converted = not (is_deepsparse(deployment.backend) or verified.exported)
+                steps = ["copy", "score"] if converted else ["copy"]
+                check_task(loaded, steps, threads=deployment.host_threads, by_forward=deployment.on_gpu)
+            verdict = known or verification.verify(loaded, pruned, output, deployment=deployment, progress=tell)
         if as_json:
             print_json(asdict(verdict))
         else:

@@ -35,7 +35,7 @@ from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
-from latbench.errors import BadData, PromiseMissed
+from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import select_threads
 from latbench.report import report_data, report_inputs
@@ -167,8 +167,14 @@ class Job:
 
     @cached_property
     def task(self) -> Task:
-        """The user's task."""
-        return load_task(self._reference)
+        """The user's task. Raises UsageError for one that runs on a GPU."""
+        found = load_task(self._reference)
+        if found.deploy_device != "cpu":
+            raise UsageError(
+                f"task {found.name} has the deploy_device {found.deploy_device}, and `latbench run` measures CPUs: "
+                "use sweep --gpu, fit, search, prune and verify, as docs/tutorials/gpu.md shows"
+            )
+        return found
 
     @cached_property
     def _workload(self) -> Workload:
@@ -313,7 +319,7 @@ class Job:
         """Time the model as it is deployed, unless it was, and kept its promise."""
         folder = self._path("deploy" if self.settings.is_exported else "pruned")
         output = self._path("verify")
-        known = verification.read_current_verdict(self.task, folder, output, NUMBA)
+        known = verification.read_current_verdict(self.task, folder, output)
         return known or verification.verify(self.task, folder, output, timer=self._timer, progress=tell)
 
     def write_report(self, tell: Tell, verdict: SpeedupVerdict) -> JobResult:

@@ -107,7 +107,8 @@ Precisions = Annotated[
         metavar="TYPE,...",
         callback=split_list,
         help="Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 "
-        "is always among them. The promise is over dense engines that round as far. Default: float32.",
+        "is always among them. The promise is over dense engines that round as far. On a GPU the one type of the "
+        "whole model: float16 or bfloat16. Default: float32, on a GPU float16.",
     ),
 ]
 Sessions = Annotated[
@@ -124,6 +125,16 @@ LimitsFile = Annotated[
         "--limits",
         metavar="FILE",
         help="YAML file of layers that are tied, fixed or excluded; see search/problem/limits.py. Default: none.",
+    ),
+]
+
+ModelGpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="GPU",
+        help="GPU for the backend cupy: NAME or NAME:INDEX, such as h200 or a100:2. Default: the first one; in "
+        "verify that of the name in the profile.",
     ),
 ]
 

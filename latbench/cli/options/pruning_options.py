@@ -62,7 +62,7 @@ VerifyBackend = Annotated[
     typer.Option(
         "--backend",
         metavar="ENGINE",
-        help="Engine of the pruned model: numba or deepsparse. Default: the engine of the search.",
+        help="Engine of the pruned model: numba, cupy or deepsparse. Default: the engine of the search.",
     ),
 ]
 RemeasureAll = Annotated[bool, typer.Option("--remeasure", help="New measurement instead of a stored one.")]

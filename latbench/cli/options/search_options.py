@@ -48,14 +48,17 @@ SearchDatabase = Annotated[
 ProfileOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Profile to write (JSON).")]
 SearchModel = Annotated[
     Path | None,
-    typer.Option("--cost-model", metavar="FILE", help="Cost model from latbench fit, for numba. Default: none."),
+    typer.Option(
+        "--cost-model", metavar="FILE", help="Cost model from latbench fit, for numba and cupy. Default: none."
+    ),
 ]
 SearchBackend = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--backend",
         metavar="ENGINE",
-        help="Engine of the pruned model: numba (latbench's kernels) or deepsparse.",
+        help="Engine of the pruned model: numba (latbench's kernels on a CPU), cupy (those on a GPU) or deepsparse. "
+        "Default: numba; cupy where the task has the deploy_device cuda.",
     ),
 ]
 Deploy = Annotated[

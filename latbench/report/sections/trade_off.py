@@ -7,7 +7,7 @@ timing whole models, plus the fixed part. So the chosen profile lies at its pred
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,10 +35,14 @@ from latbench.report.figures import (
 from latbench.workloads.workload import read_workload
 from search.artifacts.profile import Profile
 from search.inputs import layer_errors, problem_from_table
+from search.inputs.gpu_rows import select_gpu_rows
+from search.inputs.layer_builder import build_measured_layers
+from search.inputs.problem_builder import build_problem
 from search.knapsack.arrays import Floats, sum_in_order
 from search.knapsack.pareto import frontier
 from search.problem.layers import DENSE_OPTION, build_uniform_choice, list_options
 from search.problem.problem import Problem
+from sparse_kernels.shapes import Shape
 
 if TYPE_CHECKING:
     from search.pipeline.speedup_verdict import SpeedupVerdict
@@ -60,12 +64,7 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
     layers = read_workload(workload).shapes()
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]} of the profile: give the workload of latbench trace")
-    problem = problem_from_table(
-        point_frames.convert_categories(swept), {name: layers[name] for name in profile.layers},
-        device=profile.device, backend=profile.backend,
-        threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,
-        precisions=profile.deployment.precisions,
-    )  # fmt: skip
+    problem = _build_problem(point_frames.convert_categories(swept), profile, layers)
     pruned = Database(database, profile.model_hash)
     problem = replace(problem, layers=tuple(
         layer.take([
@@ -77,6 +76,19 @@ def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, databa
     if not any(len(layer.options) > 1 for layer in problem.layers):
         raise BadData(f"{database} holds no pruned layer of the profile: give the --database of its search")
     return build_frame(problem.with_errors(layer_errors.read_output_errors(problem, pruned)), profile)
+
+
+def _build_problem(swept: pd.DataFrame, profile: Profile, layers: Mapping[str, Shape]) -> Problem:
+    """Return the problem of the profile's layers, as the search saw it in the table."""
+    shapes = {name: layers[name] for name in profile.layers}
+    dense, fixed = profile.dense_seconds, profile.fixed_seconds
+    if profile.deployment.on_gpu:
+        measured = build_measured_layers(select_gpu_rows(swept, profile.device).rows, shapes)
+        return build_problem(measured, dense_seconds=dense, fixed_seconds=fixed)
+    return problem_from_table(
+        swept, shapes, device=profile.device, backend=profile.backend, threads=profile.threads, dense_seconds=dense,
+        fixed_seconds=fixed, precisions=profile.deployment.precisions,
+    )  # fmt: skip
 
 
 def build_frame(problem: Problem, profile: Profile) -> pd.DataFrame:

@@ -26,6 +26,7 @@ from search.pruning.one_shot.fill_database import fill_database, hash_pruning_in
 from search.pruning.storage.model_folder import hash_manifest
 from search.task import Task, load_task
 from search.whole_model import overhead
+from search.whole_model.engine_builders import build_pruned_engines
 from search.whole_model.model_engines import mask_at_random, prune_from_database
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 
@@ -87,7 +88,7 @@ def test_weights_come_from_the_layer_database(chain: Task, tmp_path: Path) -> No
 @pytest.mark.parametrize("database", [(), ("folder", "hash")])
 @pytest.mark.parametrize("form", [PYTHON, C])
 def test_profiles_are_built_in_the_form_that_is_deployed(chain: Task, form: str, database: tuple[str, ...]) -> None:
-    [engine] = overhead.build_pruned_engines(chain, Deployment(2, form=form), {"fast": CHOICES}, database).values()
+    [engine] = build_pruned_engines(chain, Deployment(2, form=form), {"fast": CHOICES}, database).values()
     source = "database" if database else "random"
     assert engine.function.endswith(f":build_{source}_{'pruned' if form == PYTHON else 'exported'}")
     runner = "numba" if form == PYTHON else form

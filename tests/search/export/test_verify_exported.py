@@ -87,8 +87,8 @@ def test_an_exported_model_is_verified_without_the_pruned_weights(
     assert verdict.score_dense == pytest.approx(task.score(task.model()))
     rows = read_table(tmp_path / "verify").set_index("kernel_used")
     assert rows.loc[PRUNED, ["backend", "kernel_requested"]].tolist() == ["numba", "c"]
-    assert read_current_verdict(task, deploy, tmp_path / "verify", "numba") == verdict
-    assert read_current_verdict(task, exported / "pruned", tmp_path / "verify", "numba") is None
+    assert read_current_verdict(task, deploy, tmp_path / "verify") == verdict
+    assert read_current_verdict(task, exported / "pruned", tmp_path / "verify") is None
     verify_command(task.reference, deploy, tmp_path / "verify")
     assert "measured exported to C" in capsys.readouterr().out
 

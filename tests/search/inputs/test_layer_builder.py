@@ -126,14 +126,14 @@ def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp
         *(swept(other, pattern, level, **BFLOAT16) for pattern, level in (("dense", 0.0), ("vector:8", 0.8))),
     ]
     write_part(tmp_path, rows_of_table)
-    rows = read_sweep_rows(tmp_path, [LINEAR], threads=2, backend="numba")
+    rows = read_sweep_rows(tmp_path, [LINEAR], threads=2, backends=["numba"])
     [layer] = build_predicted_layers(Learned(), on_engine(rows), {"fc": LINEAR})
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
     assert len(rows) == 8  # of twenty more of the same kinds none
-    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba")
+    rows = read_sweep_rows(tmp_path, [other], threads=2, backends=["numba"])
     [layer] = build_predicted_layers(Doubling(), on_engine(rows), {"fc": other})
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
-    rows = read_sweep_rows(tmp_path, [other], threads=2, backend="numba")
+    rows = read_sweep_rows(tmp_path, [other], threads=2, backends=["numba"])
     [layer] = build_predicted_layers(Doubling(), on_engine(rows, "bfloat16"), {"fc": other})
     halves = [option for option in layer.options if option.precision == "bfloat16"]
     assert halves == [Option("dense", 0.0, "bfloat16"), Option("vector:8", 0.8, "bfloat16")]

@@ -255,7 +255,7 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
     folder = verification(inputs, machine, first, tmp_path / "verify")
     dense, pruned = [[8e-3] * 5] * 3, [[3.9e-3] * 5] * 3
     verdict = verify.build_verdict(
-        inputs.task, first, "numba", Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
+        inputs.task, first, first.deployment, Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
     )
     (folder / "verify.json").write_text(json.dumps({"version": VERDICT_VERSION, **asdict(verdict)}))
     monkeypatch.setattr(search_request, "read_inputs", lambda *_: inputs)

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from latbench.backends.cpu import deepsparse, deepsparse_environment
 from latbench.backends.cpu.deepsparse import Operation
 from latbench.backends.cpu.deepsparse_environment import Environment
-from latbench.base.engine_registry import BFLOAT16, INT8, MODEL_ENGINES, PRUNED_ENGINES
+from latbench.base.engine_registry import BFLOAT16, INT8, MODEL_ENGINES, PRUNED_ENGINES, runs_on_gpu
 from latbench.cli import main
 from latbench.errors import BadData
 from latbench.tables.writer import write_part
@@ -29,8 +29,9 @@ from search.pipeline.speedup_loop import pool_sessions
 from search.problem.layers import DENSE, Option
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.task import Task, load_task
-from search.whole_model import model_engines, overhead
+from search.whole_model import model_engines
 from search.whole_model.end_to_end import EngineBuilder, ModelTimer
+from search.whole_model.engine_builders import build_dense_engines
 from search.whole_model.sessions import Session
 from search.whole_model.timings import Timings
 from sparse_kernels.oracle import WrongResult
@@ -121,16 +122,16 @@ def test_layers_come_from_the_table_of_the_network(little: Task, tmp_path: Path)
 
 
 def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(little: Task) -> None:
-    own = overhead.build_dense_engines(little, Deployment(2, "numba"))
+    own = build_dense_engines(little, Deployment(2, "numba"))
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
-    assert list(overhead.build_dense_engines(little, Deployment(2, "deepsparse"))) == [*own, "deepsparse"]
+    assert list(build_dense_engines(little, Deployment(2, "deepsparse"))) == [*own, "deepsparse"]
     halves, bytes_ = (Deployment(2, precisions=("float32", each)) for each in ("bfloat16", "int8"))
-    assert list(overhead.build_dense_engines(little, halves)) == [*own, *BFLOAT16_ENGINES]
-    assert list(overhead.build_dense_engines(little, bytes_)) == [*own, *BFLOAT16_ENGINES, *INT8_ENGINES]
+    assert list(build_dense_engines(little, halves)) == [*own, *BFLOAT16_ENGINES]
+    assert list(build_dense_engines(little, bytes_)) == [*own, *BFLOAT16_ENGINES, *INT8_ENGINES]
 
 
-@pytest.mark.parametrize("backend", PRUNED_ENGINES)
+@pytest.mark.parametrize("backend", [name for name in PRUNED_ENGINES if not runs_on_gpu(name)])
 def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     backend: str, little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,10 @@ def profile(target: float = 2.0, threads: int = 1) -> Profile:
     )  # fmt: skip
 
 
+def deployed(profile: Profile, backend: str = "numba") -> Deployment:
+    return replace(profile.deployment, backend=backend)
+
+
 def steady(seconds: float) -> list[list[float]]:
     return [[seconds] * 6] * 4
 
@@ -99,10 +103,10 @@ def pruned_folder(folder: Path, task: Task, followed: Profile) -> Path:
 
 
 def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
-    met = build_verdict(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
+    met = build_verdict(little, profile(), deployed(profile()), timings(2.0), (0.9, 0.8), "hash")
     assert (met.met, met.measured_speedup, met.dense_engine, met.dense_seconds) == (True, 2.0, "onnxruntime", 4.0)
     assert (met.score_dense, met.score_pruned, met.left_out) == (0.9, 0.8, {"torch-mkldnn": "why"})
-    missed = build_verdict(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash")
+    missed = build_verdict(little, profile(), deployed(profile()), timings(2.01), (0.9, 0.8), "hash")
     assert not missed.met
     assert missed.sentence() == "promise missed: 1.99x (1.99-1.99x) measured against onnxruntime, 2x promised"
     assert PromiseMissed(missed.sentence()).exit_code == 1
@@ -120,7 +124,8 @@ def test_where_medians_disagree_with_the_paired_rounds_the_verdict_says_so(littl
     # Slow rounds slow both engines, but more of them fall on the later half of one's samples.
     dense = [[4.0] * 6, [4.0] * 6, [8.0] * 6, [8.0] * 2, [8.0] * 2]
     pruned = [[2.0] * 2, [2.0] * 2, [4.0] * 6, [4.0] * 6, [4.0] * 6]
-    verdict = build_verdict(little, profile(), "numba", Timings({"torch": dense, PRUNED: pruned}, {}), (1, 1), "hash")
+    timed = Timings({"torch": dense, PRUNED: pruned}, {})
+    verdict = build_verdict(little, profile(), deployed(profile()), timed, (1, 1), "hash")
     assert (verdict.outcome, verdict.measured_speedup, verdict.ratio_of_medians) == (KEPT, 2.0, 1.0)
     assert "the ratio of the two median times is 1.00x, outside the interval" in verdict.sentence()
     assert verdict.engines["torch"]["speedup"] == 1.0 and verdict.engines[PRUNED]["speedup"] == 2.0
@@ -128,11 +133,11 @@ def test_where_medians_disagree_with_the_paired_rounds_the_verdict_says_so(littl
 
 def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path: Path) -> None:
     timed = Timings({"torch": steady(6.0), "deepsparse": steady(3.0), PRUNED: steady(2.0)}, {})
-    verdict = build_verdict(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
+    verdict = build_verdict(little, profile(), deployed(profile(), "deepsparse"), timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
         "promise missed: 1.50x (1.50-1.50x) measured on DeepSparse against deepsparse, 2x promised"
     )
-    write_part(tmp_path / "table", build_rows(verdict, profile(), timed))
+    write_part(tmp_path / "table", build_rows(verdict, timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]
     assert found.loc["deepsparse"].tolist() == ["deepsparse", "1.8.0", "dense"]
     assert found.loc[PRUNED].tolist() == ["deepsparse", "1.8.0", "profile"]
@@ -144,11 +149,11 @@ def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(lit
     halves = profile()
     layers = {name: replace(it, precision="bfloat16") for name, it in halves.layers.items()}
     halves = replace(halves, layers=layers, precisions="float32,bfloat16")
-    verdict = build_verdict(little, halves, "numba", timed, (0.9, 0.8), "hash")
+    verdict = build_verdict(little, halves, deployed(halves), timed, (0.9, 0.8), "hash")
     assert verdict.sentence() == (
         "promise kept: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised (6.00x against torch)"
     )
-    write_part(tmp_path / "table", build_rows(verdict, halves, timed))
+    write_part(tmp_path / "table", build_rows(verdict, timed))
     found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
     assert found.loc[PRUNED].tolist() == ["numba", "auto", "bfloat16"]
     assert found.loc["torch-bf16"].tolist() == ["torch", "bf16", "bfloat16"]
@@ -157,20 +162,24 @@ def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(lit
 
 def test_what_plain_int8_would_give_is_told_and_is_not_the_rival(little: Task) -> None:
     timed = Timings({"torch": steady(6.0), "openvino-int8": steady(1.5), PRUNED: steady(2.0)}, {})
-    verdict = replace(build_verdict(little, profile(), "numba", timed, (0.9, 0.8), "hash"), score_int8=0.89)
+    verdict = replace(
+        build_verdict(little, profile(), deployed(profile()), timed, (0.9, 0.8), "hash"), score_int8=0.89
+    )
     assert (verdict.dense_engine, verdict.measured_speedup, verdict.outcome) == ("torch", 3.0, KEPT)
     assert verdict.over_int8 == (1.5, pytest.approx(0.75))
     assert verdict.beside_int8 == "the pruned model is 0.750× as fast"
     assert "--precision int8" in verdict.int8_advice
     assert not replace(verdict, precision="int8").int8_advice  # it has them already
     timed_slower = Timings({**timed.blocks, "openvino-int8": steady(9.0)}, {})
-    slow = build_verdict(little, profile(), "numba", timed_slower, (0.9, 0.8), "hash")
+    slow = build_verdict(little, profile(), deployed(profile()), timed_slower, (0.9, 0.8), "hash")
     assert (slow.beside_int8, slow.int8_advice) == ("the pruned model is 4.50× as fast", "")
     assert "int8" not in verdict.sentence()
     session = build_session(timed, profile().options, ["torch", "openvino"])
     assert set(session.timings.blocks) == {"torch", *session.profiles}  # a search in float32 does not see it
     allowed = replace(profile(), precisions="float32,int8")
-    assert build_verdict(little, allowed, "numba", timed, (0.9, 0.8), "hash").dense_engine == "openvino-int8"
+    assert (
+        build_verdict(little, allowed, deployed(allowed), timed, (0.9, 0.8), "hash").dense_engine == "openvino-int8"
+    )
 
 
 def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +187,7 @@ def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monke
     folder = pruned_folder(tmp_path / "pruned", little, profile())
     refusal = r"latbench setup deepsparse|DeepSparse needs|DeepSparse 1\.8\.0 runs"
     with pytest.raises(EnvironmentUnusable, match=refusal):
-        verify(little, folder, tmp_path / "verify", backend="deepsparse")
+        verify(little, folder, tmp_path / "verify", deployment=deployed(profile(), "deepsparse"))
     # A model that was searched for DeepSparse is verified there, without being told.
     folder = pruned_folder(tmp_path / "other", little, replace(profile(), backend="deepsparse"))
     with pytest.raises(EnvironmentUnusable, match=refusal):
@@ -189,23 +198,24 @@ def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monke
 def test_a_verdict_of_a_busy_machine_says_so(little: Task) -> None:
     known = replace(profile(), dense_engine="onnxruntime", dense_seconds=3.0)
     assert (
-        build_verdict(little, known, "numba", timings(2.01), (0.9, 0.8), "hash")
+        build_verdict(little, known, deployed(known), timings(2.01), (0.9, 0.8), "hash")
         .sentence()
         .endswith(
             "2x promised (the dense engine took 1.33 times as long as in the search: "
             "the machine is busy, or another one)"
         )
     )
-    quiet = build_verdict(little, replace(known, dense_seconds=3.9), "numba", timings(2.01), (0.9, 0.8), "hash")
+    steadier = replace(known, dense_seconds=3.9)
+    quiet = build_verdict(little, steadier, deployed(steadier), timings(2.01), (0.9, 0.8), "hash")
     assert quiet.sentence().endswith("2x promised")
     assert (
-        build_verdict(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash").slowdown is None
+        build_verdict(little, profile(), deployed(profile()), timings(2.01), (0.9, 0.8), "hash").slowdown is None
     )  # never heard of engine x
 
 
 def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
-    verdict = build_verdict(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
-    write_part(tmp_path / "table", build_rows(verdict, profile(), timings(2.0)))
+    verdict = build_verdict(little, profile(), deployed(profile()), timings(2.0), (0.9, 0.8), "hash")
+    write_part(tmp_path / "table", build_rows(verdict, timings(2.0)))
     found = read_table(tmp_path / "table").set_index("kernel_used")
     assert set(found.index) == {"torch", "onnxruntime", PRUNED}
     assert set(found["purpose"]) == {"verify"}
@@ -222,19 +232,20 @@ def test_a_verdict_is_of_one_model_on_one_machine(
     output.mkdir()
     key = describe_conditions(little, "x", Deployment(1))
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
-        verdict = build_verdict(little, profile(), "numba", timings(seconds), (0.9, 0.8), hash_manifest(folder))
+        asked = deployed(profile())
+        verdict = build_verdict(little, profile(), asked, timings(seconds), (0.9, 0.8), hash_manifest(folder))
         (output / "verify.json").write_text(json.dumps({"version": VERSION, **asdict(verdict)}))
         write_sessions([build_session(timings(seconds), profile().options, ["torch"])], key, output / SESSION)
-        assert (read_current_verdict(little, folder, output, "numba") == verdict) is known
-        assert read_current_verdict(little, folder, output, "deepsparse") is None
+        assert (read_current_verdict(little, folder, output) == verdict) is known
+        assert read_current_verdict(little, folder, output, deployed(profile(), "deepsparse")) is None
         other = pruned_folder(tmp_path / "other", little, profile(1.5))
-        assert read_current_verdict(little, other, output, "numba") is None
+        assert read_current_verdict(little, other, output) is None
         with monkeypatch.context() as patched:
-            patched.setattr("search.whole_model.overhead.name_cpu", lambda: "another-cpu")
-            assert read_current_verdict(little, folder, output, "numba") is None
+            patched.setattr("search.whole_model.timed_device.name_cpu", lambda: "another-cpu")
+            assert read_current_verdict(little, folder, output) is None
         edited = tmp_path / "edited.py"
         edited.write_text(TASK.replace(".mean())", ".sum())"))
-        assert read_current_verdict(load_task(str(edited)), folder, output, "numba") is None
+        assert read_current_verdict(load_task(str(edited)), folder, output) is None
 
 
 @pytest.mark.parametrize("most", [9000.0, None])
@@ -247,7 +258,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
 ) -> None:
     asked = replace(profile(), most_bytes=most, weight_bytes=7000.0, dense_bytes=12000.0)
     folder = pruned_folder(tmp_path / "pruned", little, asked)
-    verdict = build_verdict(little, asked, "numba", timings(2.0), (0.9, 0.8), "hash")
+    verdict = build_verdict(little, asked, deployed(asked), timings(2.0), (0.9, 0.8), "hash")
     monkeypatch.setattr("search.pipeline.verify.read_current_verdict", lambda *of: verdict)
     verify_command(little.reference, folder, tmp_path / "verify")
     said = "all weights take 7,000 of 9,000 bytes allowed, 12,000 dense\n" in capsys.readouterr().out
@@ -260,7 +271,7 @@ def test_the_command_says_what_was_predicted_for_the_backend_it_ran_on(
     asked = replace(profile(), predicted_seconds=1.9, predicted_low=1.8, predicted_high=2.1)
     folder = pruned_folder(tmp_path / "pruned", little, asked)
     for backend in ("numba", "deepsparse"):
-        verdict = build_verdict(little, asked, backend, timings(2.0), (0.9, 0.8), "hash")
+        verdict = build_verdict(little, asked, deployed(asked, backend), timings(2.0), (0.9, 0.8), "hash")
         monkeypatch.setattr("search.pipeline.verify.read_current_verdict", lambda *of, verdict=verdict: verdict)
         verify_command(little.reference, folder, tmp_path / "verify", backend=backend)
         said = "the pruned model was predicted to take 1.90 s (1.80–2.10)\n" in capsys.readouterr().out
@@ -304,7 +315,7 @@ def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Ta
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
         verify(load_task(str(other)), folder, tmp_path / "verify")
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
-        read_current_verdict(load_task(str(other)), folder, tmp_path / "verify", "numba")
+        read_current_verdict(load_task(str(other)), folder, tmp_path / "verify")
     with pytest.raises(BadData, match="is no pruned model"):
         verify(little, tmp_path / "absent", tmp_path / "verify")
 

@@ -16,6 +16,7 @@ from latbench.backends.gpu.gpu_layers import GpuLayer, round_to
 from latbench.backends.gpu.prepare_gpu_point import GpuEngine
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import GPU_ENGINES
+from latbench.machines.gpu_discovery import UUID_VARIABLE
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import bench, gpu_points
@@ -414,7 +415,7 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
     assert machine.device == "nvidia-h200"
     worker = machine.worker("cupy")
-    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[prepare_gpu_point.UUID] == "GPU-3f2a"
+    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[UUID_VARIABLE] == "GPU-3f2a"
     shared = [name for name in GPU_ENGINES if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
 

@@ -14,6 +14,7 @@ from latbench.backends.gpu import gpu_installation, gpu_probe, prepare_gpu_point
 from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import GPU_ENGINES
+from latbench.machines.gpu_discovery import UUID_VARIABLE
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import load_function
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
@@ -253,7 +254,7 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     at = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
     assert at.device == "nvidia-h200"
     worker = at.worker("cupy")
-    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[prepare_gpu_point.UUID] == "GPU-3f2a"
+    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[UUID_VARIABLE] == "GPU-3f2a"
     assert [at.process(name) for name in ("cupy", "numba_cuda", "torch_gpu")] == ["cupy", "numba_cuda", "torch"]
     shared = [name for name in GPU_ENGINES if at.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
