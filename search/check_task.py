@@ -25,7 +25,7 @@ from search.pruning.forward_hooks import get_product, register_forward_hooks
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.user_code import call_user_code, describe_error
-from search.whole_model.convert_model import convert_for_example
+from search.whole_model.convert_model import ForwardAlone, convert_for_example
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.patterns import Dense
 from sparse_kernels.prunable_layers import is_layer
@@ -219,17 +219,6 @@ def _check_score_in_worker(task: Task, model: nn.Module, threads: int, by_forwar
             raise kinds.get(error.kind, LatbenchError)(error.message) from error
 
 
-class _ForwardAlone(nn.Module):
-    """A model of which only its call is left."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._model(*arguments, **keywords)
-
-
 def check_score(reference: str, layers: Sequence[str], by_forward: bool = False) -> None:
     """Score the task's model with these layers on latbench's kernels, dense; raise UsageError if that fails."""
     task = load_task(reference)
@@ -239,7 +228,7 @@ def check_score(reference: str, layers: Sequence[str], by_forward: bool = False)
     except ValueError as error:
         raise UsageError(f"task {task.name}: its model cannot be converted to latbench's kernels: {error}") from error
     try:
-        score_briefly(task, _ForwardAlone(converted).eval() if by_forward else converted)
+        score_briefly(task, ForwardAlone(converted) if by_forward else converted)
     except LatbenchError as error:
         score_briefly(task, model)  # a score that fails for the dense model too is not the conversion's fault
         raise UsageError(

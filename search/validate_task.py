@@ -37,7 +37,7 @@ from search.loss.evaluation_conditions import find_conditions
 from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.task import OPTIONAL, REQUIRED, Task, find_task, list_interface_faults
 from search.user_code import call_user_code
-from search.whole_model.convert_model import convert_for_example
+from search.whole_model.convert_model import ForwardAlone, convert_for_example
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.denormal_weights import count_denormals
 from sparse_kernels.patterns import Dense
@@ -395,6 +395,8 @@ def examine_task(reference: str, layers: Sequence[str], has_loss: bool, has_scor
         converted = convert_for_example(model, dict.fromkeys(layers, LayerPattern(Dense())), example)
     except ValueError as error:
         faults.append(("model", f"the model cannot be converted to latbench's kernels: {error}"))
+    if converted is not None and task.deploy_device != "cpu":
+        converted = ForwardAlone(converted)
     if has_score:
         start = time.monotonic()
         seen["score"] = _try(faults, "score", lambda: score_briefly(task, model))

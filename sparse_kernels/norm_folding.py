@@ -18,11 +18,14 @@ def fold_norm(layer: nn.Linear | nn.Conv1d | nn.Conv2d, norm: Any) -> Tensor:
     norm : BatchNorm1d or BatchNorm2d
         A norm with running statistics, in eval mode, with or without a weight and a bias.
     """
+    # In float32 at least: three roundings to half would be larger than what a folded norm may change.
+    wide = torch.promote_types(layer.weight.dtype, torch.float32)
     with torch.no_grad():
-        gain: Tensor = torch.rsqrt(norm.running_var + norm.eps)
+        gain: Tensor = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
         if norm.weight is not None:
             gain = gain * norm.weight
-        shift = -norm.running_mean * gain if layer.bias is None else (layer.bias - norm.running_mean) * gain
+        moved = norm.running_mean.to(wide)
+        shift = -moved * gain if layer.bias is None else (layer.bias.to(wide) - moved) * gain
         if norm.bias is not None:
             shift = shift + norm.bias
         scaled = layer.weight * gain.reshape(-1, *[1] * (layer.weight.ndim - 1))

@@ -37,8 +37,8 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
     An exported model takes and gives NumPy arrays. It needs nothing but NumPy, and OpenVINO or torch if it was
     exported to that. A pruned one is the fast torch module that `latbench verify` timed. It is for inference on this
     machine's CPU, with float32 inputs. If it was searched for a GPU, it is there, in the type of its profile, and so
-    must its inputs be. Call it as any module, in any thread, also without `torch.no_grad()`; its
-    process may fork. The given model stays as it is.
+    must its inputs be. Call it as any module, in any thread, also without `torch.no_grad()`. A
+    process without models on a GPU may fork. The given model stays as it is.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ def load_model(folder: str | Path, model: Any = None, example: Any = None, *, th
         Of a pruned folder: inputs of a call, which are one tensor, the positional arguments, or the keywords. They
         prove that the fast module gives the results of the pruned one. Later inputs may have other sizes.
     threads : int, optional
-        Threads of a call. By default one for an exported model. For a pruned one they are those of the profile, for
-        which the speedup was verified; they hold for torch and the kernels in this process.
+        Threads of a call. By default one for an exported model. For a pruned one on a CPU they are those of the
+        profile, for which the speedup was verified; they hold for torch and the kernels in this process.
 
     Returns
     -------

@@ -23,8 +23,8 @@ from sparse_kernels.shapes import Shape
 MODEL_KERNELS = ("cublas", "cublaslt", "cudnn")
 """The libraries that torch may call for a dense layer. Others, and searched algorithms, are no part of a model."""
 
-MODEL_LAYOUTS = ("token_major", "nchw", "nhwc")
-"""How the activations of a dense layer lie in a model."""
+MODEL_LAYOUTS = ("token_major", "nchw")
+"""How the activations of a dense layer lie in a pruned model."""
 
 
 def read_gpu_rows(table: str | Place, shapes: Collection[Shape], device: str) -> EngineRows:

@@ -95,12 +95,13 @@ def read_sweep_rows(
     backends
         The engines, as tables name them.
     device
-        The device; None for any.
+        The GPU; None for a CPU, whichever it is.
     """
     sizes = {
         name: pa.array(sorted({convert_shape_to_columns(shape)[name] for shape in shapes}), pa.int64())
         for name in ("m", "k", "n")
     }
+    kinds = _KIND if device is None else [*_KIND, "layout"]  # on a GPU models run one layout of several
     known: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
@@ -111,8 +112,8 @@ def read_sweep_rows(
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
         found = pc.fill_null(mask, False).to_numpy().copy()
-        numbered = piece.select(_KIND).append_column("row", pa.array(np.arange(len(found)))).filter(ours)
-        for kind in numbered.group_by(_KIND).aggregate([("row", "min")]).to_pylist():
+        numbered = piece.select(kinds).append_column("row", pa.array(np.arange(len(found)))).filter(ours)
+        for kind in numbered.group_by(kinds).aggregate([("row", "min")]).to_pylist():
             row = kind.pop("row_min")
             if (values := tuple(kind.values())) not in known:
                 known.add(values)

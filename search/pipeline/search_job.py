@@ -263,13 +263,15 @@ def time_profiles(
 ) -> Timings:
     """Time the model with these options of the database against the dense engines, as `verify` does.
 
-    Dense engines that are certainly slower than the fastest, by the sessions `before`, are left out. The timing ends
-    after the first build for which `is_clear` returns True.
+    Dense engines that are certainly slower than the fastest, by the sessions `before`, are left out. So are those of
+    a GPU that could not run then, because to find that out again may take an hour. The timing ends after the first
+    build for which `is_clear` returns True.
     """
     task, known = inputs.task, find_known_seconds(before)
     engines = build_dense_engines(task, deployment)
-    for slower in find_slower_engines(before):
-        engines.pop(slower, None)
+    failed = {name for timings in before for name in timings.left_out} if deployment.on_gpu else set()
+    for name in find_slower_engines(before) | failed:
+        engines.pop(name, None)
     database = str(inputs.database.resolve()), inputs.model_hash
     engines |= build_pruned_engines(task, deployment, profiles, database)
     with find_timed_device(deployment).lock(progress):

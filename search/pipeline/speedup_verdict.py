@@ -73,7 +73,7 @@ class SpeedupVerdict:
     score_name, score_dense, score_pruned
         The task's score of both models.
     device, threads, batch
-        Name of the CPU, threads, and size of the batch.
+        Name of the CPU or GPU, threads, and size of the batch.
     inputs
         Hash of the pruned model's manifest.
     code

@@ -118,18 +118,16 @@ def verify(
     verified = read_verified(folder)
     verified.check_task(task)
     profile, deployment = verified.profile, deployment or verified.choose_deployment()
-    check_threads(
-        deployment.threads,
-        f"{folder} was searched for {profile.threads} threads",
-        "search again with fewer --threads",
-    )
+    wanted = f"{folder} was searched for {profile.threads} threads"
+    check_threads(deployment.threads, wanted, "search again with fewer --threads")
     if is_deepsparse(deployment.backend):
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
     with contextlib.ExitStack() as stack:
         timer = timer or stack.enter_context(find_timed_device(deployment).build_timer(deployment.threads))
-        # An exported model first, because a score may call it with sizes that it does not take.
-        scores = _score_models(task, folder, deployment, timer, progress) if verified.exported else None
+        # Before the timing, where a score may call the model with sizes that it does not take, or timing takes long.
+        early = verified.exported or deployment.on_gpu
+        scores = _score_models(task, folder, deployment, timer, progress) if early else None
         timings, state = _time_pruned(task, verified, output / "pruned.onnx", deployment, timer, progress)
         scores = scores or _score_models(task, folder, deployment, timer, progress)
         in_bytes = _score_int8(task, deployment, timer) if DENSE_INT8 in timings.blocks else None
@@ -137,8 +135,8 @@ def verify(
     verdict = replace(verdict, score_int8=in_bytes, form=verified.form, exported=verified.exported)
     _write_rows(output, [{**row, **state} for row in build_rows(verdict, timings)], deployment, newest)
     _write_session(task, profile, deployment, timings, output / SESSION)
-    content = {"version": VERSION, **asdict(verdict)}
-    write_text_atomically(output / "verify.json", json.dumps(content, indent=2) + "\n")
+    text = json.dumps({"version": VERSION, **asdict(verdict)}, indent=2)
+    write_text_atomically(output / "verify.json", f"{text}\n")
     return verdict
 
 
@@ -180,8 +178,11 @@ def _time_pruned(
     with device.lock(progress):
         before, started = read_cpu_times(), datetime.now(UTC)
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == device.name else {}
+        required = [find_plain_torch(deployment.backend), PRUNED]
+        if deployment.on_gpu:  # memory may run out there, and a promise over a slower engine is another one
+            required += known.keys() & engines.keys()
         timings = timer.time(
-            engines, required=[find_plain_torch(deployment.backend), PRUNED], schedule=VERIFY_SCHEDULE, known=known,
+            engines, required=required, schedule=VERIFY_SCHEDULE, known=known,
             is_enough=lambda timings: _judge(timings, profile.target, deployment) != INCONCLUSIVE, progress=progress,
         )  # fmt: skip
     return timings, {"started_at": started, **device.read_state(before)}

@@ -8,6 +8,7 @@ convolution also finds its input in the frames that it reads. On a GPU every lay
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,23 @@ def convert_on_gpu(
     return convert(
         place_model(model, precision), sparse, placed.arguments, example_keywords=placed.keywords, backend=CUPY
     )
+
+
+class ForwardAlone(nn.Module):
+    """A model of which only its call is left, as of one on a GPU that is called from the CPU.
+
+    Whoever asks where its tensors are finds the CPU, and moves nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = (model,)  # in a tuple, so that it is no part of this module
+        self.place = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.eval()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what the model returns."""
+        return self.held[0](*arguments, **keywords)
 
 
 def place_model(model: nn.Module, precision: str) -> nn.Module:

@@ -46,6 +46,8 @@ def load_deployed(
         raise EnvironmentUnusable(
             f"{folder} was searched for a GPU, and torch finds none: `latbench doctor` says what is missing"
         )
+    if deployment.on_gpu:
+        inputs = inputs.map_tensors(_bring_to_cpu)
     with torch.no_grad():
         call_user_code("the model, called with the example inputs,", lambda: inputs.call(pruned))
     try:
@@ -71,17 +73,21 @@ def _read_profile(folder: Path) -> Profile:
 
 
 def _build_inputs(example: Any) -> ExampleInputs:
-    """Return the inputs on the CPU, where the pruned model is proved to run before it is converted."""
     if isinstance(example, Tensor):
-        return ExampleInputs((example.cpu(),))
+        return ExampleInputs((example,))
     if isinstance(example, tuple):
-        return ExampleInputs(example).map_tensors(Tensor.cpu)
+        return ExampleInputs(example)
     if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
-        return ExampleInputs(keywords=dict(example)).map_tensors(Tensor.cpu)
+        return ExampleInputs(keywords=dict(example))
     raise UsageError(
         f"the example is a {type(example).__name__}; give a tensor, a tuple of the model's arguments, or a dict of "
         "its keywords"
     )
+
+
+def _bring_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor as the model on the CPU takes it, which is called before it is converted."""
+    return tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _copy_dense(model: nn.Module) -> nn.Module:

@@ -22,15 +22,17 @@ from latbench.timing.gpu_events import Driver, NotCaptured, TimingMode, build_ev
 from search.example_inputs import ExampleInputs, list_tensors
 from search.pruning.storage.model_folder import load_pruned
 from search.task import load_task
-from search.whole_model.convert_model import convert_on_gpu, place_inputs, place_model
-from search.whole_model.model_engines import check_outputs, compute_once, mask_at_random, prune_from_database
+from search.whole_model.convert_model import ForwardAlone, convert_on_gpu, place_inputs, place_model
+from search.whole_model.model_engines import compute_once, mask_at_random, prune_from_database
 from search.whole_model.sessions import OptionsByLayer
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import SparseLayer
+from sparse_kernels.oracle import WrongResult
+from sparse_kernels.same_results import same_results
 
 HALF_TOLERANCE = 0.1
-"""Allowed difference of engines in float16 or bfloat16, relative to the largest output. Roundings of many layers stay
-below it; a wrong input, layout or layer does not."""
+"""Allowed difference of engines in float16 or bfloat16, as `sparse_kernels.same_results` counts it. Roundings of many
+layers stay below it; a wrong input, layout or layer does not."""
 
 MODE = TimingMode("warm", "graph")
 """The caches hold what the last call left, as where a server calls one model again and again."""
@@ -45,17 +47,17 @@ def build_dense_torch_gpu(reference: str, precision: str) -> TimedPoint:
 
 
 def build_dense_torch_gpu_folded(reference: str, precision: str) -> TimedPoint:
-    """Build the model with its norms folded into layers, and images in channels last, as cuDNN prefers them."""
-    model, folded, example = _fold(reference, precision)
-    return _time_checked(lambda: example.call(folded), model, example, "torch, folded")
+    """Build the model with its norms folded into layers, and images in channels last where it allows that."""
+    folded, inputs, expected = _fold(reference, precision)
+    return _time_checked(lambda: inputs.call(folded), expected, "torch, folded")
 
 
 def build_dense_torch_gpu_compiled(reference: str, precision: str) -> TimedPoint:
     """Build the folded model with torch.compile, which tries many kernels for each layer. It takes minutes."""
-    model, folded, example = _fold(reference, precision)
+    folded, inputs, expected = _fold(reference, precision)
     # The mode's own graphs would copy inputs and outputs at each call.
     compiled = torch.compile(folded, mode="max-autotune-no-cudagraphs")
-    return _time_checked(lambda: example.call(compiled), model, example, "torch.compile")
+    return _time_checked(lambda: inputs.call(compiled), expected, "torch.compile")
 
 
 def build_dense_tensorrt(reference: str, precision: str) -> TimedPoint:
@@ -74,7 +76,7 @@ def build_dense_tensorrt(reference: str, precision: str) -> TimedPoint:
             use_explicit_typing=True,
             min_block_size=1,
         )
-    return _time_checked(lambda: example.call(compiled), model, example, "TensorRT")
+    return _time_checked(lambda: example.call(compiled), _compute(model, example), "TensorRT")
 
 
 def build_random_on_gpu(reference: str, precision: str, choices: OptionsByLayer) -> TimedPoint:
@@ -122,7 +124,7 @@ def score_on_gpu(reference: str, precision: str, folder: str) -> tuple[float, fl
     return task.score(CalledFromHost(dense, precision)), task.score(CalledFromHost(pruned, precision))
 
 
-class CalledFromHost(nn.Module):
+class CalledFromHost(ForwardAlone):
     """A model on a GPU that is called as the one on the CPU: it takes and returns tensors there, floats as float32.
 
     Parameters
@@ -134,15 +136,14 @@ class CalledFromHost(nn.Module):
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
-        super().__init__()
-        self.model, self._precision = model, precision
-        self.eval()
+        super().__init__(model)
+        self._precision = precision
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return what the model returns, on the CPU."""
         placed = place_inputs(ExampleInputs(arguments, keywords), self._precision)
         with torch.inference_mode():
-            result = placed.call(self.model)
+            result = placed.call(self.held[0])
         return ExampleInputs((result,)).map_tensors(_bring_back).arguments[0]
 
 
@@ -158,13 +159,31 @@ def _load(reference: str, precision: str) -> tuple[nn.Module, ExampleInputs]:
     return place_model(task.model(), precision), place_inputs(task.example(), precision)
 
 
-def _fold(reference: str, precision: str) -> tuple[nn.Module, nn.Module, ExampleInputs]:
-    """Return the task's model on the GPU as it is and folded, and the example; images lie in channels last."""
+def _fold(reference: str, precision: str) -> tuple[nn.Module, ExampleInputs, Any]:
+    """Return the task's model folded on the GPU, its inputs, and the results of the model as it is.
+
+    Images lie in channels last, as cuDNN prefers them, unless the model refuses: a view of an image may need another
+    order. cuDNN tries its algorithms, as users of large batches let it.
+    """
+    torch.backends.cudnn.benchmark = True
     task = load_task(reference)
-    converted: Any = convert_on_gpu(task.model(), {}, task.example(), precision)
-    folded = converted.to(memory_format=torch.channels_last)  # torch's types do not know this argument
     model, example = _load(reference, precision)
-    return model, folded, example.map_tensors(_order_channels_last)
+    expected = _compute(model, example)
+
+    def fold() -> Any:  # torch's types do not know that a model has a memory format
+        return convert_on_gpu(task.model(), {}, task.example(), precision)
+
+    try:
+        folded, inputs = fold().to(memory_format=torch.channels_last), example.map_tensors(_order_channels_last)
+        _compute(folded, inputs)
+    except RuntimeError:
+        folded, inputs = fold(), example
+    return folded, inputs, expected
+
+
+def _compute(model: nn.Module, inputs: ExampleInputs) -> Any:
+    with torch.inference_mode():
+        return inputs.call(model)
 
 
 def _order_channels_last(tensor: Tensor) -> Tensor:
@@ -179,12 +198,12 @@ def _time_pruned(
     return _time(lambda: placed.call(converted), "latbench")
 
 
-def _time_checked(call: Call, model: nn.Module, example: ExampleInputs, engine: str) -> TimedPoint:
+def _time_checked(call: Call, expected: Any, engine: str) -> TimedPoint:
     """Return the timer of a call, after its results agreed with torch's."""
     with torch.inference_mode():
-        found, expected = call(), example.call(model)
-    ours, torchs = ([tensor.cpu().double().numpy() for tensor in list_tensors(each)] for each in (found, expected))
-    check_outputs(ours, torchs, engine, HALF_TOLERANCE)
+        found = call()
+    if not same_results(list_tensors(found), list_tensors(expected), HALF_TOLERANCE):
+        raise WrongResult(f"{engine} and torch compute different outputs")
     return _time(call, engine)
 
 

@@ -10,9 +10,17 @@ import typer
 from latbench.base.deployed_forms import PYTHON
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, Precisions, TaskArgument
+from latbench.cli.options.common_options import Json, TaskArgument
 from latbench.cli.options.option_texts import check_deployed_form, parse_precisions
-from latbench.cli.options.run_options import JobFolder, Quick, RunRecipe, RunSeed, RunTarget, RunThreads
+from latbench.cli.options.run_options import (
+    JobFolder,
+    Quick,
+    RunPrecisions,
+    RunRecipe,
+    RunSeed,
+    RunTarget,
+    RunThreads,
+)
 from latbench.cli.options.search_options import Confidence, Deploy
 
 if TYPE_CHECKING:
@@ -29,7 +37,7 @@ def run(
     quick: Quick = True,
     confidence: Confidence = 0.9,
     recipe: RunRecipe = None,
-    precisions: Precisions = None,
+    precisions: RunPrecisions = None,
     deploy: Deploy = PYTHON,
     threads: RunThreads = None,
     seed: RunSeed = 0,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from latbench.cli.options.option_texts import split_list
+
 RunTarget = Annotated[
     float,
     typer.Option(
@@ -38,6 +40,16 @@ RunThreads = Annotated[
         metavar="COUNT",
         help="Threads of each engine. Default: as many as the job began with, or else one per core that no other "
         "program keeps busy.",
+    ),
+]
+RunPrecisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        metavar="TYPE,...",
+        callback=split_list,
+        help="Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 "
+        "is always among them. The promise is over dense engines that round as far. Default: float32.",
     ),
 ]
 RunSeed = Annotated[

@@ -67,14 +67,17 @@ def build_rows(device: str = DEVICE) -> list[dict[str, Any]]:
 
 
 class Machine:
-    """Times engines by what they keep of the weights, and keeps what it was asked for."""
+    """Times engines by what they keep of the weights, and keeps what it was asked for, each time and in all."""
 
     def __init__(self) -> None:
         self.asked: dict[str, EngineBuilder] = {}
+        self.times: list[set[str]] = []
         self.calls: list[tuple[Any, ...]] = []
 
-    def time(self, engines: Mapping[str, EngineBuilder], **_: Any) -> Timings:
+    def time(self, engines: Mapping[str, EngineBuilder], **options: Any) -> Timings:
         self.asked.update(engines)
+        self.times.append(set(engines))
+        self.required = options["required"]
         dense = {"torch-gpu": 2e-5, "torch-gpu-folded": 1.9e-5, "torch-gpu-compiled": 1.8e-5}
         blocks = {}
         for name, engine in engines.items():
@@ -144,6 +147,9 @@ def test_a_task_for_a_gpu_is_searched_pruned_and_verified_there(
     said = " ".join(capsys.readouterr().out.split())
     assert "promise kept" in said and "measured on a GPU in float16 against torch-gpu-compiled, 2x promised" in said
     assert "tensorrt was left out: ModuleNotFoundError: No module" in said
+    # Only the probes and the verification try an engine that failed; the promise's rival must run again.
+    assert ["tensorrt" in names for names in machine.times] == [True, *[False] * (len(machine.times) - 2), True]
+    assert {"torch-gpu", "torch-gpu-compiled", "pruned"} <= set(machine.required)
     assert machine.calls == [("torch-gpu", f"{GPU}score_on_gpu", files[0], "float16", str(tmp_path / "pruned"))]
     verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
     assert (verdict["device"], verdict["precision"], verdict["score_pruned"]) == (DEVICE, "float16", 0.9)

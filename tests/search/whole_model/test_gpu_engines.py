@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_machine import EmulatedTorchMachine
@@ -23,6 +24,7 @@ from search.task import Task, load_task
 from search.whole_model import convert_model, deployed_model, gpu_engines
 from search.whole_model.model_engines import mask_at_random, prune_from_database
 from sparse_kernels.nn import SparseLinear, sparse_conv, sparse_linear
+from sparse_kernels.norm_folding import fold_norm
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
@@ -51,7 +53,8 @@ def example():
 def calibration(): return [example()]
 def loss(model, batch): return model(**batch)["all"].square().mean()
 def score(model):
-    found = model(**example())
+    device = next(model.parameters()).device
+    found = model(**{name: x.to(device) for name, x in example().items()})
     assert found["all"].dtype == torch.float32 and found["ids"].dtype == torch.int64
     return float(found["all"].sum())
 """
@@ -174,7 +177,8 @@ def test_without_a_gpu_a_model_for_one_is_refused(task: Task, folder: Path, monk
 
 def test_a_loaded_model_is_the_one_that_was_timed(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    fast = deployed_model.load_deployed(folder, task.model(), dict(task.example().keywords))
+    example = dict(convert_model.place_inputs(task.example(), HALF).keywords)  # as the docstring asks for
+    fast = deployed_model.load_deployed(folder, task.model(), example)
     pruned, _ = load_pruned(folder, task.model())
     with torch.no_grad():
         expected = task.example().call(pruned)["all"]
@@ -290,3 +294,28 @@ def test_norms_are_folded_and_images_lie_in_channels_last_where_torch_competes(
     task = load_task(str(tmp_path / "images.py"))
     with torch.no_grad():
         assert_alike(last_result(driver), task.example().call(task.model()))
+
+
+def test_a_model_that_views_images_in_their_order_competes_in_that_order(tmp_path: Path, driver: HostDriver) -> None:
+    viewed = IMAGES.replace("nn.Conv2d(8, 6, 3))", "nn.Conv2d(8, 6, 3), View())")
+    view = "class View(nn.Module):\n    def forward(self, x): return x.view(len(x), -1)\n"
+    (tmp_path / "viewed.py").write_text(f"from torch import nn\n{view}{viewed}")
+    gpu_engines.build_dense_torch_gpu_folded(str(tmp_path / "viewed.py"), HALF)
+    task = load_task(str(tmp_path / "viewed.py"))
+    with torch.no_grad():
+        assert_alike(last_result(driver), task.example().call(task.model()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_is_folded_without_further_roundings(dtype: torch.dtype, rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    layer, norm = nn.Linear(8, 64).to(dtype), nn.BatchNorm1d(64).to(dtype).eval()
+    for values in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
+        values.uniform_(0.1, 3)
+    gain = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
+    weight, shift = layer.weight.double() * gain[:, None], (layer.bias.double() - norm.running_mean.double()) * gain
+    fold_norm(layer, norm)
+    eps = torch.finfo(dtype).eps / 2 * 1.01  # one rounding to the type, and a little of float32's
+    torch.testing.assert_close(layer.weight.double(), weight, rtol=eps, atol=0)
+    expected = shift + norm.bias.double()
+    torch.testing.assert_close(layer.bias.double(), expected, rtol=eps, atol=1e-6)
