@@ -307,6 +307,13 @@ def test_a_score_that_a_converted_model_breaks_is_said(tmp_path: Path) -> None:
         check_score(written(tmp_path, reads, method), ["first", "head"])
 
 
+def test_a_score_may_only_call_a_model_that_runs_elsewhere(tmp_path: Path) -> None:
+    path = written(tmp_path, (SCORE, "def score(model): return float(model.first.in_features)"))
+    check_score(path, ["first", "head"])
+    with pytest.raises(UsageError, match="with a converted model, which keeps its forward alone: let score"):
+        check_score(path, ["first", "head"], by_forward=True)
+
+
 @pytest.mark.parametrize("code", ["None", "'high'", "torch.ones(2)"])
 def test_a_score_that_is_no_number_is_said_without_blaming_the_conversion(code: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"score\(\) must return one number, not") as caught:

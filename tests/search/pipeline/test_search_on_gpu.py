@@ -17,12 +17,14 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.cli.commands.search import search as search_command
 from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from latbench.machines.processors import count_cores
 from latbench.report.sections.trade_off import read_trade_offs
 from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.tables.storage import parse_place
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
 from latbench.workloads.workload import Layer, Workload, write_workload
+from search import check_task
 from search.artifacts.profile import Profile, read_profile
 from search.inputs.gpu_rows import read_gpu_rows
 from search.whole_model import timed_device
@@ -72,6 +74,7 @@ class Machine:
     def __init__(self) -> None:
         self.asked: dict[str, EngineBuilder] = {}
         self.times: list[set[str]] = []
+        self.checks: list[tuple[int, bool]] = []
         self.calls: list[tuple[Any, ...]] = []
 
     def time(self, engines: Mapping[str, EngineBuilder], **options: Any) -> Timings:
@@ -102,6 +105,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.FakeNvml(gpu_fakes.H200))
     monkeypatch.setattr(timed_device, "_fingerprint_kernels", lambda capability: f"kernels of {capability}")
+    monkeypatch.setattr(check_task, "_check_score_in_worker", lambda *given: found.checks.append(given[2:]))
     found = Machine()
     monkeypatch.setattr(ModelTimer, "time", lambda self, *given, **options: found.time(*given, **options))
     monkeypatch.setattr(ModelTimer, "call", lambda self, *given, timeout: found.call(*given))
@@ -150,6 +154,7 @@ def test_a_task_for_a_gpu_is_searched_pruned_and_verified_there(
     # Only the probes and the verification try an engine that failed; the promise's rival must run again.
     assert ["tensorrt" in names for names in machine.times] == [True, *[False] * (len(machine.times) - 2), True]
     assert {"torch-gpu", "torch-gpu-compiled", "pruned"} <= set(machine.required)
+    assert machine.checks == [(count_cores(), True)] * 2  # of the search and of the verification
     assert machine.calls == [("torch-gpu", f"{GPU}score_on_gpu", files[0], "float16", str(tmp_path / "pruned"))]
     verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
     assert (verdict["device"], verdict["precision"], verdict["score_pruned"]) == (DEVICE, "float16", 0.9)
