@@ -48,7 +48,7 @@ from search.whole_model.dense_rivals import find_fastest_dense, find_known_secon
 from search.whole_model.end_to_end import IsEnough, ModelTimer, RoundSchedule
 from search.whole_model.engine_builders import build_dense_engines, build_pruned_engines
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile
-from search.whole_model.timed_device import find_timed_device
+from search.whole_model.timed_device import build_model_timer, find_timed_device
 from search.whole_model.timings import Timings
 
 MAX_VERIFIED = 2
@@ -106,13 +106,9 @@ def search(
         The inputs do not fit together.
     """
     with contextlib.ExitStack() as stack:
-        timer = timer or stack.enter_context(_build_timer(request.deployment))
+        timer = timer or stack.enter_context(build_model_timer(request.deployment))
         setup = set_up_search(inputs, request, timer, remeasure=remeasure, progress=progress)
         return _find_profile(inputs, request, setup, timer, progress)
-
-
-def _build_timer(deployment: Deployment) -> ModelTimer:
-    return find_timed_device(deployment).build_timer(deployment.threads)
 
 
 def _find_profile(

@@ -62,7 +62,7 @@ from search.whole_model.engine_builders import (
 )
 from search.whole_model.overhead import describe_conditions
 from search.whole_model.sessions import OptionsByLayer, Session, name_profile, read_sessions, write_sessions
-from search.whole_model.timed_device import find_timed_device
+from search.whole_model.timed_device import build_model_timer, find_timed_device
 from search.whole_model.timings import Timings
 
 _LOG = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def verify(
         deepsparse_environment.find_environment()
     newest = _find_newest_starts(output)
     with contextlib.ExitStack() as stack:
-        timer = timer or stack.enter_context(find_timed_device(deployment).build_timer(deployment.threads))
+        timer = timer or stack.enter_context(build_model_timer(deployment))
         # Before the timing, where a score may call the model with sizes that it does not take, or timing takes long.
         early = verified.exported or deployment.on_gpu
         scores = _score_models(task, folder, deployment, timer, progress) if early else None

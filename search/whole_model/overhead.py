@@ -129,7 +129,7 @@ def time_probe_profiles(
     required = [find_plain_torch(deployment.backend), *profiles, *({FREE} & engines.keys())]
     timings = timer.time(engines, required=required, schedule=PROBE_SCHEDULE, progress=progress)
     for name, reason in timings.left_out.items() if deployment.on_gpu else ():
-        _LOG.warning(f"{name} is left out, and is no baseline: {reason}")
+        _LOG.warning(f"{name} is left out of the comparison: {reason}")
     return Session(profiles, timings)
 
 

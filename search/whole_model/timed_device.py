@@ -100,6 +100,14 @@ def find_timed_device(deployment: Deployment) -> TimedDevice:
     return TimedDevice(gpu.device, hash_uuid(gpu), gpu)
 
 
+def build_model_timer(deployment: Deployment) -> ModelTimer:
+    """Return a timer of whole models on the device of a deployment.
+
+    Raises as `find_timed_device` and `ModelTimer` do.
+    """
+    return find_timed_device(deployment).build_timer(deployment.threads)
+
+
 def find_cpu() -> TimedDevice:
     """Return this machine's CPU."""
     return TimedDevice(name_cpu(), hash_machine())

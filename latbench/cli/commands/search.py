@@ -188,11 +188,10 @@ def _search_fastest(files: _SearchFiles, request: SearchRequest, max_drop: str) 
     """Find the fastest profile whose score drops at most so far; return it with a last line."""
     from latbench.cli.progress_bar import live
     from search.pipeline.largest_speedup import parse_drop, search_fastest
-    from search.whole_model.timed_device import find_timed_device
+    from search.whole_model.timed_device import build_model_timer
 
     drop = parse_drop(max_drop)
-    deployment = request.deployment
-    with live() as tell, find_timed_device(deployment).build_timer(deployment.threads) as timer:
+    with live() as tell, build_model_timer(request.deployment) as timer:
         inputs = _read_inputs(files, request.deployment.form)
         _check_score(inputs, request, tell)
         found = search_fastest(inputs, request, drop, timer=timer, progress=tell)

@@ -100,15 +100,20 @@ Int8 = Annotated[
         "weights and activations in int8. Dense engines in int8 are the baseline.",
     ),
 ]
+LAYER_TYPES = (
+    "Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 is "
+    "always among them. The promise is over dense engines that round as far."
+)
+"""What `--precision` means on a CPU."""
+
 Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
         metavar="TYPE,...",
         callback=split_list,
-        help="Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 "
-        "is always among them. The promise is over dense engines that round as far. On a GPU the one type of the "
-        "whole model: float16 or bfloat16. Default: float32, on a GPU float16.",
+        help=f"{LAYER_TYPES} On a GPU, the single type of the whole model: float16 or bfloat16. Default: float32, "
+        "on a GPU float16.",
     ),
 ]
 Sessions = Annotated[
@@ -133,8 +138,8 @@ ModelGpu = Annotated[
     typer.Option(
         "--gpu",
         metavar="GPU",
-        help="GPU for the backend cupy: NAME or NAME:INDEX, such as h200 or a100:2. Default: the first one; in "
-        "verify that of the name in the profile.",
+        help="GPU for the backend cupy: NAME or NAME:INDEX, such as h200 or a100:2. Default: for search the "
+        "first one, for verify the one named in the profile.",
     ),
 ]
 

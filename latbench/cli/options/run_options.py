@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from latbench.cli.options.common_options import LAYER_TYPES
 from latbench.cli.options.option_texts import split_list
 
 RunTarget = Annotated[
@@ -48,8 +49,7 @@ RunPrecisions = Annotated[
         "--precision",
         metavar="TYPE,...",
         callback=split_list,
-        help="Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 "
-        "is always among them. The promise is over dense engines that round as far. Default: float32.",
+        help=f"{LAYER_TYPES} Default: float32.",
     ),
 ]
 RunSeed = Annotated[
