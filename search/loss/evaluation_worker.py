@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.loss.evaluator import MEMORY_BYTES, LossEvaluator, ProfileOptions
 from search.task import load_task
+
+Wanted = Literal["losses", "shares"]
+"""What is evaluated: `LossEvaluator.losses` or `LossEvaluator.layer_shares`."""
+
+LOSSES: Wanted = "losses"
+SHARES: Wanted = "shares"
 
 
 @dataclass(frozen=True)
@@ -53,22 +59,25 @@ class EvaluatorPool(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
 
-    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Any:
-        """Request the losses of a profile on these batches; return a handle for the result."""
+    def submit(
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+    ) -> Any:
+        """Request the losses of a profile on these batches, or its shares; return a handle for the result."""
 
-    def result(self, handle: Any) -> list[float]:
-        """Wait for the losses and return them. Raises what the worker raised if that is a LatbenchError."""
+    def result(self, handle: Any) -> list[Any]:
+        """Wait for the result and return it. Raises what the worker raised if that is a LatbenchError."""
 
     def is_done(self, handle: Any) -> bool:
-        """Return whether the losses are there, so that `result` need not wait."""
+        """Return whether the result is there, so that `result` need not wait."""
 
     def cancel(self, handle: Any) -> None:
         """Drop a request: nobody waits for its result."""
 
 
-def evaluate_losses(source: EvaluatorSource, profile: ProfileOptions, batches: range) -> list[float]:
-    """Return the losses of a profile on these batches, by this process's evaluator."""
-    return _load_evaluator(source).losses(profile, batches)
+def evaluate(source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted) -> list[Any]:
+    """Return the losses of a profile on these batches, or its shares, by this process's evaluator."""
+    evaluator = _load_evaluator(source)
+    return evaluator.layer_shares(profile, batches) if wanted == SHARES else evaluator.losses(profile, batches)
 
 
 @functools.lru_cache(maxsize=1)

@@ -22,8 +22,9 @@ from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.problem.layers import DENSE_OPTION, Option
 from search.pruning.quantization.rounded_inputs import add_reading
 from search.task import Task
+from search.user_code import call_user_code
 from sparse_kernels.formats.int8 import Quantization
-from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
+from sparse_kernels.prunable_layers import as_weight, set_weight_matrix, weight_matrix
 
 ProfileOptions = tuple[Option, ...]
 """The option of each layer of a profile, in the order of the layers."""
@@ -89,6 +90,39 @@ class LossEvaluator:
         with _limit_threads(THREADS), torch.no_grad():  # a loss may need gradients of its own
             self._swap_layers(profile)
             return [float(self._task.loss(self._model, self._batches[number])) for number in batches]
+
+    def layer_shares(self, profile: ProfileOptions, batches: range) -> list[list[float]]:
+        """Return for each of these batches what each layer of the profile adds to the loss, by the gradient there.
+
+        A layer's share is half of the sum of gradient times change, over its weights. Where the loss is quadratic in
+        the changes, all shares add up to what the profile adds. What two layers change together counts half in each.
+        In eight bits inputs are read in steps, but that is no change of weights and has no share.
+
+        Raises UsageError where the loss has no gradient.
+        """
+        weights = [module.get_parameter("weight") for module in self._modules]
+        wanted = [weight.requires_grad for weight in weights]
+        try:
+            with _limit_threads(THREADS), torch.enable_grad():
+                with torch.no_grad():
+                    self._swap_layers(profile)
+                for weight in weights:
+                    weight.requires_grad_(True)
+                return [self._compute_shares(weights, self._batches[number]) for number in batches]
+        finally:
+            for weight, before in zip(weights, wanted, strict=True):
+                weight.requires_grad_(before)
+
+    def _compute_shares(self, weights: Sequence[Tensor], batch: Any) -> list[float]:
+        """Return the shares of all layers in the loss on one batch."""
+        loss = self._task.loss(self._model, batch)
+        what = f"task {self._task.name}: the gradient of its loss"
+        gradients = call_user_code(what, lambda: torch.autograd.grad(loss, weights, allow_unused=True))
+        shares = []
+        for module, weight, dense, gradient in zip(self._modules, weights, self._dense, gradients, strict=True):
+            change = weight.detach() - as_weight(module, dense)
+            shares.append(0.0 if gradient is None else float((gradient * change).sum(dtype=torch.float64)) / 2)
+        return shares
 
     def _swap_layers(self, profile: ProfileOptions) -> None:
         for i, wanted in enumerate(profile):

@@ -18,12 +18,13 @@ from typing import Any, Self
 
 import torch
 
+from latbench.base.engine_registry import INT8
 from latbench.errors import LatbenchError
 from search.artifacts.layer_database import Database
 from search.knapsack.arrays import Choice
 from search.loss.cache import LossCache
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions
-from search.loss.evaluation_worker import EvaluatorPool, EvaluatorSource
+from search.loss.evaluation_worker import SHARES, EvaluatorPool, EvaluatorSource
 from search.loss.evaluator import LossEvaluator, ProfileOptions
 from search.loss.pools import open_pool
 from search.problem.layers import LayerOptions, expand_choice
@@ -131,6 +132,25 @@ class ParallelEvaluator:
             self._evaluate_in_pool(missing)
         means = [sum(self._losses.losses(profile)[:batches]) / batches for profile in profiles]
         return [math.inf if math.isnan(loss) else loss for loss in means]
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        """Return what each layer adds to the mean loss over the first `batches`, by the gradient at the profile.
+
+        See `LossEvaluator.layer_shares`. The parts of tied layers add up. A layer in eight bits has NaN, because what
+        rounded inputs cost is not seen. Raises UsageError where there is no gradient.
+        """
+        profile, numbers = self._options(choice), range(batches)
+        if self._evaluator is not None:
+            rows = self._evaluator.layer_shares(profile, numbers)
+        else:
+            parts = _split(numbers, self._pool.workers)
+            handles = [self._pool.submit(self._source, profile, part, SHARES) for part in parts]
+            rows = [row for handle in handles for row in self._pool.result(handle)]
+        means = iter(
+            math.nan if option.precision == INT8 else sum(column) / batches
+            for option, column in zip(profile, zip(*rows, strict=True), strict=True)
+        )
+        return [sum(next(means) for _ in layer.parts) for layer in self._layers]
 
     def _evaluate_here(self, evaluator: LossEvaluator, profile: ProfileOptions, numbers: range) -> None:
         """Evaluate a profile on these batches in this process."""

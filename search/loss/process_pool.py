@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 from latbench import errors
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.loss.evaluation_worker import EvaluatorSource
+from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Wanted
 from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
 EVALUATION_SECONDS = 3600.0
@@ -38,34 +38,36 @@ class ProcessPool:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Future[list[float]]:
+    def submit(
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+    ) -> Future[list[Any]]:
         """See `EvaluatorPool`."""
-        return self._threads.submit(self._call, source, profile, batches)
+        return self._threads.submit(self._call, source, profile, batches, wanted)
 
-    def result(self, handle: Future[list[float]]) -> list[float]:
+    def result(self, handle: Future[list[Any]]) -> list[Any]:
         """See `EvaluatorPool`."""
         return handle.result()
 
-    def is_done(self, handle: Future[list[float]]) -> bool:
+    def is_done(self, handle: Future[list[Any]]) -> bool:
         """See `EvaluatorPool`."""
         return handle.done() and not handle.cancelled()
 
-    def cancel(self, handle: Future[list[float]]) -> None:
+    def cancel(self, handle: Future[list[Any]]) -> None:
         """See `EvaluatorPool`."""
         handle.cancel()
 
-    def _call(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> list[float]:
+    def _call(self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted) -> list[Any]:
         worker, device = self._idle.get()
         own = replace(source, memory_bytes=MEMORY_BYTES // self.workers, device=device)
         try:
-            losses: list[float] = worker.call(
-                "search.loss.evaluation_worker:evaluate_losses", own, profile, batches, timeout=EVALUATION_SECONDS
+            found: list[Any] = worker.call(
+                "search.loss.evaluation_worker:evaluate", own, profile, batches, wanted, timeout=EVALUATION_SECONDS
             )
         except (TaskFailed, WorkerDied) as error:
             raise _as_raised_there(error) from error
         finally:
             self._idle.put((worker, device))
-        return losses
+        return found
 
 
 def _as_raised_there(error: TaskFailed | WorkerDied) -> LatbenchError:

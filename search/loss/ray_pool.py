@@ -13,7 +13,7 @@ from typing import Any, Self
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.block_scheduler import take_first_line
 from latbench.runners.ray_nodes import explain_loss, open_ray, parse_nodes
-from search.loss.evaluation_worker import EvaluatorSource, evaluate_losses
+from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Wanted, evaluate
 from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
 
@@ -31,7 +31,7 @@ class RayPool:
         if not self.workers:
             self._stack.close()
             raise EnvironmentUnusable("the Ray cluster has no CPU to evaluate profiles with")
-        self._evaluate = self._ray.remote(evaluate_losses).options(num_cpus=THREADS, scheduling_strategy="SPREAD")
+        self._evaluate = self._ray.remote(evaluate).options(num_cpus=THREADS, scheduling_strategy="SPREAD")
 
     def __enter__(self) -> Self:
         return self
@@ -39,22 +39,24 @@ class RayPool:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def submit(self, source: EvaluatorSource, profile: ProfileOptions, batches: range) -> Any:
+    def submit(
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+    ) -> Any:
         """See `EvaluatorPool`."""
         own = replace(source, memory_bytes=MEMORY_BYTES // self._most_per_node)
-        return self._evaluate.remote(own, profile, batches)
+        return self._evaluate.remote(own, profile, batches, wanted)
 
-    def result(self, handle: Any) -> list[float]:
+    def result(self, handle: Any) -> list[Any]:
         """See `EvaluatorPool`."""
         try:
-            losses: list[float] = self._ray.get(handle)
+            found: list[Any] = self._ray.get(handle)
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LatbenchError):
                 raise error.cause from None
             raise LatbenchError(f"an evaluator on Ray failed: {take_first_line(error.cause)}") from error
         except self._ray.exceptions.RayError as error:
             raise LatbenchError(f"Ray lost an evaluation: {explain_loss(error)}") from error
-        return losses
+        return found
 
     def is_done(self, handle: Any) -> bool:
         """See `EvaluatorPool`."""

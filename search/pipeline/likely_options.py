@@ -32,7 +32,7 @@ from search.problem.error_table import LayerErrors
 from search.problem.layers import Option
 from search.problem.problem import Problem
 from search.pruning.forward_hooks import register_forward_hooks
-from search.pruning.one_shot.hessian import extract_input_rows
+from search.pruning.one_shot.hessian import sum_input_squares
 from search.pruning.quantization.input_ranges import InputReading, find_input_ranges
 from search.task import Task
 from sparse_kernels.formats.int8 import LARGEST
@@ -151,7 +151,7 @@ def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) 
     sums = {name: torch.zeros(weight_matrix(modules[name]).shape[1], dtype=torch.float64) for name in layers}
 
     def add(name: str, module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
-        sums[name] += extract_input_rows(module, args[0].detach()).double().square().sum(dim=0)
+        sums[name] += sum_input_squares(module, args[0].detach())
 
     with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in layers}):
         for batch in task.calibration():

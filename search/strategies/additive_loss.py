@@ -12,6 +12,9 @@ profiles. In the form of Gaussian processes it has as many unknowns as profiles,
 the whole loss, and it fits less the further a profile is from the best one. The difference counts as noise that grows
 with that distance, so the fit is closest near the optimum.
 
+What single layers add may be known, too, from a gradient. Each such share is a row like a profile in which only this
+layer is pruned. For ResNet20 and MiniLM shares were within 10 to 40% of what a layer adds.
+
 A draw of all w from the posterior is a problem for the exact solver. Its optimum is a profile that may be the best,
 given the data (Thompson 1933, "On the likelihood that one unknown probability exceeds another"). Draws follow
 Matheron's rule (Journel and Huijbregts 1978): draw from the prior, then correct it by its errors on the profiles.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
@@ -38,6 +42,12 @@ FLOOR = 0.02
 
 LEAST = 0.02
 """Lower limit of a drawn w, as a share of its prior mean: pruning improves no layer."""
+
+SHARE_MISFIT = 0.3
+"""Standard deviation of the noise of a layer's share, relative to the share."""
+
+SHARE_FLOOR = 0.1
+"""The same for the smallest shares, relative to the mean share of the profile's layers."""
 
 Prior = Sequence[Floats]
 """Loss that options are expected to add, in any unit: an array (options,) >= 0 for each layer."""
@@ -61,6 +71,22 @@ def build_layer_priors(errors: Prior, sparsities: Prior) -> list[Prior]:
     return [[e - e.min() for e in errors], _scale_to(errors, level), _scale_to([s**2 for s in sparsities], level)]
 
 
+@dataclass(frozen=True)
+class LayerShares:
+    """What each layer of a profile adds to the loss.
+
+    Attributes
+    ----------
+    choice
+        The profile.
+    added
+        For each layer the loss that it adds; NaN where that is unknown.
+    """
+
+    choice: Choice
+    added: Sequence[float]
+
+
 class AdditiveLoss:
     """The posterior of the loss that each option adds, given the losses of profiles.
 
@@ -72,9 +98,14 @@ class AdditiveLoss:
         One or more profiles.
     added
         The loss of each profile above the dense loss.
+    shares
+        What single layers add, in some profiles.
     """
 
-    def __init__(self, priors: Sequence[Prior], choices: Sequence[Choice], added: Sequence[float]) -> None:
+    def __init__(
+        self, priors: Sequence[Prior], choices: Sequence[Choice], added: Sequence[float],
+        shares: Sequence[LayerShares] = (),
+    ) -> None:  # fmt: skip
         self._layers = [np.stack(layer) for layer in zip(*priors, strict=True)]  # (priors, options) each
         self._chosen = np.array(choices, np.intp).reshape(len(choices), len(self._layers))
         self._added = np.asarray(added, np.float64)
@@ -83,7 +114,9 @@ class AdditiveLoss:
         least = float(self._added.min())
         at_least = max(abs(least), self._scale * float(total.min())) or 1.0
         self._noise = MISFIT * (self._added - least) + FLOOR * at_least
-        covariance = np.zeros((len(total), len(total)))
+        for one in shares:
+            self._add_shares(one)
+        covariance = np.zeros((len(self._added), len(self._added)))
         for e, j in self._iterate_layers():
             covariance += e[:, j].T @ e[:, j] * (1 + OWN**2 * (j[:, None] == j[None, :]))
         self._spread = self._scale / math.sqrt(len(priors))
@@ -112,6 +145,20 @@ class AdditiveLoss:
             correction = (e * ((e @ at)[:, None] + OWN**2 * e * at)).sum(axis=0)
             result.append(np.maximum(w + self._spread**2 * correction, LEAST * self._scale * e.mean(axis=0)))
         return result
+
+    def _add_shares(self, shares: LayerShares) -> None:
+        """Add a row for each layer that adds to the loss: a profile in which only this layer is pruned."""
+        nothing = np.array([int(e.mean(axis=0).argmin()) for e in self._layers], np.intp)
+        values = np.asarray(shares.added, np.float64)
+        pruned = np.flatnonzero((np.array(shares.choice) != nothing) & np.isfinite(values))
+        if not pruned.size:
+            return
+        rows = np.tile(nothing, (len(pruned), 1))
+        rows[np.arange(len(pruned)), pruned] = np.array(shares.choice)[pruned]
+        size = np.abs(values[pruned])
+        self._chosen = np.concatenate([self._chosen, rows])
+        self._added = np.append(self._added, values[pruned])
+        self._noise = np.append(self._noise, SHARE_MISFIT * size + SHARE_FLOOR * (size.mean() or 1.0))
 
     def _iterate_layers(self) -> Iterator[tuple[Floats, Indices]]:
         """Return each layer's priors (priors, options), and the option of each profile there (profiles,)."""

@@ -7,13 +7,20 @@ A search ends when its evaluations or its time are used up.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from latbench.errors import UsageError
 from search.knapsack.arrays import BadProblem, Choice
+
+_LOG = logging.getLogger(__name__)
+
+SHARES_COST = 3
+"""Evaluations that cost as much as a gradient on the same batches."""
 
 EVALUATED_TOGETHER = 8
 """Profiles evaluated together: more of them run in parallel, fewer of them let a deadline end the search sooner."""
@@ -28,6 +35,12 @@ class ProfileEvaluator(Protocol):
         """Return the mean loss of each profile over the first `batches`; infinity instead of NaN.
 
         Repeated calls return the same losses.
+        """
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        """Return what each layer of a profile adds to the mean loss over the first `batches`; NaN where unknown.
+
+        Raises UsageError where the loss has no gradient.
         """
 
 
@@ -122,7 +135,7 @@ class EvaluationBudget:
         self._deadline, self._clock = deadline, clock
         self._allowed = self._left = allowed * self.batches
         self._trace: dict[Choice, EvaluatedProfile] = {}
-        self._out_of_time = False
+        self._out_of_time = self._has_no_gradient = False
         known = known or {}
         for (choice, found_by), loss in zip(known.items(), evaluator.losses(list(known), self.batches), strict=True):
             self.known[choice] = self.batches
@@ -170,6 +183,23 @@ class EvaluationBudget:
         for start in range(0, len(new), EVALUATED_TOGETHER):
             self._evaluate(new[start : start + EVALUATED_TOGETHER], count, found_by if is_candidate else None)
         return self._evaluator.losses(choices, count)
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float] | None:
+        """Return what each layer of a profile adds to the loss on the first `batches`, as the evaluator says.
+
+        None where the loss has no gradient, or the budget does not suffice.
+        """
+        cost = SHARES_COST * batches
+        if self._has_no_gradient or cost > self._left:
+            return None
+        try:
+            shares = self._evaluator.layer_shares(choice, batches)
+        except UsageError as error:
+            _LOG.info(f"profiles are searched without gradients: {error}")
+            self._has_no_gradient = True
+            return None
+        self._left -= cost
+        return shares
 
     def _evaluate(self, choices: Sequence[Choice], batches: int, found_by: str | None) -> None:
         """Evaluate the first profiles that the budget allows. Raises BudgetExhausted if these are not all."""

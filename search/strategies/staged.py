@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.knapsack.arrays import Choice, Solver
-from search.strategies.additive_loss import AdditiveLoss, Prior
+from search.strategies.additive_loss import AdditiveLoss, LayerShares, Prior
 from search.strategies.evaluation_budget import EvaluationBudget
 
 CANDIDATES = 8
@@ -70,8 +70,11 @@ def run_staged_search(
     evaluations.losses(starts, found_by="uniform")
     fewest = max(1, evaluations.batches // STAGES[0])
     evaluations.losses([least], fewest)
+    shares: dict[Choice, LayerShares] = {}
+    for choice in [*starts[:1], evaluations.best.choice]:
+        _add_shares(evaluations, choice, least, fewest, shares)
     while evaluations.best.choice != least:
-        model = _fit_model(evaluations, priors, least, fewest)
+        model = _fit_model(evaluations, priors, least, fewest, list(shares.values()))
         candidates: list[Choice] = []
         temperature = 0.0
         for _ in range(MOST_DRAWS):
@@ -86,6 +89,7 @@ def run_staged_search(
         if not candidates:
             return
         _race(evaluations, candidates)
+        _add_shares(evaluations, evaluations.best.choice, least, fewest, shares)
 
 
 def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
@@ -99,7 +103,24 @@ def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
         pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda pair: pair[0])]
 
 
-def _fit_model(evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, fewest: int) -> AdditiveLoss:
+def _add_shares(
+    evaluations: EvaluationBudget, choice: Choice, base: Choice, batches: int, shares: dict[Choice, LayerShares]
+) -> None:
+    """Find what each layer of a profile adds, scaled to add up to the loss of the profile above that of `base`."""
+    if choice in shares or choice == base:
+        return
+    own = evaluations.layer_shares(choice, batches)
+    if own is None:
+        return
+    loss, base_loss = evaluations.losses([choice, base], batches)
+    total = math.fsum(share for share in own if math.isfinite(share))
+    factor = (loss - base_loss) / total if total > 0 and math.isfinite(loss) and loss > base_loss else 1.0
+    shares[choice] = LayerShares(choice, [factor * share for share in own])
+
+
+def _fit_model(
+    evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, fewest: int, shares: Sequence[LayerShares]
+) -> AdditiveLoss:
     """Return the model of the loss above that of `base`, fitted to the profiles evaluated so far."""
     best = evaluations.best.choice
     (base_loss,), (best_loss,) = evaluations.losses([base], fewest), evaluations.losses([best], fewest)
@@ -112,4 +133,4 @@ def _fit_model(evaluations: EvaluationBudget, priors: Sequence[Prior], base: Cho
     worst = max((loss for loss in added.values() if math.isfinite(loss)), default=1.0)
     added = {choice: loss if math.isfinite(loss) else worst for choice, loss in added.items()}
     nearest = sorted(added, key=added.__getitem__)[:MOST_FITTED]
-    return AdditiveLoss(priors, nearest, [added[choice] for choice in nearest])
+    return AdditiveLoss(priors, nearest, [added[choice] for choice in nearest], shares)

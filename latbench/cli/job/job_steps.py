@@ -75,6 +75,10 @@ QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 
 QUICK_OPTION_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 60, 200
+
+ENOUGH_BATCHES = 8
+"""Half of at least so many calibration batches ranks profiles as all of them do; the best ones see all."""
+
 SHORT_EVALUATION_SECONDS = 20.0
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
@@ -274,7 +278,12 @@ class Job:
             Promise(settings.target, settings.confidence),
             Deployment(self._threads, NUMBA, settings.precisions, settings.form),
             CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
-            SearchPlan(seed=settings.seed, evaluations=evaluations, quick=quick),
+            SearchPlan(
+                seed=settings.seed,
+                evaluations=evaluations,
+                quick=quick,
+                batches=self._choose_batches() if quick else None,
+            ),
             self._choose_workers(evaluations),
         )
         inputs = read_inputs(self.task, self._table, self._path("cost_model.json"), self._path("database"))
@@ -290,6 +299,11 @@ class Job:
                     f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}"
                     f"{f' --deploy {settings.form}' if settings.is_exported else ''}` takes the best profile found"
                 ) from error
+
+    def _choose_batches(self) -> int | None:
+        """Choose on how many calibration batches profiles are tried; None for all."""
+        batches = len(self.task.calibration())
+        return -(-batches // 2) if self.settings.quick and batches >= ENOUGH_BATCHES else None
 
     def _choose_workers(self, evaluations: int) -> Workers:
         """Choose where profiles are evaluated: in this process if that takes less than starting others."""

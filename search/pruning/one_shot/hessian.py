@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from sparse_kernels.prunable_layers import find_geometry, weight_matrix
 
 MEMORY_BYTES = 2**29
 """Memory of all H in one pass: half of the memory of pruning beside twice a model's weights."""
+
+CACHED_BYTES = 2**20
+"""Bytes of patches that are cut out of images at a time: about the second-level cache of a core."""
 
 
 def compute_input_hessians(
@@ -66,8 +69,7 @@ def compute_input_hessians(
 
         def add(name: str, module: nn.Module, args: tuple[Any, ...], _: Any, sums=sums, called=called) -> None:  # type: ignore[no-untyped-def]
             called.add(name)
-            x = extract_input_rows(module, args[0].detach())
-            sums[name] += (x.T @ x).double()
+            sums[name] += multiply_inputs(module, args[0].detach())
 
         with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in group}):
             for batch in batches:
@@ -81,20 +83,59 @@ def compute_input_hessians(
             yield name, hessian
 
 
+def multiply_inputs(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the sum of x x^T over the inputs of the layer's matrix product, (k, k) float64."""
+    if not _is_convolution(module):
+        rows = x.reshape(-1, x.shape[-1])
+        return (rows.T @ rows).double()
+    x = _as_images(module, x)
+    k, positions = _unfold(module, x[:1]).shape[1:]
+    together = max(1, CACHED_BYTES // (x.element_size() * k * positions))
+    total = torch.zeros(k, k, dtype=torch.float64)
+    for images in x.split(together):  # patches that stay in a cache are multiplied before they leave it
+        columns = _unfold(module, images).transpose(0, 1).flatten(1)
+        total += (columns @ columns.T).double()
+    order = torch.arange(k).view(x.shape[1], -1).T.flatten()
+    return total[order][:, order]
+
+
+def sum_input_squares(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the sum of squares of each input of the layer's matrix product, (k,) float64: the diagonal of its H.
+
+    The patches of all images are added up before they are cut out.
+    """
+    if _is_convolution(module):
+        x = _as_images(module, x).double().square().sum(dim=0, keepdim=True)
+        squares: Tensor = extract_input_rows(module, x).sum(dim=0)
+        return squares
+    return x.reshape(-1, x.shape[-1]).double().square().sum(dim=0)
+
+
 def extract_input_rows(module: nn.Module, x: Tensor) -> Tensor:
     """Return the inputs of the layer's matrix product as rows (n, k), in the order of `weight_matrix`'s columns."""
-    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+    if not _is_convolution(module):
         return x.reshape(-1, x.shape[-1])
-    (kh, kw), stride, padding, dilation = find_geometry(module)
+    x = _as_images(module, x)
+    patches = _unfold(module, x).unflatten(1, (x.shape[1], -1))
+    return patches.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)
+
+
+def _is_convolution(module: nn.Module) -> TypeGuard[nn.Conv1d | nn.Conv2d]:
+    """Return whether the inputs of the layer's matrix product are patches of images."""
+    return isinstance(module, nn.Conv1d | nn.Conv2d)
+
+
+def _as_images(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the inputs of a convolution as images (batch, c_in, h, w)."""
     if isinstance(module, nn.Conv1d):  # an image of one row
         x = x.unsqueeze(-2)
-    if x.ndim == 3:  # one image without a batch
-        x = x[None]
-    patches = unfold(
-        x, (kh, kw), dilation=dilation, padding=padding, stride=stride
-    )  # (batch, c_in*kh*kw, positions), channel slowest
-    patches = patches.view(x.shape[0], x.shape[1], kh * kw, -1)
-    return patches.permute(0, 3, 2, 1).reshape(-1, kh * kw * x.shape[1])
+    return x[None] if x.ndim == 3 else x  # one image without a batch
+
+
+def _unfold(module: nn.Conv1d | nn.Conv2d, images: Tensor) -> Tensor:
+    """Return the patches that a convolution multiplies, (batch, c_in*kh*kw, positions), channel slowest."""
+    kernel, stride, padding, dilation = find_geometry(module)
+    return unfold(images, kernel, dilation=dilation, padding=padding, stride=stride)
 
 
 def _group_layers(sizes: dict[str, int], memory_bytes: int) -> Iterator[list[str]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from latbench.errors import UsageError
 from search.artifacts.layer_database import Database, Entry
 from search.loss.evaluator import THREADS, LossEvaluator, ProfileOptions
 from search.problem.layers import DENSE, Option
@@ -62,6 +63,55 @@ def test_losses_are_those_of_a_model_built_anew(
         with torch.no_grad():
             expected = [float(fresh(batch).square().mean()) for batch in batches]
         assert evaluator.losses(options_of_choice(choice), range(2)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_shares_are_what_each_layer_adds_to_a_quadratic_loss(tmp_path: Path, rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(6, 5), "b": nn.Conv2d(1, 2, 2)}).eval()
+    images, vectors = torch.randn(4, 1, 3, 3), torch.randn(8, 6)
+
+    def outputs(model: nn.Module) -> list[torch.Tensor]:
+        return [model.get_submodule("a")(vectors), model.get_submodule("b")(images)]
+
+    wanted = [y.detach() for y in outputs(model)]
+
+    def loss(model: nn.Module, batch: float) -> torch.Tensor:  # what the two layers change adds up
+        return batch * sum((y - y0).square().sum() for y, y0 in zip(outputs(model), wanted, strict=True))
+
+    task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [1.0, 3.0], loss=loss))
+    database = Database(tmp_path, "hash")
+    for name in ("a", "b"):
+        matrix = weight_matrix(model.get_submodule(name))
+        mask = torch.from_numpy(rng.random(tuple(matrix.shape)) > 0.5)
+        database.put(name, OPTIONS[1], Entry((matrix * mask).detach() * 1.5, mask, 0.1))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    evaluator = LossEvaluator(task, model, ["a", "b"], database)
+    alone = [evaluator.losses(options_of_choice(choice), range(2)) for choice in ((1, 0), (0, 1))]
+    shares = evaluator.layer_shares(options_of_choice((1, 1)), range(2))
+    assert shares == [pytest.approx(row, rel=1e-5) for row in zip(*alone, strict=True)]
+    assert evaluator.layer_shares(options_of_choice((1, 0)), range(1)) == [pytest.approx([alone[0][0], 0.0])]
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("hides", ["detached", "no_grad", "in place"])
+def test_a_loss_without_gradient_is_refused_in_a_sentence(evaluated: Evaluated, hides: str) -> None:
+    evaluator, _, _, _ = evaluated
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if hides == "no_grad":
+            with torch.no_grad():
+                return model(batch).square().mean()
+        if hides == "in place":
+            hidden = model[0](batch)
+            squares = hidden.square().mean()
+            hidden.zero_()
+            return squares
+        return model(batch).square().mean().detach()
+
+    evaluator._task.implementation.loss = loss
+    with pytest.raises(UsageError, match="task t: the gradient of its loss raised RuntimeError"):
+        evaluator.layer_shares(options_of_choice((1, 1)), range(1))
 
 
 def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path) -> None:

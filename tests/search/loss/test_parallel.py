@@ -5,8 +5,9 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,10 +24,11 @@ from search.loss.evaluator import LossEvaluator, ProfileOptions, move_to_device
 from search.loss.parallel import ParallelEvaluator, Workers, _split
 from search.loss.pools import open_pool
 from search.loss.process_pool import _as_raised_there
-from search.problem.layers import DENSE, Interval, LayerOptions, Option
+from search.problem.layers import DENSE, Interval, LayerOptions, Option, tie_layers
 from search.problem.problem import Problem
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task, load_task
+from sparse_kernels.formats.int8 import InputRange, Quantization, find_scales, round_to_steps
 from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = load_task(str(Path(__file__).parents[1] / "pruning_task.py"))
@@ -75,11 +77,30 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
             answers.append(
                 evaluator.losses(every[:1], 1) + evaluator.losses(every, 3) + evaluator.losses(every[3:5], 6)
             )
+            answers[-1] += evaluator.layer_shares((2, 1), 5)
             found.append(run_strategy(StrategySettings("staged", 8, 0), PROBLEM, 2.0, evaluator))
     assert answers[0] == answers[1]  # bit for bit
     assert found[0] == found[1]
     files = [(tmp_path / str(processes) / "trials.jsonl").read_text() for processes in (1, 2)]
     assert files[0] == files[1]
+
+
+def test_shares_of_tied_layers_add_up_and_those_in_eight_bits_are_unknown(database: Database) -> None:
+    def shares(layers: Sequence[LayerOptions], choice: tuple[int, ...]) -> list[float]:
+        cache = LossCache([layer.name for layer in LAYERS])
+        with ParallelEvaluator(TASK, TASK.model(), layers, database, cache) as evaluator:
+            return evaluator.layer_shares(choice, 3)
+
+    apart = shares(LAYERS, (2, 2))
+    assert shares([tie_layers(LAYERS)], (2,)) == [pytest.approx(sum(apart))]
+    in_bytes = Option("unstructured", 0.75, "int8")
+    entry = database.get("conv", OPTIONS[2])
+    quantization = Quantization(find_scales(entry.weight.numpy()), InputRange(1.0))
+    weight = torch.from_numpy(round_to_steps(entry.weight.numpy(), quantization.scales))
+    database.put("conv", in_bytes, Entry(weight, entry.mask, 0.1, quantization))
+    narrow = replace(LAYERS[0], options=(*OPTIONS[:2], in_bytes, OPTIONS[3]))
+    found = shares([narrow, LAYERS[1]], (2, 2))
+    assert math.isnan(found[0]) and math.isfinite(found[1])
 
 
 @pytest.mark.parametrize("processes", [1, 2])

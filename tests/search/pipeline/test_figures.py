@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from latbench.errors import UsageError
 from latbench.runners.worker import load_function
 from search.knapsack.arrays import Choice
 from search.problem.layers import DENSE, Interval, LayerOptions, Option
@@ -27,6 +28,9 @@ class Judge:
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
         return [sum((i + 1) * float(SECONDS[j]) ** -0.5 for i, j in enumerate(choice)) for choice in choices]
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        raise UsageError("a formula has no gradient")
 
 
 def found(*trace: tuple[float, float]) -> SearchResult:

@@ -75,6 +75,9 @@ class Evaluator:
         self.asked.update(choices)
         return list(map(self._loss, choices))
 
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        raise UsageError("a formula has no gradient")
+
 
 def machine(slowness: float, noise: float = 0.01) -> tuple[TimeProfiles, list[Choice]]:
     """A machine on which the layers take `slowness` times what is predicted; and what it was asked to time."""

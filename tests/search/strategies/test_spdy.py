@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from latbench.errors import UsageError
 from search.knapsack.arrays import Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
 from search.problem.priors import build_quadratic_prior
@@ -40,6 +41,9 @@ class Judge:
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
         return list(map(self._loss, choices))
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        raise UsageError("a formula has no gradient")
 
 
 def search(rng: np.random.Generator, allowed: int = 10_000, budget: float = BUDGET, **options: int) -> SearchResult:

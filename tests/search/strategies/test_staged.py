@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from latbench.errors import UsageError
 from search.knapsack.arrays import BadProblem, Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.strategies.additive_loss import AdditiveLoss, build_layer_priors
+from search.strategies.additive_loss import AdditiveLoss, LayerShares, build_layer_priors
 from search.strategies.evaluation_budget import EVALUATED_TOGETHER, BudgetExhausted, EvaluationBudget, SearchResult
 from search.strategies.spdy import run_spdy_search
 from search.strategies.staged import run_staged_search
@@ -54,6 +55,21 @@ class Judge:
         for choice in choices:
             self.asked[choice] = max(batches, self.asked.get(choice, 0))
         return [self._loss(choice) * sum(self._weights[:batches]) / batches for choice in choices]
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        raise UsageError("a formula has no gradient")
+
+
+class JudgeWithGradients(Judge):
+    """Tells what each layer of `sensitive` adds: its own damage, and half of what it does together with others."""
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        damage = [0.0, *(option / (1 + layer) for layer, option in enumerate(choice)), 0.0]
+        shares = [
+            d * (d + (before + after) / 2)
+            for before, d, after in zip(damage[:-2], damage[1:-1], damage[2:], strict=True)
+        ]
+        return [share * sum(self._weights[:batches]) / batches for share in shares]
 
 
 def search(judge: Judge, seed: int = 0, allowed: int = 60, **options: Sequence[Choice]) -> SearchResult:
@@ -152,6 +168,73 @@ def test_small_problems_end_by_themselves(
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
     with pytest.raises(Infeasible):
         run_staged_search(EvaluationBudget(Judge(), 5), within(SECONDS, 0.1), PRIORS, rng)
+
+
+# Gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_save_most_evaluations(seed: int) -> None:
+    best = min(map(sensitive, PROFILES))
+    starts = [(1,) * LAYERS]
+    with_gradients = search(JudgeWithGradients(), seed, 12, starts=starts)
+    assert with_gradients.spent <= 12
+    assert with_gradients.loss < 1.03 * best
+    assert with_gradients.loss <= search(Judge(), seed, 12, starts=starts).loss
+
+
+def test_gradients_that_mislead_do_no_lasting_harm() -> None:
+    class Misled(JudgeWithGradients):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            return super().layer_shares(choice, batches)[::-1]  # the last layers seem to matter most
+
+    assert search(Misled(), allowed=90).loss < 1.05 * min(map(sensitive, PROFILES))
+
+
+@pytest.mark.parametrize("share", [math.nan, math.inf, -1.0, 0.0])
+def test_shares_of_any_value_leave_a_search_that_works(share: float) -> None:
+    class Odd(Judge):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            return [share] * LAYERS
+
+    assert search(Odd()).loss < 1.1 * min(map(sensitive, PROFILES))
+
+
+def test_a_loss_without_gradient_is_asked_for_it_once() -> None:
+    asked: list[Choice] = []
+
+    class Counted(Judge):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            asked.append(choice)
+            return super().layer_shares(choice, batches)
+
+    assert search(Counted()) == search(Judge())
+    assert len(asked) == 1
+
+
+def test_a_gradient_is_paid_for_and_none_is_computed_that_cannot_be() -> None:
+    judge = JudgeWithGradients()
+    evaluations = EvaluationBudget(judge, 3)
+    assert evaluations.layer_shares((1,) * LAYERS, 2) == judge.layer_shares((1,) * LAYERS, 2)
+    evaluations.losses([(0,) * LAYERS], found_by="staged")
+    assert evaluations.result.spent == 1.5 + 1
+    with pytest.raises(BudgetExhausted):
+        evaluations.losses([(2,) * LAYERS])
+    assert EvaluationBudget(judge, 2).layer_shares((1,) * LAYERS, 4) is None
+
+
+def test_shares_tell_what_single_layers_add(rng: np.random.Generator) -> None:
+    truth = [e * factor for e, factor in zip(ERRORS, rng.uniform(0.1, 10, LAYERS), strict=True)]
+    choice = (2,) * LAYERS
+    own = [float(e[2]) for e in truth]
+    alone, told = (
+        AdditiveLoss([ERRORS], [choice], [sum(own)], shares) for shares in ([], [LayerShares(choice, own)])
+    )
+    far, near = (
+        max(abs(math.log(w[3] / e[3])) for w, e in zip(model.draw(rng, 0.0), truth, strict=True))
+        for model in (alone, told)
+    )
+    assert near < 0.3 * far  # what one option adds tells what the others of its layer add
 
 
 # What is learnt ----------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from transposed_linear import Conv1D
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
 from search.problem.layers import Option
+from search.pruning.one_shot import hessian as hessian_module
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
-from search.pruning.one_shot.hessian import compute_input_hessians
+from search.pruning.one_shot.hessian import compute_input_hessians, sum_input_squares
 from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
 from search.task import Task, load_task
@@ -70,14 +71,19 @@ class Calls:
         return model(batch).sum()
 
 
+@pytest.mark.parametrize("images_together", [1, 3, 4])
 @pytest.mark.parametrize("settings", [{}, {"stride": (2, 1), "padding": (0, 1)}, {"dilation": (1, 2), "padding": 2}])
-def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.random.Generator) -> None:
+def test_a_convolutions_hessian_is_that_of_its_patches(
+    settings: dict, images_together: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conv = nn.Conv2d(3, 5, (3, 2), **settings).requires_grad_(False)
     x = rng.standard_normal((4, 3, 8, 7)).astype(np.float32)
     model = nn.Sequential(conv)
-    ((name, hessian),) = compute_input_hessians(Calls(), model, ["0"], [torch.from_numpy(x)])  # type: ignore[arg-type]
     rows = patches(x, conv).astype(np.float64)
+    monkeypatch.setattr(hessian_module, "CACHED_BYTES", images_together * rows.size // len(x) * x.itemsize)
+    ((name, hessian),) = compute_input_hessians(Calls(), model, ["0"], [torch.from_numpy(x)])  # type: ignore[arg-type]
     assert name == "0"
+    assert sum_input_squares(conv, torch.from_numpy(x)).numpy() == pytest.approx((rows**2).sum(axis=0), rel=1e-6)
     # A float32 product over the patches: n eps sum |x||x|.
     bound = len(rows) * np.finfo(np.float32).eps * (abs(rows).T @ abs(rows))
     assert (abs(hessian.numpy() - rows.T @ rows) <= bound).all()
