@@ -74,7 +74,7 @@ QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 """A verdict is measured on whole models; the times of layers only guide the search."""
 
 QUICK_OPTION_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 60, 200
+QUICK_EVALUATIONS, THOROUGH_EVALUATIONS = 100, 200
 
 ENOUGH_BATCHES = 8
 """Half of at least so many calibration batches ranks profiles as all of them do; the best ones see all."""

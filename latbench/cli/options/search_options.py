@@ -128,7 +128,7 @@ Evaluations = Annotated[
         min=1,
         metavar="COUNT",
         help="Passes over the calibration data in each of up to 4 rounds, or over --batches of it. A part of "
-        "the data counts as that part of a pass.",
+        "the data counts as that part of a pass, a gradient as three passes.",
     ),
 ]
 CalibrationBatches = Annotated[

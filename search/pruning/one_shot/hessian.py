@@ -116,8 +116,9 @@ def extract_input_rows(module: nn.Module, x: Tensor) -> Tensor:
     if not _is_convolution(module):
         return x.reshape(-1, x.shape[-1])
     x = _as_images(module, x)
-    patches = _unfold(module, x).unflatten(1, (x.shape[1], -1))
-    return patches.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)
+    patches = _unfold(module, x)
+    apart = patches.view(len(x), x.shape[1], -1, patches.shape[-1])
+    return apart.permute(0, 3, 2, 1).reshape(-1, patches.shape[1])
 
 
 def _is_convolution(module: nn.Module) -> TypeGuard[nn.Conv1d | nn.Conv2d]:
