@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from latbench.errors import PromiseMissed
 from search.knapsack.arrays import Choice, Infeasible
 from search.pipeline.search_request import Promise
+from search.pipeline.speedup_verdict import MAX_OVERSHOOT
 from search.problem.calibration import allow_only_fastest, calibrate, fit_line, ignore_intervals
 from search.problem.layers import ROUNDING, Interval
 from search.problem.problem import Problem
@@ -55,9 +56,6 @@ AIM = 1 + MAX_SPARE / 2
 """Rounds aim at this multiple of the target: half of those that aim at the target itself would miss it."""
 
 ROUNDS = 4
-
-MAX_OVERSHOOT = 1.3
-"""Above this multiple of the target, milder profiles are tried."""
 
 MILDER_ROUNDS = 3
 """Further rounds, at most, for milder profiles."""

@@ -22,6 +22,12 @@ ENGINE_COLUMNS = ("value", "low", "high", "speedup", "speedup_low", "speedup_hig
 BUSY = 1.1
 """A sentence mentions that the dense engine took this many times as long as in the search, or more."""
 
+MAX_OVERSHOOT = 1.3
+"""Above this multiple of the target, milder profiles are tried."""
+
+SURPRISE = 1.1
+"""A speedup is a surprise above this multiple of the predicted one: the search saw a slower machine."""
+
 _ADVICE = {
     MISSED: "`latbench search --refine` corrects the search by this measurement",
     INCONCLUSIVE: (
@@ -123,6 +129,20 @@ class SpeedupVerdict:
     def met(self) -> bool:
         """Whether the promise is kept."""
         return self.outcome == KEPT
+
+    @property
+    def predicted_speedup(self) -> float:
+        """The speedup that the search predicted; that of the dense engine's time now if it was not timed again."""
+        return self.dense_seconds / (self.slowdown or 1.0) / self.predicted_seconds
+
+    @property
+    def is_needlessly_fast(self) -> bool:
+        """Whether the model is far above the target, and above what the search predicted.
+
+        A milder profile would keep the promise, too, and keep more of the score.
+        """
+        bounds = MAX_OVERSHOOT * self.target, SURPRISE * self.predicted_speedup
+        return self.met and self.measured_speedup_low > max(bounds)
 
     @property
     def ratio_of_medians(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,10 @@ from latbench.cli.options.search_options import Confidence, Deploy
 if TYPE_CHECKING:
     from latbench.cli.job.job_steps import Job, JobResult
 
+_LOG = logging.getLogger(__name__)
+
 MOST_TRIES = 3
-"""Searches, at most: each after the first one is corrected by a verification that was not kept."""
+"""Searches, at most: each after the first one is corrected by the verification before it."""
 
 
 def run(
@@ -83,7 +86,10 @@ def run(
 
 
 def _carry_out(job: Job) -> JobResult:
-    """Do every step; search again, corrected by the verification, while the promise is not kept."""
+    """Do every step; search again, corrected by the verification, while the promise is not kept.
+
+    So does a first verification that kept it far too easily: accuracy was spent for nothing.
+    """
     from latbench.cli.job.job_progress import JobProgress
     from latbench.cli.progress_bar import live
 
@@ -100,6 +106,11 @@ def _carry_out(job: Job) -> JobResult:
             if job.settings.is_exported:
                 job.export_pruned(steps.start("exporting"))
             verdict = job.verify_model(steps.start("verifying"))
-            if verdict.met:
+            if verdict.is_needlessly_fast and attempt == 0:
+                _LOG.warning(
+                    f"{verdict.measured_speedup:.2f}x measured, where the search predicted "
+                    f"{verdict.predicted_speedup:.2f}x on a slower machine: a milder profile is searched"
+                )
+            elif verdict.met:
                 break
         return job.write_report(steps.start("writing the report"), verdict)

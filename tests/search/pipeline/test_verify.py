@@ -113,6 +113,25 @@ def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pruned_seconds", "predicted_seconds", "slowdown", "needlessly"),
+    [
+        (1.0, 2.0, 1.0, True),  # 4x measured, 2x promised and predicted
+        (1.0, 2.0, None, True),
+        (1.0, 1.0, 1.0, False),  # the search knew: it found nothing milder that keeps the promise
+        (1.0, 2.0, 0.5, False),  # 4x predicted: the dense engine took 8 seconds then
+        (1.6, 2.0, 1.0, False),  # 2.5x is near enough
+        (2.5, 2.0, 1.0, False),
+    ],
+)
+def test_a_model_is_needlessly_fast_where_the_search_did_not_foresee_it(
+    little: Task, pruned_seconds: float, predicted_seconds: float, slowdown: float | None, needlessly: bool
+) -> None:
+    found = build_verdict(little, profile(), deployed(profile()), timings(pruned_seconds), (0.9, 0.8), "hash")
+    found = replace(found, predicted_seconds=predicted_seconds, slowdown=slowdown)
+    assert found.is_needlessly_fast is needlessly
+
+
+@pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [(2.0, 2.2, KEPT), (1.99, 2.2, INCONCLUSIVE), (1.8, 2.0, INCONCLUSIVE), (1.8, 1.99, MISSED)],
 )

@@ -53,7 +53,10 @@ class Steps:
     def verify_model(self, tell: Any) -> Any:
         outcome = self.outcomes.pop(0)
         self.done.append(outcome)
-        return SimpleNamespace(met=outcome == KEPT, sentence=lambda: f"promise {outcome}", advice="do this")
+        return SimpleNamespace(
+            met=outcome in (KEPT, TOO_FAST), is_needlessly_fast=outcome == TOO_FAST, measured_speedup=2.9,
+            predicted_speedup=2.1, sentence=lambda: f"promise {outcome}", advice="do this",
+        )  # fmt: skip
 
     def write_report(self, tell: Any, verdict: Any) -> Any:
         self.done.append("report")
@@ -75,6 +78,8 @@ def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, load: str | None 
         steps.done.append(str(error))
     return steps
 
+
+TOO_FAST = "kept, far above the target"
 
 FIRST = ["trace_layers", "time_layers", "fit_cost_model", "search", "prune_model"]
 
@@ -149,6 +154,21 @@ def test_the_layers_are_those_of_the_task_as_it_is_now(tmp_path: Path) -> None:
 def test_a_verification_that_was_not_kept_corrects_the_search(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
     steps = carry_out(monkeypatch, outcome, KEPT)
     assert steps.done == [*FIRST, outcome, "refine", "prune_model", KEPT, "report", "closed"]
+
+
+@pytest.mark.parametrize("then", [KEPT, TOO_FAST])
+def test_a_model_that_is_needlessly_fast_is_searched_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, then: str
+) -> None:
+    steps = carry_out(monkeypatch, TOO_FAST, then)
+    assert steps.done == [*FIRST, TOO_FAST, "refine", "prune_model", then, "report", "closed"]
+    assert "2.90x measured, where the search predicted 2.10x on a slower machine" in caplog.text
+
+
+def test_a_milder_profile_that_misses_is_corrected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = ["refine", "prune_model"]
+    steps = carry_out(monkeypatch, TOO_FAST, MISSED, KEPT)
+    assert steps.done == [*FIRST, TOO_FAST, *again, MISSED, *again, KEPT, "report", "closed"]
 
 
 def test_a_promise_that_is_never_kept_has_a_report_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
