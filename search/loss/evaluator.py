@@ -9,6 +9,7 @@ inputs in steps.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,8 +96,9 @@ class LossEvaluator:
         """Return for each of these batches what each layer of the profile adds to the loss, by the gradient there.
 
         A layer's share is half of the sum of gradient times change, over its weights. Where the loss is quadratic in
-        the changes, all shares add up to what the profile adds. What two layers change together counts half in each.
-        In eight bits inputs are read in steps, but that is no change of weights and has no share.
+        the changes and least at the dense weights, all shares add up to what the profile adds. What two layers change
+        together counts half in each. In eight bits inputs are read in steps, but that is no change of weights and has
+        no share. A layer whose gradient the loss hides has NaN.
 
         Raises UsageError where the loss has no gradient.
         """
@@ -121,7 +123,7 @@ class LossEvaluator:
         shares = []
         for module, weight, dense, gradient in zip(self._modules, weights, self._dense, gradients, strict=True):
             change = weight.detach() - as_weight(module, dense)
-            shares.append(0.0 if gradient is None else float((gradient * change).sum(dtype=torch.float64)) / 2)
+            shares.append(math.nan if gradient is None else float((gradient * change).sum(dtype=torch.float64)) / 2)
         return shares
 
     def _swap_layers(self, profile: ProfileOptions) -> None:

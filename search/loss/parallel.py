@@ -33,6 +33,9 @@ from search.task import Task
 MOST_PROCESSES = 8
 """Processes by default, at most: each holds the model and the calibration data."""
 
+MOST_GRADIENTS = 2
+"""Gradients that are computed at a time, at most: each keeps all that its batch computes in memory."""
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -94,6 +97,7 @@ class ParallelEvaluator:
         conditions: EvaluationConditions = WANTED,
     ) -> None:  # fmt: skip
         self._layers, self._losses, self._workers = layers, cache, workers
+        self._shares: dict[tuple[ProfileOptions, int], list[list[float]]] = {}
         names = tuple(part.name for layer in layers for part in layer.parts)
         self.batches = len(task.calibration())
         """Number of batches of the calibration data."""
@@ -139,18 +143,28 @@ class ParallelEvaluator:
         See `LossEvaluator.layer_shares`. The parts of tied layers add up. A layer in eight bits has NaN, because what
         rounded inputs cost is not seen. Raises UsageError where there is no gradient.
         """
-        profile, numbers = self._options(choice), range(batches)
-        if self._evaluator is not None:
-            rows = self._evaluator.layer_shares(profile, numbers)
-        else:
-            parts = _split(numbers, self._pool.workers)
-            handles = [self._pool.submit(self._source, profile, part, SHARES) for part in parts]
-            rows = [row for handle in handles for row in self._pool.result(handle)]
+        profile = self._options(choice)
+        if (profile, batches) not in self._shares:
+            self._shares[profile, batches] = self._compute_shares(profile, range(batches))
+        rows = self._shares[profile, batches]
         means = iter(
             math.nan if option.precision == INT8 else sum(column) / batches
             for option, column in zip(profile, zip(*rows, strict=True), strict=True)
         )
         return [sum(next(means) for _ in layer.parts) for layer in self._layers]
+
+    def _compute_shares(self, profile: ProfileOptions, numbers: range) -> list[list[float]]:
+        """Return the shares of the profile's layers on each of these batches."""
+        if self._evaluator is not None:
+            return self._evaluator.layer_shares(profile, numbers)
+        parts = _split(numbers, min(self._pool.workers, MOST_GRADIENTS))
+        handles = [self._pool.submit(self._source, profile, part, SHARES) for part in parts]
+        try:
+            return [row for handle in handles for row in self._pool.result(handle)]
+        except BaseException:
+            for handle in handles:
+                self._pool.cancel(handle)
+            raise
 
     def _evaluate_here(self, evaluator: LossEvaluator, profile: ProfileOptions, numbers: range) -> None:
         """Evaluate a profile on these batches in this process."""

@@ -240,6 +240,8 @@ class _SpeedupLoop:
             slower = calibrate_to(self.predicted, found.choice, self.measured[found.choice])
             return [_raise_goal(slower, AIM), slower]
         if found.choice in self.measured:
+            if found.out_of_time:  # this search might have found another one
+                self.found[found.choice] = replace(self.found[found.choice], out_of_time=True)
             return []
         if not self.measured:
             for choice, loss in self._before.items():

@@ -132,7 +132,7 @@ class SpeedupVerdict:
 
     @property
     def predicted_speedup(self) -> float:
-        """The speedup that the search predicted; that of the dense engine's time now if it was not timed again."""
+        """The speedup that the search predicted, over what is the fastest dense engine now."""
         return self.dense_seconds / (self.slowdown or 1.0) / self.predicted_seconds
 
     @property

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from latbench.errors import UsageError
+from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.runners.worker_process import WorkerDied
 from search.knapsack.arrays import BadProblem, Choice
 
 _LOG = logging.getLogger(__name__)
@@ -187,14 +188,14 @@ class EvaluationBudget:
     def layer_shares(self, choice: Choice, batches: int) -> list[float] | None:
         """Return what each layer of a profile adds to the loss on the first `batches`, as the evaluator says.
 
-        None where the loss has no gradient, or the budget does not suffice.
+        None where the gradient cannot be computed, or the budget does not suffice.
         """
         cost = SHARES_COST * batches
-        if self._has_no_gradient or cost > self._left:
+        if self._has_no_gradient or cost > self._left or (self._trace and self._clock() >= self._deadline):
             return None
         try:
             shares = self._evaluator.layer_shares(choice, batches)
-        except UsageError as error:
+        except (UsageError, EnvironmentUnusable, WorkerDied) as error:  # memory may run out, too
             _LOG.info(f"profiles are searched without gradients: {error}")
             self._has_no_gradient = True
             return None

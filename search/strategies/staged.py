@@ -10,12 +10,12 @@ not matter whether these batches are easy or hard.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from search.knapsack.arrays import Choice, Solver
-from search.strategies.additive_loss import AdditiveLoss, LayerShares, Prior
+from search.strategies.additive_loss import AdditiveLoss, Prior
 from search.strategies.evaluation_budget import EvaluationBudget
 
 CANDIDATES = 8
@@ -32,6 +32,9 @@ HEATING = 1.15
 
 MOST_DRAWS = 60
 """Draws in a round."""
+
+MOST_SCALED = 4.0
+"""Factor between shares and the loss that they add up to, at most: with a larger one the gradient says little."""
 
 
 def run_staged_search(
@@ -70,11 +73,12 @@ def run_staged_search(
     evaluations.losses(starts, found_by="uniform")
     fewest = max(1, evaluations.batches // STAGES[0])
     evaluations.losses([least], fewest)
-    shares: dict[Choice, LayerShares] = {}
+    shares: dict[tuple[int, int], float] = {}
+    differentiated: set[Choice] = {least}
     for choice in [*starts[:1], evaluations.best.choice]:
-        _add_shares(evaluations, choice, least, fewest, shares)
+        shares |= _find_shares(evaluations, choice, least, fewest, differentiated)
     while evaluations.best.choice != least:
-        model = _fit_model(evaluations, priors, least, fewest, list(shares.values()))
+        model = _fit_model(evaluations, priors, least, fewest, shares)
         candidates: list[Choice] = []
         temperature = 0.0
         for _ in range(MOST_DRAWS):
@@ -89,7 +93,7 @@ def run_staged_search(
         if not candidates:
             return
         _race(evaluations, candidates)
-        _add_shares(evaluations, evaluations.best.choice, least, fewest, shares)
+        shares |= _find_shares(evaluations, evaluations.best.choice, least, fewest, differentiated)
 
 
 def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
@@ -103,24 +107,34 @@ def _race(evaluations: EvaluationBudget, candidates: Sequence[Choice]) -> None:
         pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda pair: pair[0])]
 
 
-def _add_shares(
-    evaluations: EvaluationBudget, choice: Choice, base: Choice, batches: int, shares: dict[Choice, LayerShares]
-) -> None:
-    """Find what each layer of a profile adds, scaled to add up to the loss of the profile above that of `base`."""
-    if choice in shares or choice == base:
-        return
+def _find_shares(
+    evaluations: EvaluationBudget, choice: Choice, base: Choice, batches: int, differentiated: set[Choice]
+) -> dict[tuple[int, int], float]:
+    """Return what each layer adds that differs from `base`: (layer, option) -> loss.
+
+    The shares are scaled to add up to the loss of the profile above that of `base`. A gradient that says something
+    quite different gives none. Each profile is differentiated once.
+    """
+    if choice in differentiated:
+        return {}
+    differentiated.add(choice)
     own = evaluations.layer_shares(choice, batches)
     if own is None:
-        return
+        return {}
+    changed = {(layer, j): own[layer] for layer, j in enumerate(choice) if j != base[layer]}
+    known = {key: share for key, share in changed.items() if math.isfinite(share)}
     loss, base_loss = evaluations.losses([choice, base], batches)
-    total = math.fsum(share for share in own if math.isfinite(share))
-    factor = (loss - base_loss) / total if total > 0 and math.isfinite(loss) and loss > base_loss else 1.0
-    shares[choice] = LayerShares(choice, [factor * share for share in own])
+    if len(known) < len(changed):  # in eight bits, or hidden by the loss: nothing tells what the others add up to
+        return known
+    total = math.fsum(known.values())
+    factor = (loss - base_loss) / total if total > 0 else math.nan
+    return {key: factor * share for key, share in known.items()} if 1 / MOST_SCALED < factor < MOST_SCALED else {}
 
 
 def _fit_model(
-    evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, fewest: int, shares: Sequence[LayerShares]
-) -> AdditiveLoss:
+    evaluations: EvaluationBudget, priors: Sequence[Prior], base: Choice, fewest: int,
+    shares: Mapping[tuple[int, int], float],
+) -> AdditiveLoss:  # fmt: skip
     """Return the model of the loss above that of `base`, fitted to the profiles evaluated so far."""
     best = evaluations.best.choice
     (base_loss,), (best_loss,) = evaluations.losses([base], fewest), evaluations.losses([best], fewest)

@@ -55,7 +55,7 @@ ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
 DEFAULT_METHOD = "auto"
 """The method if no other is requested."""
 
-VERSION = 4
+VERSION = 5
 """Rises whenever the same model and data give other entries than before."""
 
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs must end at last

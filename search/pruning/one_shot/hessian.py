@@ -90,7 +90,8 @@ def multiply_inputs(module: nn.Module, x: Tensor) -> Tensor:
         return (rows.T @ rows).double()
     x = _as_images(module, x)
     k, positions = _unfold(module, x[:1]).shape[1:]
-    together = max(1, CACHED_BYTES // (x.element_size() * k * positions))
+    # A product of fewer columns than rows would spend its time on writing the result.
+    together = max(CACHED_BYTES // (x.element_size() * k * positions), -(-k // max(positions, 1)))
     total = torch.zeros(k, k, dtype=torch.float64)
     for images in x.split(together):  # patches that stay in a cache are multiplied before they leave it
         columns = _unfold(module, images).transpose(0, 1).flatten(1)
@@ -117,7 +118,7 @@ def extract_input_rows(module: nn.Module, x: Tensor) -> Tensor:
         return x.reshape(-1, x.shape[-1])
     x = _as_images(module, x)
     patches = _unfold(module, x)
-    apart = patches.view(len(x), x.shape[1], -1, patches.shape[-1])
+    apart = patches.view(len(x), x.shape[1], patches.shape[1] // x.shape[1], patches.shape[2])
     return apart.permute(0, 3, 2, 1).reshape(-1, patches.shape[1])
 
 

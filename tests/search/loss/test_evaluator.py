@@ -1,6 +1,7 @@
 """A profile's loss is that of the model it gives, swapped in place."""
 
 import copy
+import math
 import types
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transposed_linear import Conv1D
 
 from latbench.errors import UsageError
 from search.artifacts.layer_database import Database, Entry
@@ -67,11 +69,12 @@ def test_losses_are_those_of_a_model_built_anew(
 
 def test_shares_are_what_each_layer_adds_to_a_quadratic_loss(tmp_path: Path, rng: np.random.Generator) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(6, 5), "b": nn.Conv2d(1, 2, 2)}).eval()
-    images, vectors = torch.randn(4, 1, 3, 3), torch.randn(8, 6)
+    transposed = Conv1D(4, 6)
+    model = nn.ModuleDict({"a": nn.Linear(6, 5), "b": nn.Conv2d(3, 2, 2), "c": transposed}).eval()
+    images, vectors = torch.randn(4, 3, 3, 3), torch.randn(8, 6)
 
     def outputs(model: nn.Module) -> list[torch.Tensor]:
-        return [model.get_submodule("a")(vectors), model.get_submodule("b")(images)]
+        return [model.get_submodule(name)(images if name == "b" else vectors) for name in "abc"]
 
     wanted = [y.detach() for y in outputs(model)]
 
@@ -80,18 +83,33 @@ def test_shares_are_what_each_layer_adds_to_a_quadratic_loss(tmp_path: Path, rng
 
     task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [1.0, 3.0], loss=loss))
     database = Database(tmp_path, "hash")
-    for name in ("a", "b"):
+    for name in "abc":
         matrix = weight_matrix(model.get_submodule(name))
         mask = torch.from_numpy(rng.random(tuple(matrix.shape)) > 0.5)
         database.put(name, OPTIONS[1], Entry((matrix * mask).detach() * 1.5, mask, 0.1))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    evaluator = LossEvaluator(task, model, ["a", "b"], database)
-    alone = [evaluator.losses(options_of_choice(choice), range(2)) for choice in ((1, 0), (0, 1))]
-    shares = evaluator.layer_shares(options_of_choice((1, 1)), range(2))
+    evaluator = LossEvaluator(task, model, list("abc"), database)
+    choices = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    alone = [evaluator.losses(options_of_choice(choice), range(2)) for choice in choices]
+    shares = evaluator.layer_shares(options_of_choice((1, 1, 1)), range(2))
     assert shares == [pytest.approx(row, rel=1e-5) for row in zip(*alone, strict=True)]
-    assert evaluator.layer_shares(options_of_choice((1, 0)), range(1)) == [pytest.approx([alone[0][0], 0.0])]
+    one = evaluator.layer_shares(options_of_choice((1, 0, 0)), range(1))
+    assert one == [pytest.approx([alone[0][0], 0.0, 0.0], rel=1e-5, abs=1e-9)]
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_layer_whose_gradient_the_loss_hides_is_unknown(evaluated: Evaluated) -> None:
+    evaluator, _, _, _ = evaluated
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model[0](batch)
+        return model[2](model[1](hidden)).square().mean()
+
+    evaluator._task.implementation.loss = loss
+    [[hidden, seen]] = evaluator.layer_shares(options_of_choice((1, 1)), range(1))
+    assert math.isnan(hidden) and math.isfinite(seen)
 
 
 @pytest.mark.parametrize("hides", ["detached", "no_grad", "in place"])

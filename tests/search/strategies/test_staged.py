@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from latbench.errors import UsageError
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
+from latbench.runners.worker_process import WorkerDied
 from search.knapsack.arrays import BadProblem, Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.strategies.additive_loss import AdditiveLoss, LayerShares, build_layer_priors
+from search.strategies.additive_loss import AdditiveLoss, build_layer_priors
 from search.strategies.evaluation_budget import EVALUATED_TOGETHER, BudgetExhausted, EvaluationBudget, SearchResult
 from search.strategies.spdy import run_spdy_search
-from search.strategies.staged import run_staged_search
+from search.strategies.staged import _find_shares, run_staged_search
 
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]
@@ -221,20 +222,73 @@ def test_a_gradient_is_paid_for_and_none_is_computed_that_cannot_be() -> None:
     with pytest.raises(BudgetExhausted):
         evaluations.losses([(2,) * LAYERS])
     assert EvaluationBudget(judge, 2).layer_shares((1,) * LAYERS, 4) is None
+    late = EvaluationBudget(judge, 9, deadline=5.0, clock=lambda: 9.0)
+    assert late.layer_shares((1,) * LAYERS, 1) is not None  # no time ends a search before it has a result
+    late.losses([(0,) * LAYERS], found_by="staged")
+    assert late.layer_shares((1,) * LAYERS, 1) is None
+
+
+@pytest.mark.parametrize("error", [EnvironmentUnusable("memory ran out"), WorkerDied("oom", "it died")])
+def test_a_gradient_for_which_memory_does_not_suffice_is_done_without(error: LatbenchError) -> None:
+    class Poor(Judge):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            raise error
+
+    assert search(Poor()) == search(Judge())
+
+
+def test_a_damaged_database_still_ends_a_search() -> None:
+    class Damaged(Judge):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            raise BadData("the file is damaged")
+
+    with pytest.raises(BadData):
+        search(Damaged())
+
+
+def test_layers_that_the_loss_hides_are_searched_by_their_losses() -> None:
+    class Half(JudgeWithGradients):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            return [math.nan if layer < 3 else x for layer, x in enumerate(super().layer_shares(choice, batches))]
+
+    assert search(Half()).loss < 1.05 * min(map(sensitive, PROFILES))
+
+
+def find_shares(own: Sequence[float], loss: float, base: Choice = (0, 0, 0)) -> dict[tuple[int, int], float]:
+    """What `_find_shares` makes of shares of the profile (1, 2, 1), whose loss is so much above that of the base."""
+
+    class Told(Judge):
+        def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+            return list(own)
+
+    evaluations = EvaluationBudget(Told(lambda choice: loss if choice == (1, 2, 1) else 0.0, (1.0,)), 99)
+    return _find_shares(evaluations, (1, 2, 1), base, 1, set())
+
+
+def test_shares_add_up_to_the_loss_of_what_differs_from_the_base() -> None:
+    assert find_shares([0.1, 0.3, 0.6], 2.0) == {(0, 1): 0.2, (1, 2): pytest.approx(0.6), (2, 1): 1.2}
+    assert find_shares([0.1, 0.3, 0.6], 2.0, (1, 0, 0)) == {
+        (1, 2): pytest.approx(2 / 3),
+        (2, 1): pytest.approx(4 / 3),
+    }
+    assert find_shares([math.nan, 0.3, 0.6], 2.0) == {(1, 2): 0.3, (2, 1): 0.6}  # the hidden one may hold the rest
+
+
+@pytest.mark.parametrize("own", [[1.0, -0.99, 0.0], [-0.1, -0.2, -0.3], [0.0] * 3, [100.0, 0.0, 0.0]])
+def test_shares_far_from_the_loss_are_dropped(own: Sequence[float]) -> None:
+    assert find_shares(own, 1.0) == {}
 
 
 def test_shares_tell_what_single_layers_add(rng: np.random.Generator) -> None:
     truth = [e * factor for e, factor in zip(ERRORS, rng.uniform(0.1, 10, LAYERS), strict=True)]
     choice = (2,) * LAYERS
-    own = [float(e[2]) for e in truth]
-    alone, told = (
-        AdditiveLoss([ERRORS], [choice], [sum(own)], shares) for shares in ([], [LayerShares(choice, own)])
-    )
-    far, near = (
-        max(abs(math.log(w[3] / e[3])) for w, e in zip(model.draw(rng, 0.0), truth, strict=True))
-        for model in (alone, told)
-    )
-    assert near < 0.3 * far  # what one option adds tells what the others of its layer add
+    own = {(layer, 2): float(e[2]) for layer, e in enumerate(truth)}
+
+    def furthest(shares: dict[tuple[int, int], float]) -> float:
+        learnt = AdditiveLoss([ERRORS], [choice], [sum(own.values())], shares).draw(rng, 0.0)
+        return max(abs(math.log(w[3] / e[3])) for w, e in zip(learnt, truth, strict=True))
+
+    assert furthest(own) < 0.3 * furthest({})  # what one option adds tells what the others of its layer add
 
 
 # What is learnt ----------------------------------------------------------------------------------------------------

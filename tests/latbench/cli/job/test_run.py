@@ -58,6 +58,9 @@ class Steps:
             predicted_speedup=2.1, sentence=lambda: f"promise {outcome}", advice="do this",
         )  # fmt: skip
 
+    def can_search_milder(self, verdict: Any) -> bool:
+        return verdict.is_needlessly_fast and "refine" not in self.done
+
     def write_report(self, tell: Any, verdict: Any) -> Any:
         self.done.append("report")
         record = {"outcome": verdict.sentence()}
@@ -162,13 +165,57 @@ def test_a_model_that_is_needlessly_fast_is_searched_once_more(
 ) -> None:
     steps = carry_out(monkeypatch, TOO_FAST, then)
     assert steps.done == [*FIRST, TOO_FAST, "refine", "prune_model", then, "report", "closed"]
-    assert "2.90x measured, where the search predicted 2.10x on a slower machine" in caplog.text
+    assert "2.90x measured, and the search predicted 2.10x: a milder profile is searched" in caplog.text
 
 
 def test_a_milder_profile_that_misses_is_corrected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     again = ["refine", "prune_model"]
-    steps = carry_out(monkeypatch, TOO_FAST, MISSED, KEPT)
-    assert steps.done == [*FIRST, TOO_FAST, *again, MISSED, *again, KEPT, "report", "closed"]
+    steps = carry_out(monkeypatch, TOO_FAST, MISSED, MISSED, KEPT)
+    assert steps.done == [*FIRST, TOO_FAST, *again, MISSED, *again, MISSED, *again, KEPT, "report", "closed"]
+
+
+def test_a_kept_promise_stays_where_no_milder_profile_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    search = Steps.search_profile
+
+    def refuse(steps: Steps, tell: Any, *, refine: bool = False) -> None:
+        search(steps, tell, refine=refine)
+        if refine:
+            raise PromiseMissed("nothing keeps it")
+
+    monkeypatch.setattr(Steps, "search_profile", refuse)
+    assert carry_out(monkeypatch, TOO_FAST).done == [*FIRST, TOO_FAST, "refine", "report", "closed"]
+    assert "no milder profile was found (nothing keeps it): the one that was verified stays" in caplog.text
+    assert carry_out(monkeypatch, MISSED).done[-1].startswith("nothing keeps it")
+
+
+@pytest.mark.parametrize(
+    ("batches", "quick", "tried"), [(7, True, None), (8, True, 4), (9, True, 5), (9, False, None)]
+)
+def test_a_quick_search_tries_profiles_on_half_of_many_batches(
+    tmp_path: Path, batches: int, quick: bool, tried: int | None
+) -> None:
+    (tmp_path / "little.py").write_text(TASK.replace("[example()]", f"[example()] * {batches}"))
+    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0, quick=quick)) as job:
+        assert job._build_request().plan.batches == tried
+
+
+def test_a_milder_profile_is_searched_once_and_never_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "little.py").write_text(TASK)
+    verified: list[str] = []
+    monkeypatch.setattr(Job, "_read_inputs", lambda job: None)
+    monkeypatch.setattr("search.pipeline.search_history.SearchHistory.read_verifications", lambda history: verified)
+    fast, kept = SimpleNamespace(is_needlessly_fast=True), SimpleNamespace(is_needlessly_fast=False)
+    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0)) as job:
+        assert job.can_search_milder(fast) and not job.can_search_milder(kept)
+        verified.append("fed back by an earlier run of the same job")
+        assert not job.can_search_milder(fast)
+    verified.clear()
+    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0, recipe="gmp")) as job:
+        assert not job.can_search_milder(fast)
 
 
 def test_a_promise_that_is_never_kept_has_a_report_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
