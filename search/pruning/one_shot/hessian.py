@@ -90,14 +90,14 @@ def multiply_inputs(module: nn.Module, x: Tensor) -> Tensor:
         return (rows.T @ rows).double()
     x = _as_images(module, x)
     k, positions = _unfold(module, x[:1]).shape[1:]
-    # A product of fewer columns than rows would spend its time on writing the result.
-    together = max(CACHED_BYTES // (x.element_size() * k * positions), -(-k // max(positions, 1)))
+    # A product of few columns would spend its time on writing the result.
+    together = max(CACHED_BYTES // (x.element_size() * k * positions), -(-4 * k // max(positions, 1)))
     total = torch.zeros(k, k, dtype=torch.float64)
     for images in x.split(together):  # patches that stay in a cache are multiplied before they leave it
         columns = _unfold(module, images).transpose(0, 1).flatten(1)
         total += (columns @ columns.T).double()
-    order = torch.arange(k).view(x.shape[1], -1).T.flatten()
-    return total[order][:, order]
+    channels, taps = x.shape[1], k // x.shape[1]
+    return total.view(channels, taps, channels, taps).permute(1, 0, 3, 2).reshape(k, k)
 
 
 def sum_input_squares(module: nn.Module, x: Tensor) -> Tensor:
