@@ -13,7 +13,7 @@ the whole loss, and it fits less the further a profile is from the best one. The
 with that distance, so the fit is closest near the optimum.
 
 What single layers add may be known, too, from a gradient. Each such share is a row like a profile in which only this
-layer is pruned. In MiniLM shares were within 10% of what a layer adds, in ResNet20 mostly within 40%.
+layer is pruned.
 
 A draw of all w from the posterior is a problem for the exact solver. Its optimum is a profile that may be the best,
 given the data (Thompson 1933, "On the likelihood that one unknown probability exceeds another"). Draws follow

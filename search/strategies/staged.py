@@ -5,6 +5,10 @@ optima of some draws from the model. All of them are evaluated on a quarter of t
 them, the best quarter on all. This is successive halving (Jamieson and Talwalkar 2016, "Non-stochastic best arm
 identification"). Losses on fewer batches are compared with the best profile's loss on the same batches. So it does
 not matter whether these batches are easy or hard.
+
+The gradient of the loss at a pruned profile tells at once what each of its layers adds
+(`search.loss.evaluator.LossEvaluator.layer_shares`). It is computed for the first of the `starts`, and after each
+round for the best profile. A loss without gradient needs more evaluations.
 """
 
 from __future__ import annotations

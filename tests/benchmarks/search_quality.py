@@ -10,9 +10,10 @@ model is fast enough, there is nothing to search. The share 0.6 is searched with
 Calibration data: 512 images, 128 sentences. An evaluation is one profile on all of them; on fewer, their share.
 
 Printed, a line a target and seed: the losses of the best uniform profile, of the knapsack solved once with the
-published quadratic prior and with the measured errors, of the published search and of ours; what both spent; after
-how many evaluations each was as good as the published search was in the end; and last how often ours was no worse and
-needed at most half as many for it as the published search needed, and as it spent.
+published quadratic prior and with the measured errors, of the published search and of ours, which is also run without
+gradients; what the published one and ours spent; after how many evaluations each was as good as the published search
+was in the end; and last how often ours was no worse and needed at most half as many for it as the published search
+needed, and as it spent.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from latbench.errors import UsageError
 from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
-from search.knapsack.arrays import Infeasible
+from search.knapsack.arrays import Choice, Infeasible
 from search.knapsack.one_budget import solve
 from search.loss.cache import LossCache
 from search.loss.parallel import ParallelEvaluator, Workers
@@ -69,6 +71,16 @@ def __getattr__(name: str) -> Fewer:
 BATCHES = {"resnet20": 4, "minilm": 4}  # of 128 images, of 32 sentences
 
 
+class WithoutGradients:
+    """An evaluator of a loss without gradient."""
+
+    def __init__(self, evaluator: ProfileEvaluator) -> None:
+        self.batches, self.losses = evaluator.batches, evaluator.losses
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        raise UsageError("gradients are left out of this comparison")
+
+
 def reached(found: SearchResult, loss: float) -> float:
     """The evaluations spent when the search was first as good as `loss`."""
     return next((one.spent for one in found.trace if one.loss <= loss), math.inf)
@@ -99,11 +111,15 @@ def compare(
             run_strategy(StrategySettings(strategy, allowed, seed), problem, target, evaluator)
             for strategy in ("spdy", "staged")
         )
+        without = run_strategy(
+            StrategySettings("staged", allowed, seed), problem, target, WithoutGradients(evaluator)
+        )
         needed = reached(ours, published.loss), reached(published, published.loss)
         found.append((*needed, published.spent))
         print(
             f"{label} {target:6.2f}x {seed:4} {uniform:9.4f} {solved_quadratic:9.4f} {solved:9.4f} "
-            f"{published.loss:9.4f} {ours.loss:9.4f} {ours.loss / published.loss:6.2f} {published.spent:9.1f} "
+            f"{published.loss:9.4f} {ours.loss:9.4f} {without.loss:9.4f} {ours.loss / published.loss:6.2f} "
+            f"{published.spent:9.1f} "
             f"{ours.spent:6.1f} {needed[1]:9.1f} {needed[0]:6.1f}",
             flush=True,
         )
@@ -144,8 +160,8 @@ def main() -> None:
         f"{fastest:.2f}x; {evaluator.batches} calibration batches, {given.evaluations} evaluations"
     )
     print(
-        "share target  seed   uniform quadratic  measured published      ours  ratio evaluations spent by each, "
-        "and by each until it was as good as the published search in the end"
+        "share target  seed   uniform quadratic  measured published      ours no gradi.  ratio evaluations spent by "
+        "each, and by each until it was as good as the published search in the end"
     )
     found: list[tuple[float, float, float]] = []
     with evaluate_every, evaluator:
