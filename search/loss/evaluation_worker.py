@@ -13,11 +13,11 @@ from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.loss.evaluator import MEMORY_BYTES, LossEvaluator, ProfileOptions
 from search.task import load_task
 
-Wanted = Literal["losses", "shares"]
+Measure = Literal["losses", "shares"]
 """What is evaluated: `LossEvaluator.losses` or `LossEvaluator.layer_shares`."""
 
-LOSSES: Wanted = "losses"
-SHARES: Wanted = "shares"
+LOSSES: Measure = "losses"
+SHARES: Measure = "shares"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class EvaluatorPool(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def submit(
-        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, measure: Measure = LOSSES
     ) -> Any:
         """Request the losses of a profile on these batches, or its shares; return a handle for the result."""
 
@@ -74,10 +74,10 @@ class EvaluatorPool(Protocol):
         """Drop a request: nobody waits for its result."""
 
 
-def evaluate(source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted) -> list[Any]:
+def evaluate(source: EvaluatorSource, profile: ProfileOptions, batches: range, measure: Measure) -> list[Any]:
     """Return the losses of a profile on these batches, or its shares, by this process's evaluator."""
     evaluator = _load_evaluator(source)
-    return evaluator.layer_shares(profile, batches) if wanted == SHARES else evaluator.losses(profile, batches)
+    return evaluator.layer_shares(profile, batches) if measure == SHARES else evaluator.losses(profile, batches)
 
 
 @functools.lru_cache(maxsize=1)

@@ -95,10 +95,11 @@ class LossEvaluator:
     def layer_shares(self, profile: ProfileOptions, batches: range) -> list[list[float]]:
         """Return for each of these batches what each layer of the profile adds to the loss, by the gradient there.
 
-        A layer's share is half of the sum of gradient times change, over its weights. Where the loss is quadratic in
-        the changes and least at the dense weights, all shares add up to what the profile adds. What two layers change
-        together counts half in each. In eight bits inputs are read in steps, but that is no change of weights and has
-        no share. A layer whose gradient the loss hides has NaN.
+        A layer's share is half of the sum of gradient times change, over its weights: the trapezoidal rule on the
+        line from the dense weights, with a gradient of zero there. Where the loss is quadratic in the changes and
+        least at the dense weights, all shares add up to what the profile adds. What two layers change together counts
+        half in each. In eight bits inputs are read in steps, but that is no change of weights and has no share. A
+        layer whose gradient the loss hides has NaN.
 
         Raises UsageError where the loss has no gradient.
         """

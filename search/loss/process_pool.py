@@ -11,7 +11,7 @@ from typing import Any, Self
 from latbench import errors
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Wanted
+from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Measure
 from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
 EVALUATION_SECONDS = 3600.0
@@ -39,10 +39,10 @@ class ProcessPool:
         self._threads.shutdown(cancel_futures=True)
 
     def submit(
-        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, measure: Measure = LOSSES
     ) -> Future[list[Any]]:
         """See `EvaluatorPool`."""
-        return self._threads.submit(self._call, source, profile, batches, wanted)
+        return self._threads.submit(self._call, source, profile, batches, measure)
 
     def result(self, handle: Future[list[Any]]) -> list[Any]:
         """See `EvaluatorPool`."""
@@ -56,12 +56,12 @@ class ProcessPool:
         """See `EvaluatorPool`."""
         handle.cancel()
 
-    def _call(self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted) -> list[Any]:
+    def _call(self, source: EvaluatorSource, profile: ProfileOptions, batches: range, measure: Measure) -> list[Any]:
         worker, device = self._idle.get()
         own = replace(source, memory_bytes=MEMORY_BYTES // self.workers, device=device)
         try:
             found: list[Any] = worker.call(
-                "search.loss.evaluation_worker:evaluate", own, profile, batches, wanted, timeout=EVALUATION_SECONDS
+                "search.loss.evaluation_worker:evaluate", own, profile, batches, measure, timeout=EVALUATION_SECONDS
             )
         except (TaskFailed, WorkerDied) as error:
             raise _as_raised_there(error) from error

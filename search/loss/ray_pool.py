@@ -13,7 +13,7 @@ from typing import Any, Self
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.block_scheduler import take_first_line
 from latbench.runners.ray_nodes import explain_loss, open_ray, parse_nodes
-from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Wanted, evaluate
+from search.loss.evaluation_worker import LOSSES, EvaluatorSource, Measure, evaluate
 from search.loss.evaluator import MEMORY_BYTES, THREADS, ProfileOptions
 
 
@@ -40,11 +40,11 @@ class RayPool:
         self._stack.close()
 
     def submit(
-        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, wanted: Wanted = LOSSES
+        self, source: EvaluatorSource, profile: ProfileOptions, batches: range, measure: Measure = LOSSES
     ) -> Any:
         """See `EvaluatorPool`."""
         own = replace(source, memory_bytes=MEMORY_BYTES // self._most_per_node)
-        return self._evaluate.remote(own, profile, batches, wanted)
+        return self._evaluate.remote(own, profile, batches, measure)
 
     def result(self, handle: Any) -> list[Any]:
         """See `EvaluatorPool`."""

@@ -76,7 +76,7 @@ def _export(task: Task, pruned: Path, onnx: Path) -> list[str]:
     batch = "batches of any size" if reason is None else f"batches of {example.batch} only, because {reason}"
     return [
         f"{onnx} takes {batch}",
-        "ONNX Runtime gains no speed from zeros; `latbench verify` measures the pruned model on latbench's kernels",
+        "ONNX Runtime gains no speed from zeros; `latbench export` writes the pruned model with latbench's kernels",
     ]
 
 

@@ -124,7 +124,7 @@ def _search_until_kept(job: Job, steps: JobProgress) -> SpeedupVerdict:
             job.export_pruned(steps.start("exporting"))
         verdict = job.verify_model(steps.start("verifying"))
         tries += 1
-        is_milder = verdict.met and not is_milder and job.can_search_milder(verdict)
+        is_milder = job.can_search_milder(verdict)
         if is_milder:
             tries = 0  # nobody had to search again: a miss now has all its corrections
             _LOG.warning(

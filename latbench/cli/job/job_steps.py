@@ -294,9 +294,9 @@ class Job:
                 ) from error
 
     def can_search_milder(self, verdict: SpeedupVerdict) -> bool:
-        """Return whether a milder profile may keep the promise, too, and no verification has led to one yet.
+        """Return whether a milder profile may keep the promise, too. At most once a job, and never with a recipe.
 
-        A training is not repeated for that.
+        A verification that was fed back has led to one already, and a training takes long.
         """
         if not verdict.is_needlessly_fast or self.settings.recipe is not None:
             return False

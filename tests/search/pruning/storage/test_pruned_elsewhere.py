@@ -363,7 +363,7 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     manifest, verified = read_manifest(folder), hash_manifest(folder)
     output = run(packed=True, onnx=exported)
     assert f"{exported} takes batches of any size\n" in output
-    assert "ONNX Runtime gains no speed from zeros; `latbench verify` measures the pruned model" in output
+    assert "ONNX Runtime gains no speed from zeros; `latbench export` writes the pruned model" in output
     assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
     listed = read_manifest(folder)
     path = folder / "packed.safetensors"
