@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen import tile_registers
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.intrinsics import with_literals
-from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, QUADS, QUADS_BY_UNIT, Emitter
+from sparse_kernels.cpu.codegen.vector_emitter import (
+    FLOATS,
+    PAIRS_BY_UNIT,
+    QUADS,
+    QUADS_BY_SIGNED,
+    QUADS_BY_UNIT,
+    Emitter,
+)
 from sparse_kernels.cpu.matrix_unit import byte_tiles, third_tiles
 from sparse_kernels.formats.int8 import QUAD
 
@@ -41,7 +48,7 @@ def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: An
                 return [emit.multiply_add(total, factors, factors) for total in sums]
             if kind in QUADS:
                 # Where products are added by an instruction of their own, they must not be the same in each step.
-                by_unit = kind == QUADS_BY_UNIT
+                by_unit = kind in (QUADS_BY_SIGNED, QUADS_BY_UNIT)
                 return [emit.multiply_quads(factors if by_unit else total, factors, total, kind) for total in sums]
             return [emit.multiply_pairs(factors, factors, total, kind) for total in sums]
 

@@ -7,7 +7,13 @@ from functools import cache
 from pathlib import Path
 
 from sparse_kernels.cpu.codegen import tile_registers
-from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT
+from sparse_kernels.cpu.codegen.arm_dot_products import find_arm_quads
+from sparse_kernels.cpu.codegen.vector_emitter import (
+    QUADS_BY_BYTE,
+    QUADS_BY_PAIRS,
+    QUADS_BY_SIGNED,
+    QUADS_BY_UNIT,
+)
 from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 
 
@@ -40,6 +46,12 @@ class CpuTarget:
         """
         return self.lanes == 16 and not self.halves and not self.shared
 
+    @property
+    def byte_name(self) -> str:
+        """The name with what multiplies quads of bytes, as plans in eight bits say it."""
+        units = {QUADS_BY_UNIT: "i8mm" if self.name == "neon" else "vnni", QUADS_BY_SIGNED: "dotprod"}
+        return self.name + units.get(self.quads, "")
+
 
 # Lanes of the narrowest vectors: 128 bits.
 NARROWEST = 4
@@ -65,9 +77,10 @@ def find_cpu_target() -> CpuTarget:
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
     kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
     """
-    triple, cpu, has = read_compile_target()
-    if triple.startswith(("aarch64", "arm64")):
-        return CpuTarget("neon", 4, 32, fused=True)
+    compiled_for = read_compile_target()
+    _, cpu, has = compiled_for
+    if compiled_for.is_arm:
+        return CpuTarget("neon", 4, 32, fused=True, quads=find_arm_quads(compiled_for))
     quads = QUADS_BY_UNIT if {"avx512vnni", "avx512vl"} <= has or "avxvnni" in has else QUADS_BY_PAIRS
     if {"avx512f", "avx512vl", "avx512dq", "avx512bw"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.

@@ -16,9 +16,10 @@ PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
 
 # What a register tile multiplies: float32, or pairs of bfloat16, those by AVX512-BF16's unit where there is one, or
 # quads of bytes: one of x (0 to 255) times one of w (-128 to 127), summed in 32 bits. Quads are multiplied by a unit
-# that does just that (VNNI), by one that multiplies pairs of 16 bits (all x86), or byte by byte.
-FLOATS, PAIRS, PAIRS_BY_UNIT, QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT = range(6)
-QUADS = (QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT)
+# that does just that (VNNI, Arm's I8MM), by one that wants both with a sign (Arm's DotProd), by one that multiplies
+# pairs of 16 bits (all x86), or byte by byte.
+FLOATS, PAIRS, PAIRS_BY_UNIT, QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_SIGNED, QUADS_BY_UNIT = range(7)
+QUADS = (QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_SIGNED, QUADS_BY_UNIT)
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
@@ -272,25 +273,38 @@ class Emitter:
     def multiply_quads(self, x: ir.Value, w: ir.Value, sums: ir.Value, numbers: int) -> ir.Value:
         """Return sums + x * w for the four bytes of each lane: of x from 0 to 255, of w with a sign.
 
-        Vectors and sums are 32-bit whole numbers in the place of floats. Nothing saturates: two products of bytes are
-        more than 16 bits hold, so pairs are multiplied as 16 bits each.
+        QUADS_BY_SIGNED multiplies x less 128 instead; `build_quad_arrays` makes up for it. Vectors and sums are
+        32-bit whole numbers in the place of floats. Nothing saturates: two products of bytes are more than 16 bits
+        hold, so pairs are multiplied as 16 bits each.
         """
         builder, wide = self.builder, ir.VectorType(I32, self.lanes)
         x, w, total = (builder.bitcast(each, wide) for each in (x, w, sums))
-        if numbers == QUADS_BY_UNIT:
-            kind = ir.FunctionType(wide, [wide] * 3)
-            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
-            dot = cgutils.get_or_insert_function(builder.module, kind, name)
-            total = builder.call(dot, [total, x, w])
+        if numbers == QUADS_BY_SIGNED:
+            x = builder.xor(x, self._whole(0x80808080))
+        on_arm = read_compile_target().is_arm
+        if numbers == QUADS_BY_UNIT or (numbers == QUADS_BY_SIGNED and on_arm):
+            total = self._multiply_by_unit(x, w, total, numbers)
         elif numbers == QUADS_BY_PAIRS:
             for a, b in zip(self._even_and_odd(x, builder.lshr), self._even_and_odd(w, builder.ashr), strict=True):
                 total = builder.add(total, self._multiply_shorts(a, b))
         else:
+            shift = builder.ashr if numbers == QUADS_BY_SIGNED else builder.lshr
             for byte in range(4):
-                a = builder.and_(builder.lshr(x, self._whole(8 * byte)), self._whole(255))
-                b = builder.ashr(builder.shl(w, self._whole(24 - 8 * byte)), self._whole(24))
-                total = builder.add(total, builder.mul(a, b))
+                a, b = (builder.shl(each, self._whole(24 - 8 * byte)) for each in (x, w))
+                product = builder.mul(shift(a, self._whole(24)), builder.ashr(b, self._whole(24)))
+                total = builder.add(total, product)
         return builder.bitcast(total, self.vector)
+
+    def _multiply_by_unit(self, x: ir.Value, w: ir.Value, sums: ir.Value, numbers: int) -> ir.Value:
+        """Return sums + x * w by the processor's own instruction for quads of bytes."""
+        builder, quads = self.builder, sums.type
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+        if read_compile_target().is_arm:
+            quads = ir.VectorType(I8, 4 * self.lanes)
+            name = f"llvm.aarch64.neon.{'sdot' if numbers == QUADS_BY_SIGNED else 'usdot'}.v4i32.v16i8"
+        kind = ir.FunctionType(sums.type, [sums.type, quads, quads])
+        dot = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(dot, [sums, builder.bitcast(x, quads), builder.bitcast(w, quads)])
 
     def _even_and_odd(self, x: ir.Value, shift: Callable[[ir.Value, ir.Value], ir.Value]) -> list[ir.Value]:
         """Return bytes 0 and 2 of each lane, then bytes 1 and 3, as 16 bits; shift: right, with the sign or not."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_SIGNED
 from sparse_kernels.cpu.layouts.panels import Groups, build_groups
 from sparse_kernels.formats import unpack
 from sparse_kernels.formats.int8 import MIDDLE, QUAD, InputRange, Int8Weight
@@ -74,12 +75,16 @@ def build_quad_groups(weight: Int8Weight, run: int) -> Groups:
     return replace(groups, indptr=indptr, columns=columns, values=values.view(np.float32)[:, :, 0])
 
 
-def build_quad_arrays(weight: Int8Weight, row_ids: NDArray[np.int32]) -> QuadArrays:
-    """Return what sums are worth for these rows of the weight, -1 for none, and how x is read."""
+def build_quad_arrays(weight: Int8Weight, row_ids: NDArray[np.int32], numbers: int) -> QuadArrays:
+    """Return what sums are worth for these rows of the weight, -1 for none, and how x is read.
+
+    numbers: how quads are multiplied. QUADS_BY_SIGNED leaves out 128 of each x.
+    """
     reading = weight.input_range or InputRange(1.0, MIDDLE)
+    left_out = MIDDLE if numbers == QUADS_BY_SIGNED else 0
     sums = unpack(weight.packed).sum(axis=1, dtype=np.float64)
     offsets, scales = np.zeros(row_ids.size, np.int32), np.zeros(row_ids.size, np.float32)
     exist = row_ids >= 0
-    offsets[exist] = (-reading.zero * sums)[row_ids[exist]]
+    offsets[exist] = ((left_out - reading.zero) * sums)[row_ids[exist]]
     scales[exist] = (weight.scales * np.float32(reading.scale))[row_ids[exist]]
     return QuadArrays(offsets, scales, build_reading(reading))

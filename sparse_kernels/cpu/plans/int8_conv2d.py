@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.tile_registers import ROWS, count_row_tiles
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_UNIT
 from sparse_kernels.cpu.kernels import quad_images, row_panels
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, convert_arguments
@@ -199,7 +200,7 @@ def build_vector_plan(weight: Int8Weight, shape: Conv2dShape, layout: str) -> Qu
         tile_rows, vectors = row_panels.choose_tile(groups.height, target)
         weights = build_panels(by_channel, tile_rows)
         rows = weights.row_ids
-    name = f"numba.{weight.pattern.format}.conv2d.int8rows{tile_rows}x{vectors}.{target.name}"
+    name = f"numba.{weight.pattern.format}.conv2d.int8rows{tile_rows}x{vectors}.{target.byte_name}"
     return _build_plan(weight, shape, layout, weights, rows, QuadKernel(name, (tile_rows, vectors)))
 
 
@@ -223,10 +224,12 @@ def _build_plan(
     """Return the plan for weights as panels; rows: of the weight, those of all panels."""
     assert weight.input_range is not None
     padding, target = fill_quad(weight.input_range), find_cpu_target()
+    quad_arrays = build_quad_arrays(weight, rows, target.quads)
     if isinstance(weights, BytePanels):  # whose vectors have 16 positions, also where the unit is emulated
         target = replace(target, lanes=ROWS, halves=False)
+        quad_arrays = build_quad_arrays(weight, rows, QUADS_BY_UNIT)
     quads = CpuConv2dPlan(
         _narrow(shape), weights, kernel.tile, target, kernel.name, layout, emulated=kernel.emulated,
-        numbers=target.quads, quads=build_quad_arrays(weight, rows), padding=padding, _pool=Pool(padding),
+        numbers=target.quads, quads=quad_arrays, padding=padding, _pool=Pool(padding),
     )  # fmt: skip
     return QuadConv2dPlan(shape, quads, kernel.name, layout, Pool(padding))

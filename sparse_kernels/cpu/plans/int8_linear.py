@@ -13,6 +13,7 @@ import numpy as np
 
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, find_cpu_target
 from sparse_kernels.cpu.codegen.tile_registers import ROWS, count_row_tiles
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_UNIT
 from sparse_kernels.cpu.kernels import row_panels, token_blocks, token_major
 from sparse_kernels.cpu.kernels.token_blocks import BlockSettings
 from sparse_kernels.cpu.kernels.token_major import TokenMajorForm, TokenMajorLayer
@@ -128,7 +129,8 @@ def build_matrix_plan(weight: Int8Weight, tiles: int, emulated: bool = False) ->
     """Return the plan by the matrix unit, with so many tiles of rows in a panel."""
     m, k = weight.shape
     dense = isinstance(weight.packed, DenseWeight)
-    groups, quads = build_quad_groups(weight, k), build_quad_arrays(weight, np.arange(m, dtype=np.int32))
+    groups = build_quad_groups(weight, k)
+    quads = build_quad_arrays(weight, np.arange(m, dtype=np.int32), QUADS_BY_UNIT)
     offsets = build_column_offsets(-(-k // QUAD), TOKENS)
     panels = build_byte_panels(groups, tiles, m).placed(offsets)
     name = f"numba.{weight.pattern.format}.int8amx{tiles * ROWS}x{TOKENS}"
@@ -166,8 +168,8 @@ def build_vector_plan(weight: Int8Weight, layout: str, n: int) -> QuadPlan:
     else:
         panels = build_panels(groups, tile[1] * tile[2] if kernel == "tokens" else tile[0])
         rows = panels.row_ids
-    name = f"numba.{weight.pattern.format}.int8{kernel}{tile[0]}x{tile[1]}.{target.name}"
+    name = f"numba.{weight.pattern.format}.int8{kernel}{tile[0]}x{tile[1]}.{target.byte_name}"
     return kind(
-        weight.shape, layout, panels.copy(), build_quad_arrays(weight, rows), tile, target, name,
+        weight.shape, layout, panels.copy(), build_quad_arrays(weight, rows, target.quads), tile, target, name,
         weight.input_range is None, target.quads,
     )  # fmt: skip

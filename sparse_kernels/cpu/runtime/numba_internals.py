@@ -74,6 +74,11 @@ class CompileTarget(NamedTuple):
     cpu: str
     features: frozenset[str]
 
+    @property
+    def is_arm(self) -> bool:
+        """Whether it is of the AArch64 kind."""
+        return self.triple.startswith(("aarch64", "arm64"))
+
 
 def read_compile_target() -> CompileTarget:
     """Return what Numba generates code for in this process; NUMBA_CPU_NAME may lower it."""

@@ -10,7 +10,7 @@ import torch
 from sparse_kernels import Conv2dShape, parse
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
 from sparse_kernels.cpu.codegen.tile_registers import count_row_tiles
-from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_PAIRS
+from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_PAIRS, QUADS_BY_SIGNED
 from sparse_kernels.cpu.layouts.image_results import Finish, Leaving, Results
 from sparse_kernels.cpu.layouts.panels import count_group_rows
 from sparse_kernels.cpu.matrix_unit import byte_conv2d
@@ -40,6 +40,7 @@ SHAPES = {
     "strided": Conv2dShape(2, 16, 8, 8, 8, 1, 1, (2, 2), (0, 0), (1, 1)),
     "three apart": Conv2dShape(1, 4, 11, 11, 8, 3, 3, (3, 3), (1, 1), (1, 1)),
 }
+X86_ALONE = pytest.mark.skipif(find_cpu_target().name == "neon", reason="only x86 multiplies pairs")
 SPECS = ["block:4x4", "block:32x4", "block:16x4", "vector:8", "shflbw:16", "dense", "block:1x4", "unstructured"]
 
 
@@ -103,8 +104,11 @@ def test_sums_are_the_exact_whole_numbers(rng: np.random.Generator, spec: str, n
             np.testing.assert_array_equal(plan(x), expected.astype(np.float32))
 
 
-def test_what_stands_in_for_the_unit_is_as_exact(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = replace(find_cpu_target(), quads=QUADS_BY_PAIRS, matrix=False)
+@pytest.mark.parametrize("quads", [QUADS_BY_SIGNED, pytest.param(QUADS_BY_PAIRS, marks=X86_ALONE)])
+def test_what_stands_in_for_the_unit_is_as_exact(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, quads: int
+) -> None:
+    own = replace(find_cpu_target(), quads=quads, matrix=False)
     monkeypatch.setattr(int8_conv2d, "find_cpu_target", lambda: own)
     shape = SHAPES["3x3"]
     weight, x = draw_weight(rng, "block:4x4", shape, READING), draw_images(rng, shape)

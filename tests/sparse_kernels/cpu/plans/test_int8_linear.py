@@ -10,7 +10,12 @@ from int8_cases import draw_on_steps, draw_weight
 
 from sparse_kernels import parse
 from sparse_kernels.cpu.codegen.cpu_target import find_cpu_target
-from sparse_kernels.cpu.codegen.vector_emitter import QUADS_BY_BYTE, QUADS_BY_PAIRS, QUADS_BY_UNIT
+from sparse_kernels.cpu.codegen.vector_emitter import (
+    QUADS_BY_BYTE,
+    QUADS_BY_PAIRS,
+    QUADS_BY_SIGNED,
+    QUADS_BY_UNIT,
+)
 from sparse_kernels.cpu.plans import int8_linear
 from sparse_kernels.cpu.plans.int8_linear import prepare_int8_linear
 from sparse_kernels.formats import unpack
@@ -22,7 +27,7 @@ BY_TOKENS = ["block:32x4", "block:16x4", "shflbw:32", "vector:32", "vectornm:32:
 BY_ROWS = ["block:4x4", "block:8x4", "shflbw:4", "vector:3"]
 SINGLE = ["block:1x4", "unstructured", "nm:2:4", "nm:1:8"]
 SIZES = [(2, 1, 1), (33, 130, 5), (100, 67, 33), (64, 256, 70)]
-WAYS = {"unit": QUADS_BY_UNIT, "pairs": QUADS_BY_PAIRS, "bytes": QUADS_BY_BYTE}
+STAND_INS = {"pairs": QUADS_BY_PAIRS, "signed": QUADS_BY_SIGNED, "bytes": QUADS_BY_BYTE}
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +37,15 @@ def all_threads():
     numba.set_num_threads(before)
 
 
-@pytest.fixture(params=[pytest.param(way, marks=[] if way == "unit" else [pytest.mark.slow]) for way in WAYS])
+@pytest.fixture(params=["unit", *(pytest.param(way, marks=pytest.mark.slow) for way in STAND_INS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How quads are multiplied: by this processor's unit, or by what stands in for it elsewhere."""
     target = find_cpu_target()
-    if request.param == "unit" and target.quads != QUADS_BY_UNIT:
+    if request.param == "unit" and target.quads not in (QUADS_BY_SIGNED, QUADS_BY_UNIT):
         pytest.skip("this processor has no unit that multiplies quads of bytes")
-    own = replace(target, quads=WAYS[request.param], matrix=False)
+    if request.param == "pairs" and target.name == "neon":
+        pytest.skip("only x86 multiplies pairs")
+    own = replace(target, quads=STAND_INS.get(request.param, target.quads), matrix=False)
     monkeypatch.setattr(int8_linear, "find_cpu_target", lambda: own)
     return str(request.param)
 
@@ -58,6 +65,16 @@ def test_sums_are_the_exact_whole_numbers(
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
         np.testing.assert_array_equal(plan(x), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("spec", ["block:32x4", "block:4x4", "block:1x4"])
+def test_x_less_128_gives_the_same_sums(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    own = replace(find_cpu_target(), quads=QUADS_BY_SIGNED, matrix=False)
+    monkeypatch.setattr(int8_linear, "find_cpu_target", lambda: own)
+    for reading in (InputRange(0.25, 201), None):
+        weight, x = draw_weight(rng, parse(spec), 33, 130, reading), draw_on_steps(rng, 5, 130, reading)
+        expected = x.astype(float) @ unpack_int8(weight).astype(float).T
+        np.testing.assert_array_equal(prepare_int8_linear(weight, "token_major", 5)(x), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
