@@ -3,7 +3,7 @@
     python tests/emulated_arm.py [--has dotprod|i8mm|neither] [ARGUMENT ...]
 
 Arguments are pytest's. Without any, all quick tests of `sparse_kernels/cpu` run that another processor can change.
-The first call puts Debian's Python for Arm and the packages that the tests import into build/arm: 300 MB. An
+The first call puts Debian's Python for Arm and the packages that the tests import into build/arm: 1.2 GB. An
 emulated test takes ten times as long.
 
 Kernels are compiled for the instructions that --has names. LLVM does not find them out by itself there. No speed can
