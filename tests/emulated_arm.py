@@ -36,7 +36,7 @@ PINNED = (
     "fsspec", "filelock", "pygments",
 )  # fmt: skip
 FEATURES = {"neither": "+neon", "dotprod": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}
-# The matrix unit is Intel's, and libraries in C are made for x86 alone.
+# The matrix unit is Intel's, libraries in C are made for x86 alone, and times mean nothing here.
 LEFT_OUT = ("matrix_unit", "export", "plans/test_autotune.py")
 
 

@@ -91,6 +91,7 @@ BSR_TUNED: tuple[Kernel, ...] = ((TORCH_SPARSE, "bsr_tuned", "feature_major"),)
 CSR: tuple[Kernel, ...] = ((CUSPARSE, "csr", "feature_major"),)
 
 SMOKE_LINEAR = LinearShape(512, 1024, 256)
+SMOKE_FEW = LinearShape(512, 1024, 16)  # for which our kernels have another form
 SMOKE_CONV = Conv2dShape(16, 64, 14, 14, 128, 3, 3, padding=(1, 1))
 
 LARGE = (
@@ -279,7 +280,8 @@ def list_smoke_points(device: str, backends: Collection[str] = GPU_ENGINES, seed
         for each in list_wished_points(device, shape, _wishes(shape), backends, seed):
             ours = each.pattern if GPU_ENGINES[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
-    return list(found.values())
+    own = [Wish(1, OURS, VectorWise(64), (0.75,)), Wish(1, OURS, ShflBW(128), (0.75,))]
+    return [*found.values(), *list_wished_points(device, SMOKE_FEW, own, backends, seed)]
 
 
 def list_standard_blocks(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[list[Point]]:

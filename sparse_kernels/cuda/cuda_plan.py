@@ -183,7 +183,8 @@ def prepare_cuda_linear(
         raise NotSupported(f"the CUDA kernels of a linear layer take layout {LINEAR_LAYOUT}, not {layout!r}")
     _check_dtype(dtype)
     machine = machine or CupyMachine.current()
-    families = _families(variants.LINEAR, packed, "a linear layer")
+    _check_format(variants.LINEAR, packed, "a linear layer")
+    families = variants.list_linear_families(packed.pattern.format, n)
     where = machine.architecture, n, machine.multiprocessors
     attempts = {family: partial(variants.find_linear_builder(family), packed, dtype, *where) for family in families}
     program, asked = _first(packed, machine.architecture, attempts)
@@ -199,7 +200,7 @@ def prepare_conv2d(
         raise NotSupported(f"the CUDA kernels of a convolution take layout {CONV2D_LAYOUT}, not {layout!r}")
     _check_dtype(dtype)
     machine = machine or CupyMachine.current()
-    families = _families(variants.CONV2D, packed, "a convolution")
+    families = _check_format(variants.CONV2D, packed, "a convolution")
     where = machine.architecture, machine.multiprocessors
     attempts = {
         family: partial(variants.find_conv2d_builder(family), packed, shape, dtype, *where) for family in families
@@ -210,8 +211,8 @@ def prepare_conv2d(
     return _build_plan(program, machine, _Shapes(x_shape, y_shape, layout, shape.batch), dtype, asked)
 
 
-def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: str) -> tuple[str, ...]:
-    """Return the families that may run a format."""
+def _check_format(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: str) -> tuple[str, ...]:
+    """Return the families that may run a format. NotSupported where there is none."""
     if packed.pattern.format not in candidates:
         known = ", ".join(candidates)
         raise NotSupported(f"no CUDA kernel runs {layer} of format {packed.pattern.format}: known are {known}")

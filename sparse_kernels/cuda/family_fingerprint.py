@@ -45,7 +45,7 @@ SAMPLES: dict[str, tuple[Pattern, ...]] = {
 SIZES = ((1024, 768), (391, 517))
 """Rows and columns of the sample weights: even and odd ones."""
 
-COLUMNS = (1, 8, 64, 129, 512, 2048, 8192)
+COLUMNS = (1, 8, 16, 64, 129, 512, 2048, 8192)
 CONVOLUTION = Conv2dShape(8, 64, 14, 14, 128, 3, 3, padding=(1, 1))
 BATCHES = (1, 8, 64)
 KEPT = 0.25
@@ -77,9 +77,12 @@ def fingerprint_family(family: str, architecture: str) -> str:
     return _digest(digests)[:DIGITS]
 
 
-def list_families(op: str, format: str) -> tuple[str, ...]:
-    """Return the families that may run a layer, in the order in which they are tried; none for an unknown format."""
-    return (variants.CONV2D if op == "conv2d" else variants.LINEAR).get(format, ())
+def list_families(op: str, format: str, n: int) -> tuple[str, ...]:
+    """Return the families that may run a layer of n columns, in the order in which they are tried.
+
+    None for an unknown format.
+    """
+    return variants.CONV2D.get(format, ()) if op == "conv2d" else variants.list_linear_families(format, n)
 
 
 def read_code(source: str) -> str:
@@ -133,13 +136,14 @@ def _compiled_variant(variant: Variant, architecture: str) -> str:
 def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
     for format, patterns in SAMPLES.items():
         for pattern, (m, k) in itertools.product(patterns, SIZES):
-            if family in list_families("linear", format):
+            if family in list_families("linear", format, 1):
                 packed = _packed(pattern, m, k)
+                columns = [n for n in COLUMNS if n <= variants.MOST_COLUMNS.get(family, n)]
                 prepare = functools.partial(
-                    variants.find_linear_builder(family), packed, "float16", architecture, max(COLUMNS)
+                    variants.find_linear_builder(family), packed, "float16", architecture, columns[-1]
                 )
-                yield from _of_program(f"{pattern} {m} {k}", prepare, COLUMNS)
-        if family in list_families("conv2d", format):
+                yield from _of_program(f"{pattern} {m} {k}", prepare, columns)
+        if family in list_families("conv2d", format, 1):
             packed = _packed(patterns[-1], CONVOLUTION.m, CONVOLUTION.k)
             prepare = functools.partial(
                 variants.find_conv2d_builder(family), packed, CONVOLUTION, "float16", architecture
@@ -147,7 +151,7 @@ def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
             yield from _of_program(f"{patterns[-1]} {CONVOLUTION}", prepare, BATCHES)
 
 
-def _of_program(name: str, prepare: Callable[[], Program], columns: tuple[int, ...]) -> Iterator[str | bytes]:
+def _of_program(name: str, prepare: Callable[[], Program], columns: Iterable[int]) -> Iterator[str | bytes]:
     yield name
     try:
         program = prepare()

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 from sparse_kernels.cuda.program import Prepare, PrepareConv2d, Variant
 
 # Modules of this package, each with VARIANTS and `build_program`.
-FAMILIES = ("vector", "vector_sm90", "nm", "nm_sm90", "csr")
+FAMILIES = ("vector", "vector_few", "vector_sm90", "nm", "nm_sm90", "csr")
+
+# Columns of a product up to which a family is asked for a linear layer; the others take any number.
+MOST_COLUMNS = {"vector_few": 64}
 
 # Families that may run a linear layer, by format: the first that does not refuse does.
 LINEAR = {
-    "dense": ("vector_sm90", "vector"),
-    "vector": ("vector_sm90", "vector"),
-    "shflbw": ("vector_sm90", "vector"),
-    "block": ("vector_sm90", "vector"),
+    "dense": ("vector_few", "vector_sm90", "vector"),
+    "vector": ("vector_few", "vector_sm90", "vector"),
+    "shflbw": ("vector_few", "vector_sm90", "vector"),
+    "block": ("vector_few", "vector_sm90", "vector"),
     "nm": ("nm_sm90", "nm"),
     "unstructured": ("csr",),
 }
@@ -32,6 +35,16 @@ def list_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
             if found.setdefault(variant.name, variant) != variant:
                 raise ValueError(f"two different variants are called {variant.name}")
     return list(found.values())
+
+
+def list_linear_families(format: str, n: int) -> tuple[str, ...]:
+    """Return the families that are asked for a linear layer of about n columns; none for an unknown format."""
+    return tuple(family for family in LINEAR.get(format, ()) if n <= MOST_COLUMNS.get(family, n))
+
+
+def takes_few_columns(n: int) -> bool:
+    """Return whether a product of n columns is of those for which a family of its own is asked."""
+    return n <= max(MOST_COLUMNS.values())
 
 
 def find_linear_builder(family: str) -> Prepare:

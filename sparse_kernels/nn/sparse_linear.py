@@ -198,7 +198,10 @@ class SparseLinear(SparseLayer):
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         if self._on_gpu:
-            return x.device, x.dtype
+            from sparse_kernels.cuda.variants import takes_few_columns
+
+            # Few columns have a kernel of their own, with a copy of the weights in the order that it reads.
+            return x.device, x.dtype, takes_few_columns(x.shape[1])
         return self._about(x.shape[0], x.ndim == 3, len(y_shape) == 3)
 
     def _about(self, n: int, from_tiles: bool, into_tiles: bool) -> object:

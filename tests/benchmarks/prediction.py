@@ -4,6 +4,7 @@
     python tests/benchmarks/prediction.py transfer                 # a new GPU from a few shapes and the four others
     python tests/benchmarks/prediction.py spdy                     # six anchors a curve
     python tests/benchmarks/prediction.py own TABLE [...] --backend numba   # unseen shapes, beside the noise floor
+    python tests/benchmarks/prediction.py tokens TABLE OTHER       # token counts of OTHER by a model of TABLE
 
 Published data from $LATBENCH_DATA. Errors are |predicted / measured - 1|. Beside the learned models stand three
 rooflines: of the data sheet; the larger of work and traffic at fitted rates, plus a fitted call; and `Roofline`,
@@ -206,10 +207,31 @@ def own(tables: list[str], backend: str) -> None:
               f"{covers}")  # fmt: skip
 
 
+def tokens(known: str, asked: str, backend: str) -> None:
+    """Times of one table on token counts that another one does not have, for each of them."""
+    model = Boosted().fit(*cost_models.read_training_rows(known, {"backend": backend}))
+    X, y = cost_models.read_training_rows(asked, {"backend": backend})
+    covered = model.covers(X)
+    predicted, (low, high) = np.full(len(X), np.nan), np.full((2, len(X)), np.nan)
+    predicted[covered] = model.predict(X[covered])
+    low[covered], high[covered] = model.predict_interval(X[covered], 0.9)
+    errors, inside = np.abs(predicted / y - 1), (low <= y) & (y <= high)
+    for n in [*sorted(set(X["n"])), None]:
+        here = np.ones(len(X), bool) if n is None else X["n"].to_numpy() == n
+        answered = here & covered
+        if not answered.any():
+            print(f"{n:>5} tokens: {here.sum()} refused")
+            continue
+        name = "all" if n is None else f"{n:.0f}"
+        middle, high_error = np.quantile(errors[answered], (0.5, 0.9))
+        print(f"{name:>5} tokens: median {middle:.1%} p90 {high_error:.1%}, 90% interval covers "
+              f"{inside[answered].mean():.0%} of {answered.sum()}, {(here & ~covered).sum()} refused")  # fmt: skip
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("neusight", "transfer", "spdy", "own"))
+    parser.add_argument("what", choices=("neusight", "transfer", "spdy", "own", "tokens"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--backend", default="numba")
     chosen = parser.parse_args()
@@ -222,6 +244,8 @@ def main() -> None:
             spdy()
         case "own":
             own(chosen.names, chosen.backend)
+        case "tokens":
+            tokens(*chosen.names, chosen.backend)
 
 
 if __name__ == "__main__":

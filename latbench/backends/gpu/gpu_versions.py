@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DRIVER = "driver"
 _NUMBA = "numba_"  # before the name of a file of sparse_kernels.numba_cuda
-_DECIDING = ["backend", "kernel_requested", "op", "format", "backend_version"]  # the columns that `current` looks at
+_DECIDING = ["backend", "kernel_requested", "op", "format", "n", "backend_version"]  # what `current` reads
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Versions:
         if package is None:
             return None
         asked = (
-            list_kernel_families(point.backend, point.shape.op, point.pattern.format)
+            list_kernel_families(point.backend, point.shape.op, point.pattern.format, point.shape.n)
             if families is None
             else families
         )
@@ -81,7 +81,7 @@ class Versions:
         Parameters
         ----------
         table
-            With the columns backend, kernel_requested, op, format and backend_version.
+            With the columns backend, kernel_requested, op, format, n and backend_version.
 
         Returns
         -------
@@ -92,16 +92,17 @@ class Versions:
         known = {row: self._holds(*row) for row in set(rows)}
         return np.array([known[row] for row in rows], bool)
 
-    def _holds(self, backend: str, kernel: str, op: str, format: str, text: str | None) -> bool:
+    def _holds(self, backend: str, kernel: str, op: str, format: str, n: int, text: str | None) -> bool:
         found = parse_engine_version(text)
         if found is None or backend not in GPU_ENGINES or found.package != self.packages.get(backend):
             return False
         parts = found.parts
         libraries = self._libraries(backend, kernel)
         families = [name for name in parts if name not in libraries]
-        # Of a layer that no family of ours takes, a row without any says just that.
-        named = bool(families) == bool(list_kernel_families(backend, op, format))
-        return named and parts == {**libraries, **self._fingerprints(families)}
+        # The first of those that are asked now, until one ran it. Of a layer that none takes, a row names none.
+        asked = list_kernel_families(backend, op, format, n)
+        first = set(families) == set(asked[: len(families)]) and bool(families) == bool(asked)
+        return first and parts == {**libraries, **self._fingerprints(families)}
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
         of_kernel, loaded = GPU_ENGINES[backend].libraries, self.loaded.get(GPU_ENGINES[backend].process, {})
@@ -125,14 +126,17 @@ class Versions:
         return found
 
 
-def list_kernel_families(backend: str, op: str, format: str) -> tuple[str, ...]:
-    """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
+def list_kernel_families(backend: str, op: str, format: str, n: int) -> tuple[str, ...]:
+    """Return our kernel families that may run a layer of n columns, in the order in which they are asked.
+
+    () of other backends.
+    """
     from sparse_kernels.cuda import family_fingerprint as cuda
     from sparse_kernels.fingerprints import numba_cuda_formats as numba
 
     kernels = GPU_ENGINES[backend].kernels if backend in GPU_ENGINES else ""
     if kernels == CUDA_KERNELS:
-        return cuda.list_families(op, format)
+        return cuda.list_families(op, format, n)
     if kernels == NUMBA_CUDA_KERNELS and format in numba.MODULES:
         return (_NUMBA + numba.MODULES[format],)
     return ()

@@ -23,19 +23,18 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 """
 
 
-def find_arm_quads(target: CompileTarget) -> int:
+def find_arm_quads(target: CompileTarget, llvm_features: str) -> int:
     """Return how quads are multiplied best: by `usdot` (FEAT_I8MM), by `sdot` (FEAT_DotProd), or byte by byte."""
-    if _compiles_to(target, "zext", "usdot"):
+    if _compiles_to(target, llvm_features, "zext", "usdot"):
         return QUADS_BY_UNIT
-    return QUADS_BY_SIGNED if _compiles_to(target, "sext", "sdot") else QUADS_BY_BYTE
+    return QUADS_BY_SIGNED if _compiles_to(target, llvm_features, "sext", "sdot") else QUADS_BY_BYTE
 
 
-def _compiles_to(target: CompileTarget, extended: str, instruction: str) -> bool:
+def _compiles_to(target: CompileTarget, llvm_features: str, extended: str, instruction: str) -> bool:
     """Return whether LLVM multiplies x, extended in this way, with signed bytes by this instruction."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    features = ",".join(f"+{each}" for each in sorted(target.features))
-    machine = binding.Target.from_triple(target.triple).create_target_machine(cpu=target.cpu, features=features)
+    machine = binding.Target.from_triple(target.triple).create_target_machine(cpu=target.cpu, features=llvm_features)
     module = binding.parse_assembly(_SUM_OF_PRODUCTS.format(extended=extended))
     module.triple = target.triple
     words = machine.emit_assembly(module).split()

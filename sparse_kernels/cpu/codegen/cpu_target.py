@@ -14,7 +14,7 @@ from sparse_kernels.cpu.codegen.vector_emitter import (
     QUADS_BY_SIGNED,
     QUADS_BY_UNIT,
 )
-from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
+from sparse_kernels.cpu.runtime.numba_internals import read_compile_target, read_llvm_features
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_cpu_target() -> CpuTarget:
     compiled_for = read_compile_target()
     _, cpu, has = compiled_for
     if compiled_for.is_arm:
-        return CpuTarget("neon", 4, 32, fused=True, quads=find_arm_quads(compiled_for))
+        return CpuTarget("neon", 4, 32, fused=True, quads=find_arm_quads(compiled_for, read_llvm_features()))
     quads = QUADS_BY_UNIT if {"avx512vnni", "avx512vl"} <= has or "avxvnni" in has else QUADS_BY_PAIRS
     if {"avx512f", "avx512vl", "avx512dq", "avx512bw"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.

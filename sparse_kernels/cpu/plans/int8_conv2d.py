@@ -224,12 +224,12 @@ def _build_plan(
     """Return the plan for weights as panels; rows: of the weight, those of all panels."""
     assert weight.input_range is not None
     padding, target = fill_quad(weight.input_range), find_cpu_target()
-    quad_arrays = build_quad_arrays(weight, rows, target.quads)
-    if isinstance(weights, BytePanels):  # whose vectors have 16 positions, also where the unit is emulated
-        target = replace(target, lanes=ROWS, halves=False)
-        quad_arrays = build_quad_arrays(weight, rows, QUADS_BY_UNIT)
+    numbers = target.quads
+    if isinstance(weights, BytePanels):
+        # Vectors have 16 positions and x no sign, also where the unit is emulated on another processor.
+        target, numbers = replace(target, lanes=ROWS, halves=False), QUADS_BY_UNIT
     quads = CpuConv2dPlan(
         _narrow(shape), weights, kernel.tile, target, kernel.name, layout, emulated=kernel.emulated,
-        numbers=target.quads, quads=quad_arrays, padding=padding, _pool=Pool(padding),
+        numbers=target.quads, quads=build_quad_arrays(weight, rows, numbers), padding=padding, _pool=Pool(padding),
     )  # fmt: skip
     return QuadConv2dPlan(shape, quads, kernel.name, layout, Pool(padding))

@@ -5,7 +5,7 @@ Numba may change any of it in any release. All of it is known to hold from Numba
 take a new Numba, run that test, then raise the upper bounds of `numba` and `llvmlite` in pyproject.toml.
 
 - `cgutils`: stack slots, fields of structures, loops, declarations of LLVM code (`numba.core.cgutils`)
-- `read_compile_target`: processor and features that Numba generates code for (`numba.core.registry.cpu_target`)
+- `read_compile_target`, `read_llvm_features`: what Numba generates code for (`numba.core.registry.cpu_target`)
 - `FunctionCache`, `attach_cache`: our own files of compiled kernels (`numba.core.caching`, `dispatcher._cache`)
 - `build_cache_implementation`: the folder of these files (`numba.core.caching.UserProvidedCacheLocator`)
 - `serialize`: the content of these files (`numba.core.serialize.dumps`)
@@ -48,6 +48,7 @@ __all__ = [
     "find_openmp_library",
     "find_thread_counter",
     "read_compile_target",
+    "read_llvm_features",
     "serialize",
     "start_queue",
 ]
@@ -84,6 +85,12 @@ def read_compile_target() -> CompileTarget:
     """Return what Numba generates code for in this process; NUMBA_CPU_NAME may lower it."""
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     return CompileTarget(triple, cpu, frozenset(each[1:] for each in features.split(",") if each.startswith("+")))
+
+
+def read_llvm_features() -> str:
+    """Return what Numba tells LLVM that the processor has and is to do without, as +name and -name."""
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return features
 
 
 def attach_cache(dispatcher: Any, cache: FunctionCache) -> None:

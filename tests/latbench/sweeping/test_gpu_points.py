@@ -151,7 +151,8 @@ def test_a_smoke_test_has_every_kernel_of_every_engine_and_small_layers() -> Non
     ours = {each.pattern for each in smoke if each.backend == "cupy"}
     assert {each.format for each in ours} == {"vector", "shflbw", "block", "nm", "unstructured"}
     assert len(smoke) < 50 and len(set(smoke)) == len(smoke)
-    assert {each.shape for each in smoke} == {gpu_points.SMOKE_LINEAR, gpu_points.SMOKE_CONV}
+    assert {each.shape for each in smoke} == {gpu_points.SMOKE_LINEAR, gpu_points.SMOKE_CONV, gpu_points.SMOKE_FEW}
+    assert {each.backend for each in smoke if each.shape == gpu_points.SMOKE_FEW} == {"cupy"}
     assert {each.backend for each in list_smoke_points("x", ["cupy"])} == {"cupy"}
 
 

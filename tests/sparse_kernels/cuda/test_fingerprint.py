@@ -55,6 +55,7 @@ def test_a_comment_or_white_space_in_a_source_changes_nothing(sources):
     ("source", "families"),
     [
         ("vector.cu", {"vector"}),
+        ("vector_few.cu", {"vector_few"}),
         ("vector_sm90.cu", {"vector_sm90"}),
         ("nm_sm90.cu", {"nm_sm90"}),
         ("csr.cu", {"csr"}),
@@ -103,11 +104,12 @@ def test_every_architecture_has_fingerprints_of_its_own():
 
 
 def test_candidates_are_asked_in_the_order_of_a_plan():
-    assert family_fingerprint.list_families("linear", "vector") == ("vector_sm90", "vector")
-    assert family_fingerprint.list_families("conv2d", "block") == ("vector",)
+    assert family_fingerprint.list_families("linear", "vector", 64) == ("vector_few", "vector_sm90", "vector")
+    assert family_fingerprint.list_families("linear", "vector", 65) == ("vector_sm90", "vector")
+    assert family_fingerprint.list_families("conv2d", "block", 8) == ("vector",)
     assert (
-        family_fingerprint.list_families("conv2d", "nm")
-        == family_fingerprint.list_families("linear", "no such")
+        family_fingerprint.list_families("conv2d", "nm", 8)
+        == family_fingerprint.list_families("linear", "no such", 8)
         == ()
     )
     # Samples show every format that a family may run.

@@ -37,12 +37,13 @@ def weight(rng, name):
     return pack(dense, mask, pattern), np.where(mask, dense, 0).astype(np.float64)
 
 
+@pytest.mark.parametrize("n", [N, 90])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_each_format_has_a_kernel_that_multiplies(rng, name):
+def test_each_format_has_a_kernel_that_multiplies(rng, name, n):
     packed, dense = weight(rng, name)
     machine = EmulatedMachine("sm_80")
-    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", N, machine=machine)
-    x = rng.integers(-4, 5, (K, N)).astype(np.float16)
+    plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", n, machine=machine)
+    x = rng.integers(-4, 5, (K, n)).astype(np.float16)
     bias = rng.integers(-9, 10, M).astype(np.float32)
     # Whole numbers below 2048 are exact in a half.
     np.testing.assert_array_equal(plan(x, bias, "relu"), np.maximum(dense @ x + bias[:, None], 0))
@@ -84,6 +85,17 @@ def test_hopper_kernels_come_first_where_they_can(rng):
         ).kernel
     assert kernels[64] == "cuda.vector_sm90.sm_90a"
     assert kernels[32] == "cuda.vector_matmul.sm_90a"
+
+
+def test_few_columns_have_a_kernel_of_their_own(rng):
+    packed, _ = weight(rng, "vector")
+    for n, architecture, kernel, asked in (
+        (64, "sm_80", "vector_few", ("vector_few",)),
+        (65, "sm_80", "vector_matmul", ("vector_sm90", "vector")),
+        (64, "sm_75", "vector_matmul", ("vector_few", "vector_sm90", "vector")),
+    ):
+        plan = cuda_plan.prepare_cuda_linear(packed, "feature_major", n, machine=EmulatedMachine(architecture))
+        assert (plan.kernel, plan.families) == (f"cuda.{kernel}.{architecture}", asked)
 
 
 def test_where_all_refuse_each_says_why(rng, monkeypatch):

@@ -7,13 +7,14 @@ import pytest
 
 from latbench.timing import gpu_ceiling_kernels
 from sparse_kernels import pack
-from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_sm90
+from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_few, vector_sm90
 from sparse_kernels.cuda.program import DTYPES, NotSupported
 from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
-from sparse_kernels.cuda.variants import FAMILIES, find_linear_builder
+from sparse_kernels.cuda.variants import FAMILIES, MOST_COLUMNS, find_linear_builder
 from sparse_kernels.patterns import NM, BlockWise, Dense, Unstructured, VectorWise
 
 EVERYWHERE = {"vector": vector, "nm": nm, "csr": csr, "ceilings": gpu_ceiling_kernels}
+SINCE_AMPERE = {"vector_few": vector_few}
 HOPPER = {"vector_sm90": vector_sm90, "nm_sm90": nm_sm90}
 PATTERNS = [
     Dense(),
@@ -35,7 +36,8 @@ def architectures(module, function=None):
 def test_families_are_for_exactly_the_known_architectures():
     assert all(architectures(module) == set(ARCHITECTURES) for module in EVERYWHERE.values())
     assert all(architectures(module) == {sm90.ARCHITECTURE} for module in HOPPER.values())
-    assert set(EVERYWHERE) | set(HOPPER) == {*FAMILIES, "ceilings"}
+    assert all(architectures(module) == SPARSE_TENSOR_CORES for module in SINCE_AMPERE.values())
+    assert set(EVERYWHERE) | set(SINCE_AMPERE) | set(HOPPER) == {*FAMILIES, "ceilings"}
 
 
 def test_tables_are_of_exactly_the_known_architectures():
@@ -70,15 +72,16 @@ def test_every_launch_fits_the_shared_memory_of_its_architecture(architecture):
         packed = packed_of(pattern, m, k)
         for family, dtype in itertools.product(FAMILIES, DTYPES):
             try:
-                program = find_linear_builder(family)(packed, dtype, architecture, max(COLUMNS))
+                about = MOST_COLUMNS.get(family, max(COLUMNS))
+                program = find_linear_builder(family)(packed, dtype, architecture, about)
             except NotSupported:
                 continue
             for launch in itertools.chain.from_iterable(program.launches(n, "relu") for n in COLUMNS):
                 assert launch.shared_bytes <= TARGETS[architecture].block_shared_bytes
                 functions.add(launch.variant.function)
     on_hopper = {"vector_sm90", "nm_sm90", "finish_sm90"} if architecture == sm90.ARCHITECTURE else set()
-    with_sparse = {"nm24"} if architecture in SPARSE_TENSOR_CORES else set()
-    assert functions == {"vector_matmul", "nm", "csr"} | with_sparse | on_hopper
+    since_ampere = {"nm24", "vector_few"} if architecture in SPARSE_TENSOR_CORES else set()
+    assert functions == {"vector_matmul", "nm", "csr"} | since_ampere | on_hopper
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

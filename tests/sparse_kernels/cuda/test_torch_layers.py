@@ -117,6 +117,17 @@ def test_other_weights_make_other_plans_for_layers_and_operators(machine):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_few_tokens_have_a_plan_of_their_own_whatever_came_first(machine):
+    linear = whole(nn.Linear(52, 70))
+    layer, mask = sparse(linear, "shflbw:16")
+    for tokens in (5, 100, 5, 64, 65):
+        x = torch.randint(-2, 3, (tokens, 52)).half()
+        torch.testing.assert_close(layer(x).double(), masked(linear, mask)(x.double()), rtol=0, atol=0)
+    functions = [launch.variant.function for launch in machine.launched]
+    assert functions == ["vector_few", "vector_matmul", "vector_few", "vector_few", "vector_matmul"]
+
+
 def test_a_layer_behind_another_copies_nothing():
     first, second = (sparse(whole(nn.Linear(64, 64)), "vector:32")[0] for _ in range(2))
     seen = []

@@ -14,7 +14,7 @@ from sparse_kernels.fingerprints import numba_cuda_formats
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
-SHAPE = LinearShape(256, 128, 64)
+SHAPE, FEW = LinearShape(256, 128, 256), LinearShape(256, 128, 16)
 PACKAGES = {
     "torch_gpu": "2.11.0",
     "torch_sparse": "2.11.0",
@@ -32,7 +32,10 @@ NOW = Versions(PACKAGES, LIBRARIES, architecture="sm_90a")
 @pytest.fixture(autouse=True)
 def quick_fingerprints(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Made-up fingerprints, which a test may change."""
-    digits = {"vector": "00000001", "vector_sm90": "00000002", "nm": "00000003", "nm_sm90": "00000004"}
+    digits = {
+        "vector": "00000001", "vector_sm90": "00000002", "nm": "00000003", "nm_sm90": "00000004",
+        "vector_few": "00000005",
+    }  # fmt: skip
     monkeypatch.setattr(family_fingerprint, "fingerprint_family", lambda family, architecture: digits[family])
     monkeypatch.setattr(numba_cuda_formats, "fingerprint_module", lambda module: f"{module}-1")
     return digits
@@ -46,8 +49,11 @@ OURS = of(gpu_points.OURS[0])
 
 
 def rows(*wanted: tuple[Point, str | None]) -> pd.DataFrame:
-    found = [(point.backend, point.kernel, point.shape.op, point.pattern.format, text) for point, text in wanted]
-    return pd.DataFrame(found, columns=["backend", "kernel_requested", "op", "format", "backend_version"])
+    found = [
+        (point.backend, point.kernel, point.shape.op, point.pattern.format, point.shape.n, text)
+        for point, text in wanted
+    ]
+    return pd.DataFrame(found, columns=["backend", "kernel_requested", "op", "format", "n", "backend_version"])
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,14 @@ def test_a_row_names_the_families_that_were_asked_until_one_ran_it(quick_fingerp
     assert NOW.current(table).tolist() == [True, False, True]
     quick_fingerprints["vector_sm90"] = "ffffffff"
     assert NOW.current(table).tolist() == [False, False, True]
+
+
+def test_a_row_is_old_where_another_family_is_asked_first_now() -> None:
+    few = of(gpu_points.OURS[0], shape=FEW)
+    before, now = NOW.text(few, ["vector_sm90"]), NOW.text(few, ["vector_few"])
+    assert NOW.current(rows((few, before), (few, now), (few, NOW.text(few)))).tolist() == [False, True, True]
+    # Of more tokens the new family is not asked.
+    assert NOW.current(rows((OURS, before), (OURS, now))).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("name", ["driver", "cublas"])
@@ -120,12 +134,14 @@ def test_what_is_not_known_is_not_named() -> None:
 def test_families_are_those_of_the_operation_and_the_format() -> None:
     conv = Conv2dShape(2, 8, 5, 6, 64, 3, 3)
     wanted: list[tuple[Point, Sequence[str]]] = [
-        (OURS, ("vector_sm90", "vector")), (of(gpu_points.OURS_CONV[0], shape=conv), ("vector",)),
+        (OURS, ("vector_sm90", "vector")),
+        (of(gpu_points.OURS[0], shape=FEW), ("vector_few", "vector_sm90", "vector")),
+        (of(gpu_points.OURS_CONV[0], shape=conv), ("vector",)),
         (of(gpu_points.OURS[0], NM(2, 4)), ("nm_sm90", "nm")), (of(gpu_points.NUMBA[0], NM(2, 4)), ("numba_nm",)),
         (of(gpu_points.DENSE[0], Dense()), ()),
     ]  # fmt: skip
     for point, families in wanted:
-        assert list_kernel_families(point.backend, point.shape.op, point.pattern.format) == families
+        assert list_kernel_families(point.backend, point.shape.op, point.pattern.format, point.shape.n) == families
 
 
 def test_a_layer_that_no_family_takes_is_refused_once() -> None:

@@ -13,28 +13,30 @@ from sparse_kernels.cpu.runtime.numba_internals import CompileTarget
 LINUX, MAC = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24.0.0"
 
 
-def arm(cpu: str, *features: str, triple: str = LINUX) -> CompileTarget:
-    return CompileTarget(triple, cpu, frozenset(features))
+def arm(cpu: str, triple: str = LINUX) -> CompileTarget:
+    return CompileTarget(triple, cpu, frozenset())
 
 
 @pytest.mark.parametrize(
-    ("target", "quads", "name"),
+    ("target", "features", "quads", "name"),
     [
-        (arm("generic"), QUADS_BY_BYTE, "neon"),
-        (arm("cortex-a72"), QUADS_BY_BYTE, "neon"),
-        (arm("neoverse-n1"), QUADS_BY_SIGNED, "neondotprod"),
-        (arm("generic", "neon", "dotprod"), QUADS_BY_SIGNED, "neondotprod"),
-        (arm("apple-m1", triple=MAC), QUADS_BY_SIGNED, "neondotprod"),
-        (arm("neoverse-v1"), QUADS_BY_UNIT, "neoni8mm"),
-        (arm("apple-m2", triple=MAC), QUADS_BY_UNIT, "neoni8mm"),
+        (arm("generic"), "", QUADS_BY_BYTE, "neon"),
+        (arm("cortex-a72"), "", QUADS_BY_BYTE, "neon"),
+        (arm("neoverse-n1"), "", QUADS_BY_SIGNED, "neondotprod"),
+        (arm("generic"), "+neon,+dotprod", QUADS_BY_SIGNED, "neondotprod"),
+        (arm("apple-m1", MAC), "", QUADS_BY_SIGNED, "neondotprod"),
+        (arm("neoverse-v1"), "", QUADS_BY_UNIT, "neoni8mm"),
+        (arm("neoverse-v1"), "+neon,-i8mm", QUADS_BY_SIGNED, "neondotprod"),
+        (arm("apple-m2", MAC), "", QUADS_BY_UNIT, "neoni8mm"),
     ],
-    ids=lambda value: value.cpu if isinstance(value, CompileTarget) else None,
+    ids=lambda value: value.cpu if isinstance(value, CompileTarget) else value if isinstance(value, str) else None,
 )
 def test_the_name_of_a_processor_or_its_features_tell(
-    monkeypatch: pytest.MonkeyPatch, target: CompileTarget, quads: int, name: str
+    monkeypatch: pytest.MonkeyPatch, target: CompileTarget, features: str, quads: int, name: str
 ) -> None:
-    assert find_arm_quads(target) == quads
+    assert find_arm_quads(target, features) == quads
     monkeypatch.setattr(cpu_target, "read_compile_target", lambda: target)
+    monkeypatch.setattr(cpu_target, "read_llvm_features", lambda: features)
     found = cpu_target.find_cpu_target.__wrapped__()
     assert (found.name, found.byte_name, found.lanes) == ("neon", name, 4)
 

@@ -8,6 +8,7 @@ rounding to the element type: half a unit in the last of its 11 (float16) or 8 (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import emulator
@@ -16,10 +17,15 @@ from mutations import Case
 
 from sparse_kernels import pack
 from sparse_kernels.cuda import vector
+from sparse_kernels.cuda.program import Program
+from sparse_kernels.formats import Packed
 from sparse_kernels.oracle import GELU_EVALUATION, GELU_SLOPE, SMALLEST_NORMAL, UNIT_ROUNDOFF
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.reference import build_patches, finish
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
+
+Build = Callable[[Packed, str, str, int], Program]
+"""Makes a weight into a program for an element type, an architecture and about so many columns."""
 
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half a unit in the last place of a normal number, relative to the number, at most."""
@@ -52,9 +58,12 @@ def linear(pattern: Pattern, m: int, k: int, n: int, **how) -> Layer:
     return Layer(pattern, LinearShape(m, k, n), **how)
 
 
-def run(layer: Layer, rng: np.random.Generator, seed: int, mask: np.ndarray | None = None) -> None:
+def run(
+    layer: Layer, rng: np.random.Generator, seed: int, mask: np.ndarray | None = None,
+    build: Build = vector.build_program,
+) -> None:  # fmt: skip
     """Run a layer in the emulator: AssertionError where a result is wrong, EmulatorError where the kernel is."""
-    case = case_of(layer, rng, mask)
+    case = case_of(layer, rng, mask, build)
     emulator.run(case.launches, case.x, case.out, case.bias, seed=seed)
     y = numbers(case.out.view(np.uint16), layer.dtype)
     wrong = ~(np.abs(y - case.expected) <= case.bound)  # NaN is wrong
@@ -64,15 +73,20 @@ def run(layer: Layer, rng: np.random.Generator, seed: int, mask: np.ndarray | No
     )
 
 
-def case_of(layer: Layer, rng: np.random.Generator, mask: np.ndarray | None = None) -> Case:
-    """A layer with random numbers, its launches and what they must give; `mask` in place of the pattern's choice."""
+def case_of(
+    layer: Layer, rng: np.random.Generator, mask: np.ndarray | None = None, build: Build = vector.build_program
+) -> Case:
+    """A layer with random numbers, its launches and what they must give; `mask` in place of the pattern's choice.
+
+    build: of the family that runs a linear layer.
+    """
     shape, dtype = layer.shape, layer.dtype
     weight = drawn(rng, (shape.m, shape.k), dtype)
     if mask is None:
         mask = layer.pattern.mask(weight.astype(np.float64) ** 2, layer.sparsity)
     packed = pack(weight, mask, layer.pattern)
     bias = rng.standard_normal(shape.m).astype(np.float32) if layer.bias else None
-    program: vector.LinearProgram | vector.Conv2dProgram
+    program: Program
     if isinstance(shape, Conv2dShape):
         program = vector.build_conv2d_program(packed, shape, dtype, layer.architecture)
         x = drawn(rng, (shape.c_in, shape.h, shape.w, shape.batch), dtype)
@@ -80,7 +94,7 @@ def case_of(layer: Layer, rng: np.random.Generator, mask: np.ndarray | None = No
         gathered = gathered.reshape(shape.k, shape.batch, -1).swapaxes(1, 2).reshape(shape.k, -1)
         columns = shape.batch
     else:
-        program = vector.build_program(packed, dtype, layer.architecture, shape.n)
+        program = build(packed, dtype, layer.architecture, shape.n)
         x = gathered = drawn(rng, (shape.k, shape.n), dtype)
         columns = shape.n
     if layer.width is not None:
