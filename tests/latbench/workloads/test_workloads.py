@@ -29,7 +29,7 @@ def parameters(workload: Workload) -> int:
 
 def test_the_bundled_workloads_are_found_and_named_after_their_files() -> None:
     assert list_workloads() == [
-        "bert-base", "cpu_kernels", "gnmt", "llama-3.1-8b", "mistral-7b", "mobilenetv1",
+        "bert-base", "cpu_kernels", "gnmt", "linear-tokens", "llama-3.1-8b", "mistral-7b", "mobilenetv1",
         "qwen3-0.6b", "qwen3-8b", "resnet50", "resnet50-batch16", "transformer-base", "yolov5s",
     ]  # fmt: skip
     for name in list_workloads():
