@@ -245,7 +245,9 @@ def main() -> None:
         case "own":
             own(chosen.names, chosen.backend)
         case "tokens":
-            tokens(*chosen.names, chosen.backend)
+            if len(chosen.names) != 2:
+                parser.error("tokens takes two tables: what is known, and what is asked")
+            tokens(chosen.names[0], chosen.names[1], chosen.backend)
 
 
 if __name__ == "__main__":
