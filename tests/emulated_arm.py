@@ -1,10 +1,10 @@
 """The tests of the CPU's kernels on an emulated Arm processor: for Debian on x86, with qemu-user.
 
-    python tests/emulated_arm.py [--has dotprod|i8mm|neither] [ARGUMENT ...]
+    python tests/emulated_arm.py [--has dotprod|i8mm|neither] [PATH ...] [-- OPTION ...]
 
-Arguments are pytest's. Without any, all quick tests of `sparse_kernels/cpu` run that another processor can change.
-The first call puts Debian's Python for Arm and the packages that the tests import into build/arm: 1.2 GB. An
-emulated test takes ten times as long.
+Paths and options are pytest's. Without any, one of each kind of kernel is tried, as for other x86 processors, and
+every kernel in eight bits. That takes half an hour, because an emulated test takes ten times as long. The first call
+puts Debian's Python for Arm and the packages that the tests import into build/arm: 1.2 GB.
 
 Kernels are compiled for the instructions that --has names. LLVM does not find them out by itself there. No speed can
 be measured in this way.
@@ -22,6 +22,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "sparse_kernels" / "cases"))
+
+from cpu_kernel_tests import OF_EACH_KIND  # noqa: E402
+
 BUILD = ROOT / "build" / "arm"
 SYSTEM, PACKAGES = BUILD / "system", BUILD / "packages"
 DEBIAN_PACKAGES = ("python3", "libgomp1", "libstdc++6")
@@ -35,6 +39,7 @@ PINNED = (
     "hypothesis", "sortedcontainers", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
     "fsspec", "filelock", "pygments",
 )  # fmt: skip
+IN_BYTES = "int8 or arm_dot_products"
 FEATURES = {"neither": "+neon", "dotprod": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}
 # The matrix unit is Intel's, libraries in C are made for x86 alone, and times mean nothing here.
 LEFT_OUT = ("matrix_unit", "export", "plans/test_autotune.py")
@@ -108,7 +113,7 @@ def main() -> None:
     left_out = [f"--ignore={folder / name}" for name in LEFT_OUT]
     code = run(
         "qemu-aarch64", "-cpu", "max", "-L", SYSTEM, find_python(), "-P", "-m", "pytest", "-m", "not slow",
-        "--timeout", "0", *(given.arguments or [folder, *left_out]),
+        "--timeout", "0", *(given.arguments or [folder, *left_out, "-k", f"{OF_EACH_KIND} or {IN_BYTES}"]),
         PYTHONPATH=f"{ROOT}{os.pathsep}{PACKAGES}", PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1",
         NUMBA_CACHE_DIR=str(BUILD / "kernels" / given.has), NUMBA_CPU_NAME="generic",
         NUMBA_CPU_FEATURES=FEATURES[given.has],

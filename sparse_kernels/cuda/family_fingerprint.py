@@ -138,7 +138,7 @@ def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
         for pattern, (m, k) in itertools.product(patterns, SIZES):
             if family in list_families("linear", format, 1):
                 packed = _packed(pattern, m, k)
-                columns = [n for n in COLUMNS if n <= variants.MOST_COLUMNS.get(family, n)]
+                columns = [n for n in COLUMNS if family in list_families("linear", format, n)]
                 prepare = functools.partial(
                     variants.find_linear_builder(family), packed, "float16", architecture, columns[-1]
                 )

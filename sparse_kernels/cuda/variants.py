@@ -10,8 +10,8 @@ from sparse_kernels.cuda.program import Prepare, PrepareConv2d, Variant
 # Modules of this package, each with VARIANTS and `build_program`.
 FAMILIES = ("vector", "vector_few", "vector_sm90", "nm", "nm_sm90", "csr")
 
-# Columns of a product up to which a family is asked for a linear layer; the others take any number.
-MOST_COLUMNS = {"vector_few": 64}
+# The most columns of a product for which FOR_FEW is asked; the others take any number.
+FOR_FEW, MOST_FEW = "vector_few", 64
 
 # Families that may run a linear layer, by format: the first that does not refuse does.
 LINEAR = {
@@ -38,13 +38,16 @@ def list_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
 
 
 def list_linear_families(format: str, n: int) -> tuple[str, ...]:
-    """Return the families that are asked for a linear layer of about n columns; none for an unknown format."""
-    return tuple(family for family in LINEAR.get(format, ()) if n <= MOST_COLUMNS.get(family, n))
+    """Return the families that are asked for a linear layer of about n columns, in their order.
+
+    None for an unknown format.
+    """
+    return tuple(family for family in LINEAR.get(format, ()) if family != FOR_FEW or takes_few_columns(n))
 
 
 def takes_few_columns(n: int) -> bool:
-    """Return whether a product of n columns is of those for which a family of its own is asked."""
-    return n <= max(MOST_COLUMNS.values())
+    """Return whether a product of n columns is of those for which FOR_FEW is asked."""
+    return n <= MOST_FEW
 
 
 def find_linear_builder(family: str) -> Prepare:

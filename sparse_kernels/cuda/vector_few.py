@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_kernels.cuda import variants
 from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, parse_activation
 from sparse_kernels.cuda.targets import TARGETS
+from sparse_kernels.cuda.variants import MOST_FEW
 from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, pack_tiles
 from sparse_kernels.formats import Packed
-
-MOST_COLUMNS = variants.MOST_COLUMNS["vector_few"]
 
 STEP_COLUMNS, PIECE_BYTES = 16, 512
 """Kept columns of a step, and bytes of 16 rows of them."""
@@ -35,7 +33,7 @@ MOST_SUMS = 16
 """Pieces of 16 rows and 8 columns of the result that a warp holds: 64 registers a thread."""
 
 ENOUGH_WARPS = 16
-"""Warps of a multiprocessor that have 48 KiB of weights under way; where a block has 8, it is half of that."""
+"""Warps of a multiprocessor that are wanted: they have 48 KiB of weights under way, 8 of them half of that."""
 
 ALL_BUSY = 0.9
 """Share of the multiprocessors with a block from which on blocks are not made smaller."""
@@ -98,13 +96,13 @@ class FewProgram:
 def build_program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> FewProgram:
-    """Return a linear layer's weight for up to MOST_COLUMNS columns; NotSupported says what does not run."""
+    """Return a linear layer's weight for up to MOST_FEW columns; NotSupported says what does not run."""
     if architecture not in ARCHITECTURES:
         raise NotSupported(f"the kernel for few columns is for {', '.join(ARCHITECTURES)}, not {architecture}")
     if dtype not in DTYPES:
         raise NotSupported(f"elements are {' or '.join(DTYPES)}, not {dtype}")
-    if n > MOST_COLUMNS:
-        raise NotSupported(f"the kernel for few columns takes up to {MOST_COLUMNS}, not {n}")
+    if n > MOST_FEW:
+        raise NotSupported(f"the kernel for few columns takes up to {MOST_FEW}, not {n}")
     tiles = pack_tiles(packed, dtype, volta=False)
     return FewProgram(tiles, dtype, multiprocessors or TARGETS[architecture].multiprocessors)
 

@@ -219,10 +219,10 @@ def tokens(known: str, asked: str, backend: str) -> None:
     for n in [*sorted(set(X["n"])), None]:
         here = np.ones(len(X), bool) if n is None else X["n"].to_numpy() == n
         answered = here & covered
-        if not answered.any():
-            print(f"{n:>5} tokens: {here.sum()} refused")
-            continue
         name = "all" if n is None else f"{n:.0f}"
+        if not answered.any():
+            print(f"{name:>5} tokens: {here.sum()} refused")
+            continue
         middle, high_error = np.quantile(errors[answered], (0.5, 0.9))
         print(f"{name:>5} tokens: median {middle:.1%} p90 {high_error:.1%}, 90% interval covers "
               f"{inside[answered].mean():.0%} of {answered.sum()}, {(here & ~covered).sum()} refused")  # fmt: skip

@@ -10,7 +10,7 @@ from sparse_kernels import pack
 from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_few, vector_sm90
 from sparse_kernels.cuda.program import DTYPES, NotSupported
 from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
-from sparse_kernels.cuda.variants import FAMILIES, MOST_COLUMNS, find_linear_builder
+from sparse_kernels.cuda.variants import FAMILIES, FOR_FEW, MOST_FEW, find_linear_builder
 from sparse_kernels.patterns import NM, BlockWise, Dense, Unstructured, VectorWise
 
 EVERYWHERE = {"vector": vector, "nm": nm, "csr": csr, "ceilings": gpu_ceiling_kernels}
@@ -72,7 +72,7 @@ def test_every_launch_fits_the_shared_memory_of_its_architecture(architecture):
         packed = packed_of(pattern, m, k)
         for family, dtype in itertools.product(FAMILIES, DTYPES):
             try:
-                about = MOST_COLUMNS.get(family, max(COLUMNS))
+                about = MOST_FEW if family == FOR_FEW else max(COLUMNS)
                 program = find_linear_builder(family)(packed, dtype, architecture, about)
             except NotSupported:
                 continue
