@@ -29,7 +29,8 @@ def test_a_visit_that_runs_out_of_time_ends_with_a_whole_table_after_the_second_
     first = read_table(tmp_path / "out-1" / "table.parquet")
     assert 0 < len(first) < len(frame) and set(first["point_id"]) < set(frame["point_id"])
     assert len(frame) >= POINTS and len(list((tmp_path / "out-2").iterdir())) <= 8
-    assert "smoke: passed: 43 of 43 points timed" in ran.stderr
+    smoke = re.search(r"smoke: passed: (\d+) of (\d+) points timed", ran.stderr)
+    assert smoke is not None and smoke[1] == smoke[2] and int(smoke[1]) > 40  # test_gpu_points.py: every engine has one
     assert re.search(
         r"nm:2:4 +50% cupy +auto +\d\.\d\dx float16 dense +\d\.\d\dx \S+ dense +\d\.\d\dx peer", ran.stderr
     )
