@@ -177,8 +177,9 @@ CPU_ENGINES = {
     engine.name: engine
     for engine in (
         _cpu(
-            TORCH, ("torch",), formats=("dense",), rounded_kernels={BFLOAT16: _BF16},
-            channels_last=("prepacked", "bf16"),
+            TORCH, ("torch",), formats=("dense",),
+            rounded_kernels={BFLOAT16: _BF16, INT8: {"linear": ("int8",), "conv2d": ("int8",)}},
+            channels_last=("prepacked", "bf16", "int8"),
             timed_kernels={op: (op, "mkldnn", "prepacked") for op in ("linear", "conv2d")},
         ),
         _cpu(

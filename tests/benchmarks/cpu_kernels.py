@@ -23,8 +23,9 @@ With --int8 it has linear layers in eight bits, too, whose zeros come in fours a
 against dense float32; and beside linear ones torch's dense layer with weights, activations and results in bfloat16,
 which counts as no baseline: it computes something else.
 
---int8 adds our layers in eight bits, and the dense ones of OpenVINO, onnxruntime (and with the largest value of each
-call, `dynamic`): a speedup of a layer in eight bits is over the fastest of those.
+--int8 adds our layers in eight bits, and the dense ones of OpenVINO, torch and onnxruntime (and of that with the
+largest value of each call, `dynamic`): a speedup of a layer in eight bits is over the fastest of those. torch's is left
+out on processors without VNNI, where its results are wrong.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ import numpy as np
 
 from latbench.backends.cpu import deepsparse_environment
 from latbench.backends.cpu.prepare_point import SyntheticLayer, build_synthetic_layer, count_copies
-from latbench.base.engine_registry import FLOAT32
+from latbench.backends.cpu.torch import refuse_bytes
+from latbench.base.engine_registry import CPU_ENGINES, FLOAT32
 from latbench.errors import LatbenchError
+from latbench.machines.devices import read_cpu_flags
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import CorePlacement
 from latbench.workloads.points import Point
@@ -187,7 +190,7 @@ def bfloat16_layer(shape: Shape, threads: int) -> Callable[[], object]:
 
 def int8_layers(backend: str, kernel: str, shape: Shape, threads: int, copies: int) -> list[Callable[[], object]]:
     """Calls of the dense layer in eight bits in another library, as latbench's sweeps make them."""
-    layout = "nhwc" if isinstance(shape, Conv2dShape) and backend == "openvino" else ""
+    layout = "nhwc" if isinstance(shape, Conv2dShape) and kernel in CPU_ENGINES[backend].channels_last else ""
     point = Point("cpu", backend, kernel, shape, Dense(), 0.0, threads, layout=layout, dtype_w="int8", dtype_a="int8")
     module = importlib.import_module(f"latbench.backends.cpu.{backend}")
     made = module.prepare(point, build_synthetic_layer(point))
@@ -229,8 +232,10 @@ def integer_layer(shape: LinearShape, layer: SyntheticLayer) -> bytes:
 
 INT8 = {
     "OpenVINO int8": ("openvino", "int8"), "onnxruntime int8": ("onnxruntime", "int8"),
-    "onnxruntime dynamic": ("onnxruntime", "int8-dynamic"),
+    "onnxruntime dynamic": ("onnxruntime", "int8-dynamic"), "torch int8": ("torch", "int8"),
 }  # fmt: skip
+if refuse_bytes(read_cpu_flags()) is not None:
+    del INT8["torch int8"]
 BFLOAT16 = "torch all bf16"
 DEEPSPARSE = {"DeepSparse": 0.0, "DeepSparse 75%": 0.75, "DeepSparse 90%": 0.9}
 DEEPSPARSE_INT8 = {"DeepSparse int8": 0.0, "DeepSparse int8 75%": 0.75, "DeepSparse int8 90%": 0.9}

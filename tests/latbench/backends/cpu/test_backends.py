@@ -1,6 +1,7 @@
 """Engines: each computes what the oracle says, on odd shapes too, and a wrong one is caught before it is timed."""
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import torch
 from latbench.backends import installed_engines
 from latbench.backends.cpu import prepare_point
 from latbench.backends.cpu.prepare_point import Engine, Rotation, SyntheticLayer
+from latbench.backends.cpu.torch import refuse_bytes
 from latbench.backends.installed_engines import Unsupported
 from latbench.base.engine_registry import CPU_ENGINES
+from latbench.machines.devices import read_cpu_flags
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen import cpu_target
@@ -310,6 +313,36 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
         assert rotation.facts["bytes_min"] < 0.9 * prepare_point.prepare_point(usual).facts["bytes_min"]
+
+
+@pytest.mark.parametrize("shape", [LinearShape(24, 37, 5), Conv2dShape(2, 12, 9, 7, 17, 3, 3, (2, 1), (1, 1))])
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime", "openvino", "numba"])
+def test_a_dense_layer_in_eight_bits_is_held_to_the_product_of_whole_numbers(backend: str, shape: Shape) -> None:
+    pytest.importorskip(backend)
+    layout = "nhwc" if isinstance(shape, Conv2dShape) and "int8" in CPU_ENGINES[backend].channels_last else ""
+    exact = point(backend, "auto", shape, layout=layout)
+    in_bytes = replace(exact, kernel="int8", dtype_w="int8", dtype_a="int8")
+    if backend == "torch" and (reason := refuse_bytes(read_cpu_flags())) is not None:
+        with pytest.raises(Unsupported, match=reason):
+            prepare_point.prepare_point(in_bytes)
+        return
+    rotation = prepare_point.prepare_point(in_bytes)  # which compares the result with the oracle's
+    layer = prepare_point.build_synthetic_layer(exact)
+    bytes_read = rotation.facts["bytes_min"] - layer.bias.nbytes - 4 * (shape.m * shape.n)
+    assert bytes_read < layer.weight.nbytes / 2 + layer.x.nbytes
+    assert re.search("int8|i8", rotation.facts["kernel_used"].lower())
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        ({"avx2", "fma"}, True), ({"avx2", "avx512f", "avx512bw"}, True), ({"avx2", "avx_vnni"}, False),
+        ({"avx2", "avx512f", "avx512_vnni"}, False), ({"avx2", "amx_int8"}, False), ({"asimd", "asimddp"}, False),
+    ],
+)  # fmt: skip
+def test_torch_multiplies_bytes_only_where_pairs_of_products_are_not_cut(flags: set[str], wrong: bool) -> None:
+    reason = refuse_bytes(flags)
+    assert (reason is not None) is wrong and (reason is None or "without VNNI" in reason)
 
 
 def test_what_bfloat16_does_not_explain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
