@@ -24,8 +24,8 @@ against dense float32; and beside linear ones torch's dense layer with weights, 
 which counts as no baseline: it computes something else.
 
 --int8 adds our layers in eight bits, and the dense ones of OpenVINO, torch and onnxruntime (and of that with the
-largest value of each call, `dynamic`): a speedup of a layer in eight bits is over the fastest of those. torch's is left
-out on processors without VNNI, where its results are wrong.
+largest value of each call, `dynamic`): a speedup of a layer in eight bits is over the fastest of those. torch's is
+left out on processors without VNNI, where its results are wrong.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def refuse_bytes(flags: set[str]) -> str | None:
     """Return why this processor's products of bytes by oneDNN are wrong, by its flags in Linux; None if they are not.
 
     Without an instruction for four products of bytes, oneDNN adds two of them in 16 bits, where many do not fit
-    (issue 103646 of pytorch). With such inputs torch 2.13 is wrong by a third of the largest result. Processors of Arm
-    have other instructions, and no such flags.
+    (issue 103646 of pytorch). With such inputs torch 2.13 is wrong by a third of the largest result. Processors of
+    Arm have other instructions, and no such flags.
     """
     if "avx2" not in flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
