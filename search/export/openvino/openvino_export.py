@@ -163,7 +163,7 @@ def _describe_files(
             for port, tensor in zip(graph.model.inputs, example.tensors(), strict=False)
         ],
         "outputs": [_describe_port(each) for each in graph.model.outputs],
-        "layers": describe_layers(layers),
+        "layers": {name: said | {"adds": name in graph.sums} for name, said in describe_layers(layers).items()},
     }
 
 

@@ -1,7 +1,7 @@
 """A pruned model as a graph of OpenVINO, in which each pruned layer is one operation of latbench's own.
 
 OpenVINO's importer traces the model with a stand-in for each of these layers, so that it never sees their weights.
-What reads a layer alone and is its ReLU or GELU becomes part of it.
+What reads a layer alone becomes part of it: its ReLU or GELU, or the sum of a residual block, and its ReLU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from latbench.errors import UsageError
 from search.example_inputs import TensorCall
 from search.export.free_sides import list_along
 from search.export.layer_calls import Layers, record_results
+from search.export.openvino.strided_slices import pool_strided_slices
 
 if TYPE_CHECKING:
     import openvino as ov
@@ -56,13 +57,18 @@ class _StandIn(nn.Module):
 
 
 class _Placeholder(ov.Op):  # type: ignore[misc]
-    """The operation of a layer, as long as there is no library that computes it."""
+    """The operation of a layer, as long as there is no library that computes it.
+
+    A second input is added to what the layer gives; `then` is the activation of the sum, "relu" or "".
+    """
 
     class_type_info = ov.DiscreteTypeInfo(OPERATION, OPSET)
 
-    def __init__(self, inputs: Sequence[ov.Output], layer: str, shape: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, inputs: Sequence[ov.Output], layer: str, shape: tuple[int | None, ...], then: str = ""
+    ) -> None:
         super().__init__(self)
-        self.layer, self._shape = layer, shape
+        self.layer, self._shape, self._then = layer, shape, then
         self.set_arguments(inputs)
         self.constructor_validate_and_infer_types()
 
@@ -71,7 +77,7 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
 
     def visit_attributes(self, visitor: Any) -> bool:
         """Tell the layer: OpenVINO merges operations of one input that differ in nothing."""
-        visitor.on_attributes({"layer": self.layer})
+        visitor.on_attributes({"layer": self.layer, "then": self._then})
         return True
 
     def validate_and_infer_types(self) -> None:
@@ -85,7 +91,23 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
         self.set_output_type(0, ov.Type.f32, y)
 
     def clone_with_new_inputs(self, inputs: Sequence[ov.Output]) -> ov.Node:
-        return _Placeholder(inputs, self.layer, self._shape)
+        return _Placeholder(inputs, self.layer, self._shape, self._then)
+
+    def with_added(self, added: ov.Output, then: str) -> _Placeholder:
+        """Return the operation that adds this, too."""
+        return _Placeholder([self.input_value(0), added], self.layer, self._shape, then)
+
+
+class _Sum(NamedTuple):
+    """What a layer may add. node: the sum, or its ReLU. added: what is added to the layer's result."""
+
+    node: ov.Node
+    added: ov.Output
+
+    @property
+    def then(self) -> str:
+        """The activation of the sum."""
+        return "relu" if self.node.get_type_name() == "Relu" else ""
 
 
 class LayerGraph:
@@ -123,6 +145,8 @@ class LayerGraph:
             self.model: ov.Model = ov.convert_model(called.model, example_input=tuple(tensors), extension=extensions)
         self.activations: dict[str, str | None] = dict.fromkeys(layers)
         """Layer -> the activation that became part of it, or None."""
+        self.sums: set[str] = set()
+        """Layers that add something to their results."""
         read = {each.layer for each in self._placeholders if each.output(0).get_target_inputs()}
         if missing := [name for name in layers if name not in read]:
             raise UsageError(
@@ -130,6 +154,9 @@ class LayerGraph:
                 "calling the layer"
             )
         self._absorb_activations()
+        self._free_batch(tensors)
+        self._absorb_sums()
+        pool_strided_slices(self.model)
 
     def _build_converter(self, name: str, shape: tuple[int, ...]) -> Any:
         def convert(context: Any) -> list[ov.Output]:
@@ -140,16 +167,34 @@ class LayerGraph:
 
     def _absorb_activations(self) -> None:
         """Make an activation part of a layer where it is what reads each call of the layer, alone."""
-        readers: dict[str, list[ov.Node]] = {}
+        readers: dict[str, list[ov.Node | None]] = {}
         for placeholder in self._placeholders:
-            inputs = list(placeholder.output(0).get_target_inputs())
-            readers.setdefault(placeholder.layer, []).append(inputs[0].get_node() if len(inputs) == 1 else None)
+            readers.setdefault(placeholder.layer, []).append(_find_reader(placeholder))
         for layer, nodes in readers.items():
             found = {None if node is None else _name_activation(node) for node in nodes}
             if len(found) == 1 and (activation := found.pop()) is not None:
                 self.activations[layer] = activation
-                for node in nodes:
+                for node in filter(None, nodes):
                     node.output(0).replace(node.input_value(0))
+
+    def _free_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Let shapes show which results have the batch as their first side, where the model allows that."""
+        try:
+            self.set_free_axes(tensors, [0])
+        except RuntimeError:
+            self.set_free_axes(tensors, [])
+
+    def _absorb_sums(self) -> None:
+        """Make a sum, and its ReLU, part of the layer whose results it alone reads; of two layers, of the first.
+
+        What is added has the shape of the result, whatever the batch.
+        """
+        for place, placeholder in enumerate(self._placeholders):
+            if self.activations[placeholder.layer] is None and (found := _find_sum(placeholder)) is not None:
+                adding = placeholder.with_added(found.added, found.then)
+                found.node.output(0).replace(adding.output(0))
+                self._placeholders[place] = adding
+                self.sums.add(placeholder.layer)
 
     def set_free_axes(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> None:
         """Let inputs have any size along these axes, and the sizes of these tensors along the others."""
@@ -172,6 +217,27 @@ class LayerGraph:
         ov.serialize(self.model, path, path.with_suffix(".bin"))
         text, mark = path.read_text(encoding="utf-8"), f'type="{OPERATION}" version="{OPSET}"'
         path.write_text(text.replace(mark, f'type="{OPERATION}" version="{opset}"'), encoding="utf-8")
+
+
+def _find_reader(node: ov.Node) -> ov.Node | None:
+    """Return what reads the result of a node, if there is one such reader."""
+    inputs = list(node.output(0).get_target_inputs())
+    return inputs[0].get_node() if len(inputs) == 1 else None
+
+
+def _find_sum(placeholder: _Placeholder) -> _Sum | None:
+    """Return the sum that alone reads a layer's result, if the layer can compute it."""
+    node = _find_reader(placeholder)
+    if node is None or node.get_type_name() != "Add":
+        return None
+    # By the names of nodes: the graph gives them anew at each call.
+    name = placeholder.get_name()
+    [added] = [each for each in map(node.input_value, (0, 1)) if each.get_node().get_name() != name]
+    result = placeholder.output(0)
+    if added.get_element_type() != ov.Type.f32 or added.get_partial_shape() != result.get_partial_shape():
+        return None
+    activated = _find_reader(node)
+    return _Sum(node if activated is None or activated.get_type_name() != "Relu" else activated, added)
 
 
 def _name_activation(node: ov.Node) -> str | None:

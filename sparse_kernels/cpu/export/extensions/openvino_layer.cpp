@@ -1,4 +1,5 @@
-/* The sparse layers of an exported model as an operation of OpenVINO. Its packed file lies beside this library.
+/* The sparse layers of an exported model as an operation of OpenVINO. Its packed file lies beside this library. A
+ * second input is added to a layer's result.
  *
  * The operation's opset is of this export alone, so that one program can read several exported models.
  * EXPORT_OPSET: its name.
@@ -38,7 +39,8 @@ public:
     OPENVINO_OP("SparseLayer", EXPORT_OPSET);
 
     SparseLayer() = default;
-    SparseLayer(const ov::OutputVector &inputs, const std::string &layer) : Op(inputs), layer_(layer) {
+    SparseLayer(const ov::OutputVector &inputs, const std::string &layer, const std::string &then)
+        : Op(inputs), layer_(layer), then_(then) {
         constructor_validate_and_infer_types();
     }
 
@@ -47,15 +49,21 @@ public:
         const ov::PartialShape &x = get_input_partial_shape(0);
         OPENVINO_ASSERT(get_input_element_type(0).compatible(ov::element::f32), "layer ", layer_,
                         " takes float32, not ", get_input_element_type(0));
-        set_output_type(0, ov::element::f32, infer_shape(x));
+        const ov::PartialShape y = infer_shape(x);
+        OPENVINO_ASSERT(get_input_size() == 1 || (get_input_element_type(1).compatible(ov::element::f32) &&
+                                                  y.compatible(get_input_partial_shape(1))),
+                        "layer ", layer_, " adds float32 of the shape ", y, ", not ", get_input_element_type(1),
+                        " of ", get_input_partial_shape(1));
+        set_output_type(0, ov::element::f32, y);
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector &inputs) const override {
-        return std::make_shared<SparseLayer>(inputs, layer_);
+        return std::make_shared<SparseLayer>(inputs, layer_, then_);
     }
 
     bool visit_attributes(ov::AttributeVisitor &visitor) override {
         visitor.on_attribute("layer", layer_);
+        visitor.on_attribute("then", then_);
         return true;
     }
 
@@ -68,11 +76,17 @@ public:
         float *to = outputs[0].data<float>();
         const int threads = std::max(1, tbb::this_task_arena::max_concurrency());
         latbench_error error;
-        const int code = facts_.kind == LATBENCH_CONV2D
+        int code = facts_.kind == LATBENCH_CONV2D
             ? latbench_conv2d(model_.get(), number_, from, x[0], x[1], x[2], x[3], to, outputs[0].get_size(), threads,
                               &error)
             : latbench_linear(model_.get(), number_, from, x.back() ? inputs[0].get_size() / x.back() : 0, x.back(), to,
                               facts_.outputs, threads, &error);
+        if (!code && inputs.size() > 1) {
+            OPENVINO_ASSERT(inputs[1].get_shape() == outputs[0].get_shape(), "layer ", layer_, " adds ",
+                            outputs[0].get_shape(), ", not ", inputs[1].get_shape());
+            code = latbench_add(model_.get(), to, inputs[1].data<float>(), to, outputs[0].get_size(), then_ == "relu",
+                                threads, &error);
+        }
         OPENVINO_ASSERT(!code, error.text);
         return true;
     }
@@ -100,7 +114,7 @@ private:
         return y;
     }
 
-    std::string layer_;
+    std::string layer_, then_; /* the activation of what is added: "relu", or "" */
     latbench::Model model_;
     int number_ = -1;
     latbench_layer facts_{};
