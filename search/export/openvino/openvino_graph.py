@@ -98,7 +98,7 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
         return _Placeholder([self.input_value(0), added], self.layer, self._shape, then)
 
 
-class _Sum(NamedTuple):
+class _AddedSum(NamedTuple):
     """What a layer may add. node: the sum, or its ReLU. added: what is added to the layer's result."""
 
     node: ov.Node
@@ -225,7 +225,7 @@ def _find_reader(node: ov.Node) -> ov.Node | None:
     return inputs[0].get_node() if len(inputs) == 1 else None
 
 
-def _find_sum(placeholder: _Placeholder) -> _Sum | None:
+def _find_sum(placeholder: _Placeholder) -> _AddedSum | None:
     """Return the sum that alone reads a layer's result, if the layer can compute it."""
     node = _find_reader(placeholder)
     if node is None or node.get_type_name() != "Add":
@@ -237,7 +237,7 @@ def _find_sum(placeholder: _Placeholder) -> _Sum | None:
     if added.get_element_type() != ov.Type.f32 or added.get_partial_shape() != result.get_partial_shape():
         return None
     activated = _find_reader(node)
-    return _Sum(node if activated is None or activated.get_type_name() != "Relu" else activated, added)
+    return _AddedSum(node if activated is None or activated.get_type_name() != "Relu" else activated, added)
 
 
 def _name_activation(node: ov.Node) -> str | None:
