@@ -8,6 +8,9 @@ were pruned. Each side runs in a process of its own, in turns: a burst of calls,
 of the bursts' medians, the ratio, and the memory that each process has of its own. Cold starts are whole processes,
 from their start to the first result on disk; that of torch imports latbench, loads the pruned folder, and calls it,
 with kernels that are compiled already.
+
+Memory: what a process that has called the exported model has of its own, beyond one that has called the same engine
+with one small dense layer. Beside it stand the bytes of the weights: packed ones of one CPU level, and the others.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import numpy as np
 import psutil
 import torch
 
-from latbench.base.deployed_forms import EXPORTED_FORMS, C
+from latbench.base.deployed_forms import EXPORTED_FORMS, OPENVINO, TORCH_PACKAGE, C
 from search.artifacts.layer_database import hash_model
 from search.artifacts.profile import LayerChoice, Profile
 from search.example_inputs import ExampleInputs
@@ -64,6 +67,7 @@ def main() -> None:
         for count in threads:
             compare_calls(Sides(given.task, pruned, deploy, given.to, given.batch, count), given.rounds)
         compare_starts(Sides(given.task, pruned, deploy, given.to, given.batch, 1), folder)
+        compare_memory(deploy, given.to, folder / "inputs.npz", manifest)
 
 
 class Sides(NamedTuple):
@@ -197,6 +201,37 @@ def compare_starts(sides: Sides, folder: Path) -> None:
             subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
             times.append(time.perf_counter() - began)
         print(f"cold start, {way}: {1e3 * statistics.median(times):.1f} ms")
+
+
+LAYER_ALONE = {
+    OPENVINO: "import openvino as ov; o = ov.opset13; x = o.parameter([8, 8], np.float32); "
+    "from search.export.openvino.openvino_model import OpenVINOModel; "
+    "y = o.matmul(x, o.constant(np.ones((8, 8), np.float32)), False, False); "
+    "run = ov.compile_model(ov.Model([y], [x], 'alone'), 'CPU'); run([np.ones((8, 8), np.float32)])",
+    TORCH_PACKAGE: "import torch; from search.export.torch_package.torch_model import TorchModel; "
+    "torch.nn.Linear(8, 8)(torch.ones(8, 8))",
+    C: "from search.export.c_library.exported_model import ExportedModel",
+}
+"""What a process does that has an engine and no model."""
+
+
+def compare_memory(deploy: Path, form: str, inputs: Path, manifest: dict[str, Any]) -> None:
+    """Print the memory of the exported model, and the bytes of its weights."""
+    start = "import sys, psutil, numpy as np, latbench as lb; "
+    tell = "; print(psutil.Process().memory_full_info().uss)"
+    whole = "x = [*np.load(sys.argv[2]).values()]; model = lb.load(sys.argv[1]); [model(*x) for _ in range(9)]"
+    both = []
+    for work in (whole, LAYER_ALONE[form]):
+        words = [sys.executable, "-P", "-c", start + work + tell, str(deploy), str(inputs)]
+        both.append(int(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+    sizes = manifest["bytes"]
+    packed = sizes["model.latbench"] / len(manifest["levels"])
+    rest = sum(sizes.get(name, 0) for name in ("model.bin", "model.pt2"))
+    used = both[0] - both[1]
+    print(
+        f"memory of the model: {used / 1e6:.1f} MB beyond {both[1] / 1e6:.1f} MB of the engine; its weights: "
+        f"{packed / 1e6:.1f} MB packed, {rest / 1e6:.1f} MB others; memory / weights {used / (packed + rest):.2f}"
+    )
 
 
 def _build_program(sides: Sides, arrays: list[np.ndarray]) -> dict[str, list[str]]:
