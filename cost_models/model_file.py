@@ -1,11 +1,13 @@
-"""Model files: the settings of a cost model and the hash of its table, as JSON, never a pickle.
+"""Model files: a fitted cost model and the hash of its table, as JSON, never a pickle.
 
-    {"version": 5, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+    {"version": 6, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
      "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
-     "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
+     "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}},
+     "fitted": {...}, "examples": {...}, "predicted": {...}}
 
-`load` fits the model again from that table, which is quick and gives the same model. It refuses a table with another
-hash. It also refuses other versions of the libraries than those of the validation: their fit may have other errors.
+`fitted` is what `cost_models.kept_state` makes of the model, so `load` does not fit it again. It refuses a table with
+another hash, and a model that no longer predicts for its examples what it predicted when it was saved: the code of a
+feature or of a library may have changed since.
 """
 
 from __future__ import annotations
@@ -18,23 +20,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from cost_models.estimators.anchored_lookup import AnchoredLookup
 from cost_models.estimators.boosted import Boosted
 from cost_models.estimators.hybrid import Hybrid
 from cost_models.estimators.roofline import Roofline
 from cost_models.estimators.transfer import Transfer
 from cost_models.evaluation.held_out_errors import CostModel, Figures
+from cost_models.kept_state import decode, encode
 from cost_models.refusals import BadModel
-from cost_models.rows.training_rows import read_training_rows
+from cost_models.rows.row_keys import KEY, FloatArray
 from latbench.base.files import write_text_atomically
-from latbench.errors import BadData, UsageError
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table
 
 _LOG = logging.getLogger(__name__)
 
-VERSION = 5  # also rises if the same settings give another model than before
+VERSION = 6  # also rises if the same settings give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # whose versions affect a fit
+_EXAMPLES = 24
+_SAME = 1e-9  # relative difference of two predictions of one model, whose sums may round differently
 ESTIMATORS: dict[str, type[CostModel]] = {
     kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)
 }
@@ -56,6 +63,9 @@ class ModelFile:
         Figures of `evaluate` by the method of holding out.
     libraries : mapping of str to str
         Versions of the libraries that it was fitted with.
+    fitted, examples, predicted : object
+        The fitted model, some of its training rows and the seconds that it predicts for them, as
+        `cost_models.kept_state.encode` returns them.
     """
 
     estimator: CostModel
@@ -63,6 +73,9 @@ class ModelFile:
     where: Mapping[str, str] = field(default_factory=dict)
     validation: Mapping[str, Figures] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
+    fitted: Any = None
+    examples: Any = None
+    predicted: Any = None
 
 
 def find_library_versions() -> dict[str, str]:
@@ -74,11 +87,12 @@ def save(
     path: str | Path,
     model: CostModel,
     table_hash: str,
+    X: pd.DataFrame,
     *,
     where: Mapping[str, str] | None = None,
     validation: Mapping[str, Figures] | None = None,
 ) -> None:
-    """Save the settings of a fitted model, atomically.
+    """Save a fitted model, atomically.
 
     Parameters
     ----------
@@ -88,11 +102,14 @@ def save(
         The model, fitted to the training rows of the table.
     table_hash : str
         Hash of the table, as `latbench.tables.table.hash_table` returns it.
+    X : DataFrame of shape (rows, columns)
+        The training rows. The file keeps some of them and their predictions, by which `load` knows the model again.
     where : mapping of str to str, optional
         Filter of the training rows, as of `select_training_rows`.
     validation : mapping of str to mapping, optional
         Figures of `evaluate` by the method of holding out.
     """
+    examples = _select_examples(model, X)
     content = {
         "version": VERSION,
         "libraries": find_library_versions(),
@@ -101,12 +118,22 @@ def save(
         "where": dict(where or {}),
         "table_hash": table_hash,
         "validation": dict(validation or {}),
+        "fitted": encode(model),
+        "examples": encode(examples.astype(object).where(examples.notna(), np.nan).to_dict("list")),
+        "predicted": encode(model.predict(examples)),
     }
     write_text_atomically(Path(path), json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+def _select_examples(model: CostModel, X: pd.DataFrame) -> pd.DataFrame:
+    """Return some of the rows that the model covers, from everywhere in X, with the columns that have values."""
+    covered = np.flatnonzero(model.covers(X))
+    chosen = covered[np.unique(np.linspace(0, len(covered) - 1, _EXAMPLES).astype(int))] if len(covered) else covered
+    return X.iloc[chosen][[name for name in KEY if name in X.columns]].reset_index(drop=True)
+
+
 def read(path: str | Path) -> ModelFile:
-    """Read the content of a model file, without fitting the model.
+    """Read the content of a model file, but for the fitted model.
 
     Parameters
     ----------
@@ -148,7 +175,8 @@ def read(path: str | Path) -> ModelFile:
     for name, default in kind().get_params().items():
         if not _is_same_kind(value := getattr(estimator, name), default):
             raise BadModel(f"{path}: its params {params} fit nothing ({name} cannot be {value!r}); {advice}")
-    return ModelFile(estimator, *(content[name] for name in ("table_hash", "where", "validation", "libraries")))
+    checked = (content[name] for name in ("table_hash", "where", "validation", "libraries"))
+    return ModelFile(estimator, *checked, *map(content.get, ("fitted", "examples", "predicted")))
 
 
 def _is_same_kind(value: Any, default: Any) -> bool:
@@ -180,7 +208,7 @@ _ENTRY_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def load(path: str | Path, table: str | Place) -> CostModel:
-    """Load a model: read its settings, and fit it again to its table.
+    """Load a fitted model.
 
     Parameters
     ----------
@@ -197,7 +225,7 @@ def load(path: str | Path, table: str | Place) -> CostModel:
     Raises
     ------
     BadModel
-        As `read`; or the table or the libraries are not those of the saved model.
+        As `read`; or the table is not that of the saved model, or the model does not predict what it did.
     BadData
         There is no such table.
     """
@@ -207,18 +235,24 @@ def load(path: str | Path, table: str | Place) -> CostModel:
             f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "
             "fit it again with latbench fit"
         )
-    here = find_library_versions()
-    if other := [name for name in LIBRARIES if saved.libraries.get(name) != here[name]]:
-        then = ", ".join(f"{name} {saved.libraries.get(name, 'unknown')}" for name in other)
-        now = ", ".join(f"{name} {here[name]}" for name in other)
-        raise BadModel(f"{path} was fitted and judged with {then}, and here is {now}: fit it again with latbench fit")
     try:
-        X, y = read_training_rows(table, saved.where)
-    except UsageError as error:
-        raise BadModel(f"{path}: not a cost model, {error}") from error
-    try:
-        return saved.estimator.fit(X, y)
-    except BadData:
-        raise
-    except (TypeError, ValueError) as error:  # a parameter of a type or size that `save` never writes
-        raise BadModel(f"{path}: its params {saved.estimator.get_params()} fit nothing ({error})") from error
+        model, again, before = _revive(saved)
+    except BadModel as error:
+        raise BadModel(f"{path}: not a cost model, {error}; fit it again with latbench fit") from error
+    except Exception as error:  # of what is damaged anything may follow
+        raise BadModel(
+            f"{path}: what it has learned cannot be used ({error}); fit it again with latbench fit"
+        ) from error
+    if again.shape != before.shape or not np.allclose(again, before, rtol=_SAME, atol=0):
+        raise BadModel(f"{path} predicts other times here than where it was fitted: fit it again with latbench fit")
+    return model
+
+
+def _revive(saved: ModelFile) -> tuple[CostModel, FloatArray, FloatArray]:
+    """Return the fitted model, and the seconds of its examples that it predicts now and predicted before."""
+    model: CostModel = decode(saved.fitted)
+    settings = type(saved.estimator), saved.estimator.get_params()
+    if not isinstance(model, tuple(ESTIMATORS.values())) or (type(model), model.get_params()) != settings:
+        raise BadModel("what it has learned is of another estimator")
+    examples, before = pd.DataFrame(decode(saved.examples)), np.asarray(decode(saved.predicted), np.float64)
+    return model, model.predict(examples) if len(examples) else np.empty(0), before

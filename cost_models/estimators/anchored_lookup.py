@@ -38,7 +38,7 @@ _NEIGHBOURS = 2  # anchors on either side that set an interpolated value
 
 
 @dataclass(frozen=True)
-class _Curve:
+class MeasuredCurve:
     """One measured curve.
 
     Attributes
@@ -162,7 +162,7 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
         The left-out anchor takes no part in either interpolation. Beside an outlier its neighbours have large errors
         too: judged with the outlier in place, a curve would seem to have announced the error.
         """
-        groups: dict[tuple[float, ...], list[_Curve]] = defaultdict(list)
+        groups: dict[tuple[float, ...], list[MeasuredCurve]] = defaultdict(list)
         for curve in self.curves_.values():
             if len(curve.sparsity) > 2:
                 groups[tuple(curve.sparsity)].append(curve)
@@ -295,7 +295,7 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
         return low, high
 
     def _half_width(
-        self, curve: _Curve, sparsity: FloatArray, coverage: float, multiple: Callable[[], float]
+        self, curve: MeasuredCurve, sparsity: FloatArray, coverage: float, multiple: Callable[[], float]
     ) -> FloatArray:
         noise = np.full(len(sparsity), np.nan)
         row, anchor = np.nonzero(sparsity[:, None] == curve.sparsity)
@@ -328,7 +328,7 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
                 covered[rows] = (sparsity >= curves[0].sparsity[0]) & (sparsity <= curves[0].sparsity[-1])
         return covered
 
-    def _group_by_curve(self, X: pd.DataFrame) -> list[tuple[_Curve, npt.NDArray[np.int64], FloatArray]]:
+    def _group_by_curve(self, X: pd.DataFrame) -> list[tuple[MeasuredCurve, npt.NDArray[np.int64], FloatArray]]:
         """Group the rows of X by curve: the curve, row numbers, sparsities. Raise Unanchored for none or several."""
         return [
             (self._check_match(key, curves), rows, sparsity) for key, curves, rows, sparsity in self._match_curves(X)
@@ -336,12 +336,12 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
 
     def _match_curves(
         self, X: pd.DataFrame
-    ) -> list[tuple[dict[str, Hashable], list[_Curve], npt.NDArray[np.int64], FloatArray]]:
+    ) -> list[tuple[dict[str, Hashable], list[MeasuredCurve], npt.NDArray[np.int64], FloatArray]]:
         """Group the rows of X by key: the key, the curves that match it, row numbers, sparsities."""
         check_is_fitted(self)
         columns = [name for name in self.columns_ if name in X.columns]
         indices = [self.columns_.index(name) for name in columns]
-        matching: dict[tuple[Hashable, ...], list[_Curve]] = defaultdict(list)
+        matching: dict[tuple[Hashable, ...], list[MeasuredCurve]] = defaultdict(list)
         for key, curve in self.curves_.items():
             matching[tuple(key[index] for index in indices)].append(curve)
         rows: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
@@ -354,7 +354,7 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
             groups.append((dict(zip(columns, key, strict=True)), matching.get(key, []), index, sparsity[index]))
         return groups
 
-    def _check_match(self, key: dict[str, Hashable], curves: list[_Curve]) -> _Curve:
+    def _check_match(self, key: dict[str, Hashable], curves: list[MeasuredCurve]) -> MeasuredCurve:
         """Return the only curve; raise Unanchored, with the nearest curve or the ambiguous columns, otherwise."""
         if len(curves) == 1:
             return curves[0]
@@ -372,7 +372,7 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
             f"{describe_point(nearest)}, {'; '.join(differ)}; measure it"
         )
 
-    def _interpolate(self, curve: _Curve, sparsity: FloatArray) -> FloatArray:
+    def _interpolate(self, curve: MeasuredCurve, sparsity: FloatArray) -> FloatArray:
         """Return the logarithm of the curve's seconds at each sparsity."""
         outside = (sparsity < curve.sparsity[0]) | (sparsity > curve.sparsity[-1])
         if outside.any() and not self.allow_extrapolation:
@@ -385,12 +385,12 @@ class AnchoredLookup(ScoredRegressor, BaseEstimator):
         return _interpolate_curves(_convert_to_axis(curve.sparsity), curve.log_seconds, _convert_to_axis(sparsity))
 
 
-def _build_curve(key: tuple[Hashable, ...], points: dict[float, list[tuple[float, float]]]) -> _Curve:
+def _build_curve(key: tuple[Hashable, ...], points: dict[float, list[tuple[float, float]]]) -> MeasuredCurve:
     """Return the curve of the (log seconds, noise) at each sparsity; several points of one sparsity are averaged."""
     ordered = sorted(points)
     values = np.array([np.mean([value for value, _ in points[sparsity]]) for sparsity in ordered])
     noise = np.array([np.mean([deviation for _, deviation in points[sparsity]]) for sparsity in ordered])
-    return _Curve(key, np.array(ordered), values, noise)
+    return MeasuredCurve(key, np.array(ordered), values, noise)
 
 
 def _convert_to_axis(sparsity: FloatArray) -> FloatArray:

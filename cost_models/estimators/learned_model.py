@@ -8,7 +8,7 @@ from the others (`cost_models.uncertainty.edge_calibration`). They grow with the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -115,7 +115,7 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
 
     def _remember(self, X: pd.DataFrame) -> None:
         """Store the kinds and ranges of the rows of X; rows outside them are refused later."""
-        self.encoder_ = FeatureEncoder(X)
+        self.encoder_ = FeatureEncoder.from_rows(X)
         self.kind_columns_ = [name for name, values in self.encoder_.levels.items() if values]
         self.kinds_ = frozenset(extract_keys(add_structure(X), self.kind_columns_))
         measured = [name for name in (*SIZES, "threads") if name in X.columns and X[name].notna().all()]
@@ -258,7 +258,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
 
     def _find_problems(self, X: pd.DataFrame, extrapolate: bool) -> list[str | None]:
         """Return why each row cannot be predicted, or None."""
-        known = {name: {value} for name, value in self.mode_.items()} | self.encoder_.levels
+        modes = {name: frozenset([value]) for name, value in self.mode_.items()}
+        known = {**modes, **self.encoder_.levels}
         needed = {*known, *self.encoder_.numbers, *SIZES, "pattern"} - {"format", "unit_rows", "unit_columns"}
         if missing := needed - set(X.columns):
             raise MissingColumns(sorted(missing))
@@ -277,7 +278,7 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         ]
 
     def _explain_unknown_kind(
-        self, row: dict[Hashable, Any], kind: tuple[Hashable, ...], known: dict[str, set[str]]
+        self, row: dict[Hashable, Any], kind: tuple[Hashable, ...], known: Mapping[str, frozenset[str]]
     ) -> str | None:
         """Return why a row is of a kind that was not measured, or None."""
         if any(row[name] != row[name] for name in SIZES):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -34,21 +36,29 @@ def _look_up_multiprocessors(device: Any) -> float:
     return next((float(count) for name, count in _MULTIPROCESSORS.items() if name in words), np.nan)
 
 
+@dataclass(frozen=True)
 class FeatureEncoder:
     """Encoder of rows as a matrix of numbers, with the categories and columns of the rows it was built from.
 
     Attributes
     ----------
-    levels : dict of str to set
+    levels : mapping of str to set
         Values of each categorical column; each becomes one indicator feature.
     numbers : list of str
         Numeric columns that have a value.
     """
 
-    def __init__(self, X: pd.DataFrame) -> None:
+    levels: Mapping[str, frozenset[str]]
+    numbers: list[str]
+
+    @classmethod
+    def from_rows(cls, X: pd.DataFrame) -> Self:
+        """Return the encoder of rows like those of X."""
         X = add_structure(X)
-        self.levels = {name: set(X[name].dropna().unique()) for name in CATEGORIES if name in X.columns}
-        self.numbers = [name for name in _NUMBERS if name in X.columns and X[name].notna().any()]
+        return cls(
+            {name: frozenset(X[name].dropna().unique()) for name in CATEGORIES if name in X.columns},
+            [name for name in _NUMBERS if name in X.columns and X[name].notna().any()],
+        )
 
     def encode(self, X: pd.DataFrame) -> FloatArray:
         """Return the features of every row, (rows, features); NaN where a column does not apply to the row."""

@@ -94,8 +94,19 @@ def test_fit_fits_again_what_other_libraries_fitted(latbench: Run, swept: Path, 
     latbench("fit", swept, "-o", tmp_path / "m.json")
     content = json.loads((tmp_path / "m.json").read_text())
     (tmp_path / "m.json").write_text(json.dumps(content | {"libraries": {"scikit-learn": "0.1"}}))
+    assert (
+        latbench("predict", tmp_path / "m.json", "--table", swept, *_query())[0] == 0
+    )  # it is kept as it was fitted
+    assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
+    assert "up to date" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
+
+
+def test_fit_fits_again_what_is_damaged(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    latbench("fit", swept, "-o", tmp_path / "m.json")
+    content = json.loads((tmp_path / "m.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(content | {"fitted": None}))
     said = _refused(latbench("predict", tmp_path / "m.json", "--table", swept, *_query()), 5)
-    assert "was fitted and judged with scikit-learn 0.1" in said
+    assert "fit it again with latbench fit" in said
     assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
     assert latbench("predict", tmp_path / "m.json", "--table", swept, *_query())[0] == 0
 
@@ -435,7 +446,8 @@ def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Pa
 
 
 def test_fit_judges_a_model_that_was_saved_without_figures(latbench: Run, swept: Path, tmp_path: Path) -> None:
-    cost_models.save(tmp_path / "m.json", cost_models.AnchoredLookup(), hash_table(swept))
+    X, seconds = cost_models.read_training_rows(swept, {})
+    cost_models.save(tmp_path / "m.json", cost_models.AnchoredLookup().fit(X, seconds), hash_table(swept), X)
     assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
     assert json.loads((tmp_path / "m.json").read_text())["validation"]
 

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import sklearn
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
+from cost_models.estimators.boosted import fit_trees
+from cost_models.estimators.learned_model import LearnedModel
+from cost_models.estimators.tree_arrays import TreeArrays
+from cost_models.features.feature_encoder import FeatureEncoder
+from cost_models.kept_state import decode, encode
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
 
@@ -25,6 +29,11 @@ def stored(tmp_path: Path, table: Callable[..., pd.DataFrame], seconds: Seconds,
     X = table()
     _write(tmp_path / "table", X, seconds(X), rng)
     return tmp_path / "table", X
+
+
+def training(folder: Path) -> tuple[pd.DataFrame, np.ndarray]:
+    """The training rows of a table."""
+    return cost_models.select_training_rows(read_table(folder))
 
 
 def _write(folder: Path, X: pd.DataFrame, seconds: np.ndarray, rng: np.random.Generator) -> None:
@@ -48,14 +57,125 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_a_saved_model_comes_back_equal(model: CostModel, stored: Stored, tmp_path: Path) -> None:
     folder, X = stored
-    model.fit(*cost_models.select_training_rows(read_table(folder)))
+    model.fit(*training(folder))
     validation = {"a way": {"median": 0.01, "coverage": None}}
-    cost_models.save(tmp_path / "m.json", model, hash_table(folder), validation=validation)
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder), X, validation=validation)
     again = cost_models.load(tmp_path / "m.json", folder)
     assert again.get_params() == model.get_params() and type(again) is type(model)
-    np.testing.assert_array_equal(again.predict(X), model.predict(X))
-    np.testing.assert_array_equal(again.predict_interval(X, 0.7), model.predict_interval(X, 0.7))
+    np.testing.assert_allclose(again.predict(X), model.predict(X), rtol=1e-12)
+    np.testing.assert_allclose(again.predict_interval(X, 0.7), model.predict_interval(X, 0.7), rtol=1e-12)
+    np.testing.assert_array_equal(again.covers(X), model.covers(X))
     assert cost_models.read(tmp_path / "m.json").validation == validation
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_a_model_is_loaded_without_fitting(
+    model: CostModel, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, X = stored
+    cost_models.save(tmp_path / "m.json", model.fit(*training(folder)), hash_table(folder), X)
+    with monkeypatch.context() as patched:
+        for kind in (AnchoredLookup, LearnedModel, Hybrid):
+            patched.setattr(kind, "fit", lambda *_: pytest.fail("it was fitted again"))
+        assert len(cost_models.load(tmp_path / "m.json", folder).predict(X)) == len(X)
+
+
+def test_kept_trees_are_those_of_scikit_learn(rng: np.random.Generator) -> None:
+    features = rng.standard_normal((5000, 7))
+    features[rng.random(features.shape) < 0.1] = np.nan
+    features[:, 3] = np.nan
+    trees = fit_trees(features, np.nan_to_num(features[:, 0]) * 2 + rng.standard_normal(5000), max_iter=40)
+    kept = decode(json.loads(json.dumps(encode(trees), allow_nan=False)))
+    asked = np.concatenate([features, 1e3 * rng.standard_normal((3000, 7)), np.full((1, 7), np.inf)])
+    np.testing.assert_allclose(kept(asked), trees(asked), rtol=0, atol=1e-12)
+    assert kept(asked[:0]).shape == (0,)
+    with pytest.raises(BadModel, match="other features"):
+        kept(asked[:, :2])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, -3, 2.5, float("inf"), "text", [1, [2.0, None]], (1, ("a",)), {1: "a", None: (2,)}, {"array": 1},
+        frozenset({("a", 1), ("b", None)}), np.arange(6).reshape(2, 3), np.array(["a", "bc"]), np.zeros((0, 3)),
+        np.array([np.nan, np.inf]), np.array([True, False]),
+    ],
+)  # fmt: skip
+def test_values_come_back_equal(value: Any) -> None:
+    again = decode(json.loads(json.dumps(encode(value), allow_nan=False)))
+    assert type(again) is type(value)
+    if isinstance(value, np.ndarray):
+        assert again.dtype == value.dtype
+        np.testing.assert_array_equal(again, value)
+    else:
+        assert again == value
+
+
+@pytest.mark.parametrize("value", [object(), np.array([object()]), b"bytes", pd.DataFrame({"a": [1]})])
+def test_values_of_other_kinds_are_not_written(value: Any) -> None:
+    with pytest.raises(TypeError, match="a model file cannot hold a"):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"kept": "Path", "with": {}}, "something unknown: kept, with"),
+        ({"kept": "Edge", "with": {"rings": 1}}, "damaged .*missing 2 required"),
+        ({"kept": "AnchoredLookup", "with": {}}, "damaged .*allow_extrapolation"),
+        ({"kept": "AnchoredLookup", "with": {"allow_extrapolation": False, "fit": 1}}, "something unknown: fit"),
+        ({"array": ["O", [1], "AAAAAAAAAAA="]}, "something unknown: array"),
+        ({"array": ["<f8", [2], "AAAAAAAAAAA="]}, "damaged"),
+        ({"array": ["<f8", [1], "!"]}, "damaged"),
+        ({"array": 3}, "something unknown: array"),
+        ({"pairs": [[1]]}, "damaged"),
+        ({"pairs": [[[1], 2]]}, "damaged .*unhashable"),
+        ({"number": "much"}, "damaged"),
+        ({"a": 1, "b": 2}, "something unknown: a, b"),
+    ],
+)
+def test_what_is_no_value_is_refused(content: Any, said: str) -> None:
+    with pytest.raises(BadModel, match=said):
+        decode([content])
+
+
+@pytest.mark.parametrize(
+    "change", [{"left": [0, 1, 2]}, {"right": [3, 1, 2]}, {"roots": [5]}, {"value": [1.0]}, {"left": [-1, 1, 2]}]
+)
+def test_damaged_trees_are_refused(change: dict[str, list[float]]) -> None:
+    """One tree of a node and two leaves: no row may go in circles, or out of the arrays."""
+    arrays: dict[str, Any] = {
+        "roots": [0], "feature": [0, -1, -1], "threshold": [0.5, 0, 0], "missing_left": [True, False, False],
+        "left": [1, 1, 2], "right": [2, 1, 2], "value": [0, 1.0, 2.0],
+    }  # fmt: skip
+    right = {name: np.array(each) for name, each in arrays.items()}
+    np.testing.assert_array_equal(TreeArrays(0.0, **right)(np.array([[0.0], [1.0], [np.nan]])), [1, 2, 1])
+    with pytest.raises(BadModel, match="trees are damaged"):
+        TreeArrays(0.0, **right | {name: np.array(each) for name, each in change.items()})
+
+
+def test_a_model_that_no_longer_predicts_what_it_did_is_refused(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A feature whose code has changed gives the kept trees other numbers."""
+    folder, X = stored
+    model = Boosted(max_iter=5).fit(*training(folder))
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder), X)
+    cost_models.load(tmp_path / "m.json", folder)
+    encode_rows = FeatureEncoder.encode
+    monkeypatch.setattr(FeatureEncoder, "encode", lambda self, X: encode_rows(self, X)[:, ::-1])
+    with pytest.raises(BadModel, match="predicts other times here than where it was fitted: fit it again"):
+        cost_models.load(tmp_path / "m.json", folder)
+
+
+@pytest.mark.parametrize("name", ["fitted", "examples", "predicted"])
+@pytest.mark.parametrize("value", [None, 3, {}, {"tuple": []}, {"kept": "Roofline", "with": {}}])
+def test_a_file_whose_learning_is_damaged_is_refused(name: str, value: Any, stored: Stored, tmp_path: Path) -> None:
+    folder, path = stored[0], tmp_path / "m.json"
+    cost_models.save(path, AnchoredLookup().fit(*training(folder)), hash_table(folder), stored[1])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(BadModel, match="fit it again with latbench fit"):
+        cost_models.load(path, folder)
 
 
 def test_a_transfer_comes_back_from_a_table_of_several_devices(
@@ -64,51 +184,21 @@ def test_a_transfer_comes_back_from_a_table_of_several_devices(
     folder, X = stored
     new = X[X["n"] == 37].assign(device="b-cpu")
     _write(folder, new, 3 * seconds(new), rng)
-    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.select_training_rows(read_table(folder)))
-    cost_models.save(tmp_path / "m.json", model, hash_table(folder))
+    model = Transfer("b-cpu", max_iter=20).fit(*training(folder))
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder), new)
     again = cost_models.load(tmp_path / "m.json", folder)
-    np.testing.assert_array_equal(again.predict(new), model.predict(new))
+    np.testing.assert_allclose(again.predict(new), model.predict(new), rtol=1e-12)
+    np.testing.assert_allclose(again.predict_interval(new), model.predict_interval(new), rtol=1e-12)
     assert np.median(np.abs(again.predict(new) / (3 * seconds(new)) - 1)) < 0.05
 
 
 def test_another_table_is_refused(stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator) -> None:
     folder, X = stored
-    model = AnchoredLookup().fit(*cost_models.select_training_rows(read_table(folder)))
-    cost_models.save(tmp_path / "m.json", model, hash_table(folder))
+    model = AnchoredLookup().fit(*training(folder))
+    cost_models.save(tmp_path / "m.json", model, hash_table(folder), X)
     _write(folder, X.iloc[:1], seconds(X.iloc[:1]), rng)
     with pytest.raises(BadModel, match=r"was fitted to a table with the hash .* has .* latbench fit"):
         cost_models.load(tmp_path / "m.json", folder)
-
-
-def test_a_model_of_one_backend_learns_from_its_rows_alone(
-    stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator
-) -> None:
-    folder, X = stored
-    _write(folder, X.assign(backend="torch"), 2 * seconds(X), rng)
-    table_hash = hash_table(folder)
-    cost_models.save(tmp_path / "m.json", AnchoredLookup(), table_hash, where={"backend": "torch"})
-    np.testing.assert_allclose(
-        cost_models.load(tmp_path / "m.json", folder).predict(X.drop(columns="backend")), 2 * seconds(X), rtol=0.1
-    )
-
-
-@pytest.mark.parametrize("libraries", [{"scikit-learn": "0.1"}, {}])
-def test_other_libraries_than_it_was_judged_with_are_refused(
-    libraries: dict[str, str], stored: Stored, tmp_path: Path
-) -> None:
-    folder, _ = stored
-    path = tmp_path / "m.json"
-    cost_models.save(path, AnchoredLookup(), hash_table(folder))
-    content = json.loads(path.read_text())
-    assert content["libraries"]["scikit-learn"] == sklearn.__version__
-    cost_models.load(path, folder)
-    here = content["libraries"]
-    path.write_text(json.dumps(content | {"libraries": here | libraries if libraries else {}}))
-    with pytest.raises(
-        BadModel, match=r"judged with scikit-learn (0\.1|unknown).*here is scikit-learn .*fit it again"
-    ):
-        cost_models.load(path, folder)
-    assert cost_models.read(path).libraries == (here | libraries if libraries else {})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +207,7 @@ def test_other_libraries_than_it_was_judged_with_are_refused(
         ("", "not a cost model"),
         ("[]", "not a cost model"),
         ("{}", "not a cost model"),
-        ({"version": 1}, "cost model version 1, this latbench reads 5"),
+        ({"version": 1}, "cost model version 1, this latbench reads 6"),
         ({"estimator": "Forest"}, "estimator Forest .* is unknown"),
         ({"params": {"depth": 3}}, "is unknown to this latbench"),
         ({"params": 3}, "its params is 3"),
@@ -131,23 +221,30 @@ def test_other_libraries_than_it_was_judged_with_are_refused(
         ({"validation": {"shapes": {"median": "small"}}}, "its validation is"),
     ],
 )
-def test_a_file_that_is_no_model_is_refused(change: str | dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_refused(
+    change: str | dict[str, Any], said: str, stored: Stored, tmp_path: Path
+) -> None:
     path = tmp_path / "m.json"
-    cost_models.save(path, AnchoredLookup(), "0123")
+    cost_models.save(path, AnchoredLookup().fit(*training(stored[0])), "0123", stored[1])
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(BadModel, match=said):
         cost_models.read(path)
 
 
-def test_settings_that_nothing_can_be_fitted_with_are_refused(stored: Stored, tmp_path: Path) -> None:
+def test_settings_of_another_kind_are_refused(stored: Stored, tmp_path: Path) -> None:
     folder, path = stored[0], tmp_path / "m.json"
+    cost_models.save(path, Boosted(max_iter=5).fit(*training(folder)), hash_table(folder), stored[1])
+    content = json.loads(path.read_text())
     for params in (
-        {"random_state": "x"}, {"max_iter": "many"}, {"form": "none"}, {"folds": None}, {"folds": 0}, {"folds": 2.5},
-        {"form": {}}, {"allow_extrapolation": "no"}, {"folds": True}, {"learning_rate": "fast"},
+        {"random_state": "x"}, {"max_iter": "many"}, {"folds": None}, {"folds": 2.5}, {"form": {}},
+        {"allow_extrapolation": "no"}, {"folds": True}, {"learning_rate": "fast"},
     ):  # fmt: skip
-        cost_models.save(path, Boosted(**params), hash_table(folder), where={"backend": "numba"})
+        path.write_text(json.dumps(content | {"params": content["params"] | params}))
         with pytest.raises(BadModel, match=r"its params .* fit nothing"):
             cost_models.load(path, folder)
+    path.write_text(json.dumps(content | {"params": content["params"] | {"folds": 4}}))
+    with pytest.raises(BadModel, match="what it has learned is of another estimator"):
+        cost_models.load(path, folder)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def fit(
     if estimator is not Estimator.lookup and len(backends) > 1:
         raise UsageError(f"a {estimator.value} model is of one engine: give --backend {' or '.join(backends)}")
     model = _build_model(estimator, device, random_state)
-    validation = _known_validation(output, model, table_hash, rows)
+    validation = _known_validation(output, table, model, rows)
     same = validation is not None
     if validation is None:
         validation = _validate(model.fit(X, y), X, y)
-        save(output, model, table_hash, where=rows, validation=validation)
+        save(output, model, table_hash, X, where=rows, validation=validation)
     if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
         _LOG.warning("no point could be held out, so the model's error is unknown: measure more points")
     shapes = count_shapes(X)
@@ -79,21 +79,17 @@ def fit(
     typer.echo(f"{output}: {'up to date' if same else name}, {len(X)} points of {shapes} shapes")
 
 
-def _known_validation(
-    path: Path, model: CostModel, table_hash: str, rows: dict[str, str]
-) -> Mapping[str, Figures] | None:
-    """Return the validation in the model file if that holds this very model of this table; else None."""
-    from cost_models.model_file import find_library_versions, read
+def _known_validation(path: Path, table: str, model: CostModel, rows: dict[str, str]) -> Mapping[str, Figures] | None:
+    """Return the validation in the model file if that holds this very model of this table, whole; else None."""
+    from cost_models.model_file import find_library_versions, load, read
     from cost_models.refusals import BadModel
 
     try:
-        saved = read(path)
+        saved, fitted = read(path), load(path, table)
     except BadModel:
         return None
-    settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.where)
-    same = (
-        settings == (type(model), model.get_params(), table_hash, rows) and saved.libraries == find_library_versions()
-    )
+    settings = (type(fitted), fitted.get_params(), saved.where, saved.libraries)
+    same = settings == (type(model), model.get_params(), rows, find_library_versions())
     return saved.validation if same and saved.validation else None
 
 

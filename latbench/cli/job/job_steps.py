@@ -14,6 +14,7 @@ summary.json     the main figures.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from cost_models.estimators.anchored_lookup import AnchoredLookup
 from cost_models.evaluation.held_out_errors import evaluate
-from cost_models.model_file import read, save
+from cost_models.model_file import load, save
 from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
 from latbench.base.deployed_forms import PYTHON
@@ -266,16 +267,14 @@ class Job:
 
     def fit_cost_model(self, tell: Tell) -> None:
         """Fit the look-up between the measured sparsities, unless the file holds that of this table."""
-        path, table_hash = self._path("cost_model.json"), hash_table(self._table)
-        try:
-            if read(path).table_hash == table_hash:
-                return
-        except BadModel:
-            pass
+        path = self._path("cost_model.json")
+        with contextlib.suppress(BadModel):
+            load(path, self._table)
+            return
         X, seconds = read_training_rows(self._table, {})
         model = AnchoredLookup().fit(X, seconds)
         figures = {"held-out sparsities of measured shapes": evaluate(model, X, seconds)}
-        save(path, model, table_hash, validation=figures)
+        save(path, model, hash_table(self._table), X, validation=figures)
 
     def search_profile(self, tell: Tell, *, refine: bool = False) -> None:
         """Search the profile unless the file holds that of these inputs; `refine` feeds the verification back."""

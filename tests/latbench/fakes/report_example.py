@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from cost_models import AnchoredLookup, save
+from cost_models import AnchoredLookup, read_training_rows, save
 from latbench.base.files import hash_file
 from latbench.tables.table import hash_table
 from latbench.tables.writer import write_environment, write_part
@@ -161,7 +161,8 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     sparsities = {**shapes, "median": 0.011, "p90": 0.034, "mape": 0.017, "within_5": 0.95, "within_10": 0.99,
                   "width": 0.06, "held_out": 120}  # fmt: skip
     validation = {"held-out shapes": shapes, "held-out sparsities of measured shapes": sparsities}
-    save(example.model, AnchoredLookup(), table_hash, validation=validation)
+    X, seconds = read_training_rows(example.table, {})
+    save(example.model, AnchoredLookup().fit(X, seconds), table_hash, X, validation=validation)
     example.pruned.mkdir()
     profile.save(example.pruned / "profile.json")
     for name in FILES[:-1]:

@@ -146,7 +146,8 @@ def test_the_command_solves_a_table_with_its_cost_model(
     timed = [{**record, "samples_seconds": [row[3]] * 5} for record, row in zip(records, rows, strict=True)]
     table, layers = str(tmp_path / "table"), (Layer("a", A), Layer("b", B))
     write_part(table, timed)
-    cost_models.save(tmp_path / "m.json", AnchoredLookup(), hash_table(table))
+    X, seconds = cost_models.read_training_rows(table, {})
+    cost_models.save(tmp_path / "m.json", AnchoredLookup().fit(X, seconds), hash_table(table), X)
     write_workload(Workload("w", "made up", layers), tmp_path / "w.yaml")
     chosen = {}
     for name, more in (

@@ -119,7 +119,7 @@ def files(tmp_path: Path) -> tuple[str, str, Path]:
     table = tmp_path / "table"
     write_part(table, build_rows())
     X, seconds = read_training_rows(parse_place(table), {})
-    save(tmp_path / "m.json", AnchoredLookup().fit(X, seconds), hash_table(parse_place(table)))
+    save(tmp_path / "m.json", AnchoredLookup().fit(X, seconds), hash_table(parse_place(table)), X)
     return str(tmp_path / "little.py"), str(table), tmp_path / "m.json"
 
 
