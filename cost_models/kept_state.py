@@ -20,7 +20,9 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from cost_models.estimators.anchored_lookup import AnchoredLookup, MeasuredCurve
-from cost_models.estimators.boosted import Boosted, CorrectedRates, TreeCorrection
+from cost_models.estimators.boosted import Boosted, CorrectedRates
+from cost_models.estimators.error_size import ErrorSize
+from cost_models.estimators.fitted_trees import TreeCorrection
 from cost_models.estimators.hybrid import Hybrid
 from cost_models.estimators.roofline import RatesByEngine, Roofline, WorkRates
 from cost_models.estimators.transfer import Transfer
@@ -42,7 +44,7 @@ KEPT: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         AnchoredLookup, Roofline, Boosted, Hybrid, Transfer, MeasuredCurve, WorkRates, RatesByEngine, CorrectedRates,
-        TreeArrays, FeatureEncoder, Edge, Ring, SourceDevice, InputBuilder, AnchorRoofline, AnchorTrees,
+        TreeArrays, ErrorSize, FeatureEncoder, Edge, Ring, SourceDevice, InputBuilder, AnchorRoofline, AnchorTrees,
         ShiftedSource, SourceCorrection, StackedModel,
     )
 }  # fmt: skip

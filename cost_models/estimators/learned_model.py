@@ -17,6 +17,7 @@ import pandas as pd
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
+from cost_models.estimators.error_size import learn_error_sizes
 from cost_models.estimators.scored_regressor import ScoredRegressor
 from cost_models.features import measured_ranges
 from cost_models.features.feature_encoder import FeatureEncoder
@@ -66,6 +67,9 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         log(predicted / measured) of every training row by a model that did not see its shape.
     shapes_, fold_ : ndarray of int, shape (rows,)
         Layer shape and fold of every training row.
+    error_size_, error_sizes_ : ErrorSize or None, ndarray of shape (rows,)
+        The typical error of a row in log seconds, None where that is not learned; and that of every training row by
+        the errors of the other folds, or 1.
     edges_ : dict of str to Edge
         Calibration beyond the measured range, by side.
     """
@@ -134,6 +138,9 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         for fold in range(int(self.fold_.max()) + 1 if self.fold_.any() else 0):
             held_out = self.fold_ == fold
             self.held_out_errors_[held_out] = self._predict_errors(X, seconds, held_out)
+        self.error_size_, self.error_sizes_ = learn_error_sizes(
+            self.encoder_.encode(X), self.held_out_errors_, self.shapes_, self.fold_
+        )
         self.edges_ = calibrate_edges(X, lambda held_out: self._predict_errors(X, seconds, held_out))
 
     def _predict_errors(self, X: pd.DataFrame, seconds: FloatArray, held_out: RowMask) -> FloatArray:
@@ -166,10 +173,11 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
     def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[FloatArray, FloatArray]:
         """Predict an interval for a new measurement of every row of X.
 
-        The interval is calibrated on held-out shapes. Beyond the measured range (`octaves_outside`) it is wider.
-        There it assumes that going further is as hard as it was from the inner shapes to the outer ones. Between
-        measured numbers of columns it widens as much as errors grew there. The distance that the held-out shapes had
-        from each other is free.
+        The interval is calibrated on held-out shapes. It is wider for rows like those with larger errors, where these
+        can be told apart (`cost_models.estimators.error_size`). Beyond the measured range (`octaves_outside`) it is
+        wider. There it assumes that going further is as hard as it was from the inner shapes to the outer ones.
+        Between measured numbers of columns it widens as much as errors grew there. The distance that the held-out
+        shapes had from each other is free.
 
         Parameters
         ----------
@@ -209,7 +217,9 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         Uncalibrated
             Too few shapes were measured for this coverage.
         """
-        half = np.full(len(X), self.half_width(coverage))
+        half = np.full(len(X), self.find_multiple(coverage))
+        if self.error_size_ is not None:
+            half *= self.error_size_(self.encoder_.encode(X))
         gaps = measured_ranges.count_gap_octaves(X, self.column_counts_)
         for side, octaves in self.octaves_outside(X).items():
             further = np.where(octaves > 0, 0.0, np.maximum(gaps[side] - self.usual_gap_, 0.0))
@@ -220,8 +230,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
                 half[outside] = np.maximum(half[outside], edge)
         return half
 
-    def half_width(self, coverage: float, without_fold: int = -1) -> float:
-        """Return half of an interval inside the measured range, in log seconds.
+    def find_multiple(self, coverage: float, without_fold: int = -1) -> float:
+        """Return how many typical errors half of an interval inside the measured range spans, in log seconds.
 
         Parameters
         ----------
@@ -231,7 +241,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
             Leave out the held-out errors of this fold, to validate the interval on it.
         """
         used = (self.fold_ != without_fold) & ~np.isnan(self.held_out_errors_)
-        return compute_conformal_quantile(np.abs(self.held_out_errors_[used]), coverage, groups=self.shapes_[used])
+        scores = np.abs(self.held_out_errors_[used]) / self.error_sizes_[used]
+        return compute_conformal_quantile(scores, coverage, groups=self.shapes_[used])
 
     def octaves_outside(self, X: pd.DataFrame) -> dict[str, FloatArray]:
         """Return by how many octaves every row lies below ("smallest") and above ("largest") the measured ranges.

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import nnls
 
-from cost_models.estimators.boosted import Boosted, fit_trees
+from cost_models.estimators.boosted import Boosted
+from cost_models.estimators.fitted_trees import fit_trees
 from cost_models.estimators.learned_model import LearnedModel, check_one_mode, check_shapes
 from cost_models.estimators.roofline import fit_work_rates
 from cost_models.estimators.transfer_candidates import (

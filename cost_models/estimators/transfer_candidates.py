@@ -12,9 +12,10 @@ from typing import Self
 import numpy as np
 import pandas as pd
 
-from cost_models.estimators.boosted import TreeCorrection
+from cost_models.estimators.fitted_trees import TreeCorrection
 from cost_models.estimators.learned_model import LogPredictor
 from cost_models.estimators.roofline import WorkRates
+from cost_models.estimators.tree_arrays import TreeArrays
 from cost_models.features.feature_encoder import FeatureEncoder
 from cost_models.features.layer_work import SIZES
 from cost_models.features.work_terms import count_work, fit_rates
@@ -121,7 +122,7 @@ class AnchorTrees:
     """The roofline of the anchors, corrected by trees that are fitted to them."""
 
     roofline: AnchorRoofline
-    trees: TreeCorrection
+    trees: TreeCorrection | TreeArrays
 
     def __call__(self, inputs: CandidateInputs) -> FloatArray:
         """Return the logarithm of the seconds of every row, (rows,)."""

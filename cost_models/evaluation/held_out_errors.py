@@ -189,7 +189,8 @@ def _collect_held_out_shapes(model: LearnedModel, coverage: float) -> HeldOut:
     if np.isnan(log_errors).any():  # a single shape cannot be held out
         return HeldOut(np.empty(0), np.empty(0, bool), np.empty(0))
     try:
-        half = np.array([model.half_width(coverage, fold) for fold in range(int(model.fold_.max()) + 1)])[model.fold_]
+        folds = range(int(model.fold_.max()) + 1)
+        half = np.array([model.find_multiple(coverage, fold) for fold in folds])[model.fold_] * model.error_sizes_
     except Uncalibrated:
         half = np.empty(0)
     return HeldOut(np.abs(np.expm1(log_errors)), np.abs(log_errors[: half.size]) <= half, 2 * np.sinh(half))

@@ -147,11 +147,12 @@ def test_intervals_widen_with_the_distance_from_what_was_measured(
         away = allowed.octaves_outside(asked)[side]
         low, high = allowed.predict_interval(asked, 0.8)
         assert away[0] == 0 and (np.diff(away) > 0).all()
-        inside = np.exp(2 * model.half_width(0.8))
-        assert (high / low)[0] == pytest.approx(inside)
+        sizes = 1.0 if model.error_size_ is None else model.error_size_(model.encoder_.encode(asked))
+        inside = np.exp(2 * model.find_multiple(0.8) * np.broadcast_to(sizes, len(asked)))
+        assert (high / low)[0] == pytest.approx(inside[0])
         # As much as they did where shapes at this edge were left out.
         outside = np.exp(2 * model.edges_[side].half_width(away[1:], 0.8))
-        np.testing.assert_allclose((high / low)[1:], np.maximum(outside, inside))
+        np.testing.assert_allclose((high / low)[1:], np.maximum(outside, inside[1:]))
         assert (np.diff(high / low) >= 0).all()
 
 
@@ -166,7 +167,7 @@ def test_errors_at_the_edge_widen_intervals_beyond_it(rng: np.random.Generator) 
     model = clone(SMALL).set_params(allow_extrapolation=True).fit(X, y)
     edge = X.assign(n=X["n"].max() + 1, m=X["m"].max(), k=X["k"].max()).iloc[:1]
     low, high = model.predict_interval(edge, 0.8)
-    assert high[0] / low[0] > 1.5 * np.exp(2 * model.half_width(0.8))
+    assert high[0] / low[0] > 1.5 * np.exp(2 * model.half_widths(X[:1], 0.8)[0])
 
 
 def test_modes_and_devices_do_not_mix(noisy: Noisy) -> None:

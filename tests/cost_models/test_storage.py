@@ -11,7 +11,7 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
-from cost_models.estimators.boosted import fit_trees
+from cost_models.estimators.fitted_trees import fit_trees
 from cost_models.estimators.learned_model import LearnedModel
 from cost_models.estimators.tree_arrays import TreeArrays
 from cost_models.features.feature_encoder import FeatureEncoder
