@@ -5,6 +5,7 @@
     python tests/benchmarks/prediction.py spdy                     # six anchors a curve
     python tests/benchmarks/prediction.py own TABLE [...] --backend numba   # unseen shapes, beside the noise floor
     python tests/benchmarks/prediction.py tokens TABLE OTHER       # token counts of OTHER by a model of TABLE
+    python tests/benchmarks/prediction.py known TABLE [...]        # shapes of which a few times are known
 
 Published data from $LATBENCH_DATA. Errors are |predicted / measured - 1|. Beside the learned models stand three
 rooflines: of the data sheet; the larger of work and traffic at fitted rates, plus a fitted call; and `Roofline`,
@@ -28,7 +29,7 @@ from scipy.optimize import minimize
 import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
 from cost_models.features.layer_work import LayerWork
-from cost_models.rows.shape_groups import count_shapes
+from cost_models.rows.shape_groups import count_shapes, group_by_shape, split_by_shape
 from latbench.importers.kernel_timings import read_kernel_timings
 from latbench.importers.text_formats import read_spdy
 
@@ -207,9 +208,33 @@ def own(tables: list[str], backend: str) -> None:
               f"{covers}")  # fmt: skip
 
 
-def tokens(known: str, asked: str, backend: str) -> None:
+def known(tables: list[str], backend: str) -> None:
+    """Shapes of which no time is known, the dense one, and some others beside it, drawn at random."""
+    for table in tables:
+        X, y = cost_models.read_training_rows(table, {"backend": backend})
+        shapes = group_by_shape(X)
+        fold, dense = split_by_shape(shapes, 5, 0), X["pattern"].eq("dense").to_numpy()
+        cells = []
+        for count in (0, 1, 2, 4, 8):
+            rng, errors = np.random.default_rng(0), []
+            for held_out in (fold == number for number in range(5)):
+                learned = ~held_out
+                for shape in np.unique(shapes[held_out]):
+                    own = shapes == shape
+                    if count:
+                        learned[own & dense] = True
+                        learned[rng.permutation(np.flatnonzero(own & ~dense))[: count - 1]] = True
+                predict = Boosted().learn(X[learned].reset_index(drop=True), y[learned])
+                asked = held_out & ~learned & ~dense
+                errors.append(np.abs(np.exp(predict(X[asked])) / y[asked] - 1))
+            middle, high = np.quantile(np.concatenate(errors), (0.5, 0.9))
+            cells.append(f"{count}: {middle:.1%} ({high:.0%})")
+        print(f"{table}: times known of each shape, median error and 90th percentile: {', '.join(cells)}", flush=True)
+
+
+def tokens(table: str, asked: str, backend: str) -> None:
     """Times of one table on token counts that another one does not have, for each of them."""
-    model = Boosted().fit(*cost_models.read_training_rows(known, {"backend": backend}))
+    model = Boosted().fit(*cost_models.read_training_rows(table, {"backend": backend}))
     X, y = cost_models.read_training_rows(asked, {"backend": backend})
     covered = model.covers(X)
     predicted, (low, high) = np.full(len(X), np.nan), np.full((2, len(X)), np.nan)
@@ -231,7 +256,7 @@ def tokens(known: str, asked: str, backend: str) -> None:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("neusight", "transfer", "spdy", "own", "tokens"))
+    parser.add_argument("what", choices=("neusight", "transfer", "spdy", "own", "known", "tokens"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--backend", default="numba")
     chosen = parser.parse_args()
@@ -244,6 +269,8 @@ def main() -> None:
             spdy()
         case "own":
             own(chosen.names, chosen.backend)
+        case "known":
+            known(chosen.names, chosen.backend)
         case "tokens":
             if len(chosen.names) != 2:
                 parser.error("tokens takes two tables: what is known, and what is asked")
