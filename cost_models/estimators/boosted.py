@@ -17,7 +17,7 @@ import pandas as pd
 
 from cost_models.estimators.fitted_trees import MIN_SAMPLES_LEAF, TreeCorrection, fit_trees
 from cost_models.estimators.learned_model import LearnedModel
-from cost_models.estimators.roofline import WorkRates, fit_work_rates
+from cost_models.estimators.roofline import WorkRates, fit_work_rates, select_form
 from cost_models.estimators.tree_arrays import TreeArrays
 from cost_models.features.feature_encoder import FeatureEncoder
 from cost_models.features.work_terms import find_kernel_form
@@ -52,6 +52,11 @@ class Boosted(LearnedModel):
     folds, allow_extrapolation, random_state
         As of `LearnedModel`.
 
+    Attributes
+    ----------
+    form_ : str
+        The form in use. It is chosen by all rows, so held-out shapes have a say in it.
+
     See Also
     --------
     LearnedModel : The fitted attributes, and the methods.
@@ -77,9 +82,13 @@ class Boosted(LearnedModel):
         self.allow_extrapolation = allow_extrapolation
         self.random_state = random_state
 
+    def _prepare(self, X: pd.DataFrame, seconds: FloatArray) -> None:
+        formats = tuple(sorted(self.encoder_.levels["format"]))
+        self.form_ = self.form or find_kernel_form(X) or select_form(X, seconds, formats)
+
     def _learn(self, X: pd.DataFrame, seconds: FloatArray) -> CorrectedRates:
         formats = tuple(sorted(self.encoder_.levels["format"]))
-        rates = fit_work_rates(X, seconds, formats, self.form or find_kernel_form(X))
+        rates = fit_work_rates(X, seconds, formats, self.form_)
         trees = fit_trees(
             self.encoder_.encode(X),
             np.log(seconds) - rates(X),

@@ -59,7 +59,7 @@ def learn_error_sizes(
     features : ndarray of shape (rows, features)
         As `FeatureEncoder.encode` returns them.
     errors : ndarray of shape (rows,)
-        Errors on held-out shapes in log seconds; NaN where nothing could be held out.
+        Errors on held-out shapes in log seconds; NaN for rows that were not held out.
     shapes, fold : ndarray of int, shape (rows,)
         Layer shape and fold of every row.
 
@@ -68,19 +68,21 @@ def learn_error_sizes(
     error_size : ErrorSize or None
         The typical error; None where all rows do best with one width.
     sizes : ndarray of shape (rows,)
-        The typical error of each row, by the errors of the other folds; 1 without.
+        The typical error of each row that was held out, by the errors of the other folds; 1 without.
     """
-    same = np.ones(len(errors))
-    if np.isnan(errors).any() or not fold.any():
+    same, known = np.ones(len(errors)), ~np.isnan(errors)
+    if not fold[known].any():
         return None, same
-    sizes = np.empty(len(errors))
-    for held_out in (fold == number for number in range(int(fold.max()) + 1)):
-        sizes[held_out] = fit_error_size(features[~held_out], errors[~held_out])(features[held_out])
+    sizes = same.copy()
+    for held_out in (fold == number for number in range(int(fold[known].max()) + 1)):
+        others = known & ~held_out
+        sizes[held_out] = fit_error_size(features[others], errors[others])(features[held_out])
     try:
         one, own = (
-            compute_conformal_quantile(np.abs(errors) / each, _COMPARED, groups=shapes) * float(each.mean())
-            for each in (same, sizes)
+            compute_conformal_quantile(np.abs(errors[known]) / each, _COMPARED, groups=shapes[known])
+            * float(each.mean())
+            for each in (same[known], sizes[known])
         )
     except Uncalibrated:
         return None, same
-    return (fit_error_size(features, errors), sizes) if own < _GAIN * one else (None, same)
+    return (fit_error_size(features[known], errors[known]), sizes) if own < _GAIN * one else (None, same)

@@ -25,7 +25,7 @@ from cost_models.features.layer_work import SIZES
 from cost_models.features.pattern_structure import add_structure
 from cost_models.refusals import BadRows, MissingColumns, MixedModes, Unanchored
 from cost_models.rows.row_keys import FloatArray, RowMask, describe_point, extract_keys, extract_sparsities
-from cost_models.rows.shape_groups import group_by_shape, split_by_shape
+from cost_models.rows.shape_groups import group_by_shape, select_shapes, split_by_shape
 from cost_models.rows.training_rows import check_seconds
 from cost_models.uncertainty.conformal import compute_conformal_quantile
 from cost_models.uncertainty.edge_calibration import calibrate_edges
@@ -35,6 +35,10 @@ MODE = ("device", "backend", "dtype_w", "dtype_a", "dtype_out", "context", "cach
 
 LogPredictor = Callable[[pd.DataFrame], FloatArray]
 """Returns the logarithm of the seconds of every row, (rows,)."""
+
+
+ENOUGH_ROWS = 10_000
+"""Rows whose errors calibrate intervals: of a larger table not all folds are held out, and some shapes give edges."""
 
 
 class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
@@ -64,7 +68,8 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
     predictor_ : callable
         Returns the logarithm of the seconds of every row, (rows,).
     held_out_errors_ : ndarray of shape (rows,)
-        log(predicted / measured) of every training row by a model that did not see its shape.
+        log(predicted / measured) of every training row by a model that did not see its shape; NaN where it was not
+        held out.
     shapes_, fold_ : ndarray of int, shape (rows,)
         Layer shape and fold of every training row.
     error_size_, error_sizes_ : ErrorSize or None, ndarray of shape (rows,)
@@ -115,7 +120,11 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         check_shapes(X)
         self.mode_ = check_one_mode(X)
         self._remember(X)
+        self._prepare(X, seconds)
         return self._learn(X, seconds)
+
+    def _prepare(self, X: pd.DataFrame, seconds: FloatArray) -> None:
+        """Choose once what all fits share, with or without held-out shapes."""
 
     def _remember(self, X: pd.DataFrame) -> None:
         """Store the kinds and ranges of the rows of X; rows outside them are refused later."""
@@ -136,12 +145,16 @@ class LearnedModel(ScoredRegressor, BaseEstimator, ABC):
         self.fold_ = split_by_shape(self.shapes_, self.folds, self.random_state)
         self.held_out_errors_ = np.full(len(X), np.nan)
         for fold in range(int(self.fold_.max()) + 1 if self.fold_.any() else 0):
+            if fold > 1 and np.isfinite(self.held_out_errors_).sum() >= ENOUGH_ROWS:
+                break
             held_out = self.fold_ == fold
             self.held_out_errors_[held_out] = self._predict_errors(X, seconds, held_out)
         self.error_size_, self.error_sizes_ = learn_error_sizes(
             self.encoder_.encode(X), self.held_out_errors_, self.shapes_, self.fold_
         )
-        self.edges_ = calibrate_edges(X, lambda held_out: self._predict_errors(X, seconds, held_out))
+        some = select_shapes(self.shapes_, ENOUGH_ROWS, self.random_state)
+        rows, times = X[some].reset_index(drop=True), seconds[some]
+        self.edges_ = calibrate_edges(rows, lambda held_out: self._predict_errors(rows, times, held_out))
 
     def _predict_errors(self, X: pd.DataFrame, seconds: FloatArray, held_out: RowMask) -> FloatArray:
         """Return log(predicted / measured) of the rows held out, by a model of the other rows."""

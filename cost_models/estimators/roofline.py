@@ -152,11 +152,12 @@ class Roofline(LearnedModel):
 
 def fit_work_rates(X: pd.DataFrame, seconds: FloatArray, formats: tuple[str, ...], form: str | None) -> WorkRates:
     """Fit the rates of a form of work to X and seconds (rows,); None selects the form that extrapolates best."""
-    form = form or _select_form(X, seconds, formats)
+    form = form or select_form(X, seconds, formats)
     return WorkRates(form, formats, fit_rates(count_work(X, form, formats), seconds))
 
 
-def _select_form(X: pd.DataFrame, seconds: FloatArray, formats: tuple[str, ...]) -> str:
+def select_form(X: pd.DataFrame, seconds: FloatArray, formats: tuple[str, ...]) -> str:
+    """Return the form of work that predicts the smallest and the largest fifth of the shapes best from the others."""
     if count_shapes(X) < FEWEST_SHAPES:
         return "plain"
     edges = select_outer_fifths(X).values()

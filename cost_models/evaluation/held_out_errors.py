@@ -185,12 +185,13 @@ def _reduce(figure: Any, values: npt.NDArray[Any]) -> float | None:
 
 def _collect_held_out_shapes(model: LearnedModel, coverage: float) -> HeldOut:
     """Return the held-out errors of the model's own folds, with intervals of the other folds."""
-    log_errors = model.held_out_errors_
-    if np.isnan(log_errors).any():  # a single shape cannot be held out
+    known = ~np.isnan(model.held_out_errors_)
+    if not known.any():  # a single shape cannot be held out
         return HeldOut(np.empty(0), np.empty(0, bool), np.empty(0))
+    log_errors, fold = model.held_out_errors_[known], model.fold_[known]
     try:
-        folds = range(int(model.fold_.max()) + 1)
-        half = np.array([model.find_multiple(coverage, fold) for fold in folds])[model.fold_] * model.error_sizes_
+        multiples = [model.find_multiple(coverage, number) for number in range(int(fold.max()) + 1)]
+        half = np.array(multiples)[fold] * model.error_sizes_[known]
     except Uncalibrated:
         half = np.empty(0)
     return HeldOut(np.abs(np.expm1(log_errors)), np.abs(log_errors[: half.size]) <= half, 2 * np.sinh(half))

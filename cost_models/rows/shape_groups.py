@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.rows.row_keys import SHAPE, extract_keys
+from cost_models.rows.row_keys import SHAPE, RowMask
 
 Groups = npt.NDArray[np.int64]
 """(rows,) the number of each row's group, from 0."""
@@ -27,15 +25,15 @@ def group_by_shape(X: pd.DataFrame) -> Groups:
     ndarray of int, shape (rows,)
         Numbers from 0, in the order of first appearance.
     """
-    shape = [name for name in SHAPE if name in X.columns]
-    models = extract_keys(X, [name for name in ("model",) if name in X.columns])
-    known = X["m"].notna() if "m" in X.columns else np.zeros(len(X), bool)
-    groups = [
-        key if has_shape else model
-        for key, model, has_shape in zip(extract_keys(X, shape), models, known, strict=True)
-    ]
-    numbers: dict[tuple[Hashable, ...], int] = {}
-    return np.array([numbers.setdefault(group, len(numbers)) for group in groups], dtype=np.int64)
+    known = X["m"].notna().to_numpy() if "m" in X.columns else np.zeros(len(X), bool)
+    numbers = np.zeros(len(X), np.int64)
+    for rows, names in ((known, SHAPE), (~known, ("model",))):
+        for name in (name for name in names if name in X.columns and rows.any()):
+            values, count = pd.factorize(X[name].to_numpy()[rows], use_na_sentinel=True)
+            # Numbers stay below the count of rows, so that products of them fit into 64 bits.
+            numbers[rows] = pd.factorize(numbers[rows] * (len(count) + 1) + values + 1)[0]
+    codes: Groups = pd.factorize(2 * numbers + known)[0].astype(np.int64)
+    return codes
 
 
 def count_shapes(X: pd.DataFrame) -> int:
@@ -70,3 +68,21 @@ def split_by_shape(shapes: Groups, folds: int, random_state: int) -> Groups:
         raise ValueError(f"shapes are held out in 2 parts or more (folds), not {folds}")
     fold: Groups = np.random.default_rng(random_state).permutation(count) % min(folds, count)
     return fold[shapes]
+
+
+def select_shapes(shapes: Groups, most_rows: int, random_state: int) -> RowMask:
+    """Return a mask of rows: all, or those of whole shapes drawn at random, at most `most_rows` of them.
+
+    Parameters
+    ----------
+    shapes : ndarray of int, shape (rows,)
+        As `group_by_shape` returns them.
+    most_rows : int
+        Rows to select at most.
+    random_state : int
+        Seed of the draw.
+    """
+    order = np.random.default_rng(random_state).permutation(int(shapes.max(initial=-1)) + 1)
+    kept = np.cumsum(np.bincount(shapes, minlength=len(order))[order]) <= most_rows
+    selected: RowMask = np.isin(shapes, order[kept])
+    return selected

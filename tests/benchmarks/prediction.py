@@ -2,6 +2,7 @@
 
     python tests/benchmarks/prediction.py neusight [GPU ...]       # GPUs; random shapes, smallest, largest fifth
     python tests/benchmarks/prediction.py transfer                 # a new GPU from a few shapes and the four others
+    python tests/benchmarks/prediction.py large                    # the time to fit 100,000 rows
     python tests/benchmarks/prediction.py spdy                     # six anchors a curve
     python tests/benchmarks/prediction.py own TABLE [...] --backend numba   # unseen shapes, beside the noise floor
     python tests/benchmarks/prediction.py tokens TABLE OTHER       # token counts of OTHER by a model of TABLE
@@ -166,6 +167,32 @@ def _transferred(
     return error[0], error[1], float(((low <= truth[inside]) & (truth[inside] <= high)).mean())
 
 
+LARGE = 100_000
+
+
+def large() -> None:
+    """Fit the table of one GPU, again and again with its sizes and times a little changed."""
+    X, y = neusight_table("NVIDIA A100-PCIE-40GB")
+    rng, copies = np.random.default_rng(0), -(-LARGE // len(X))
+    moved = [
+        X.assign(**{size: X[size] + rng.integers(0, 64, len(X)) for size in ("m", "k", "n")}) for _ in range(copies)
+    ]
+    rows, times = (
+        pd.concat(moved, ignore_index=True)[:LARGE],
+        (np.tile(y, copies) * rng.normal(1, 0.02, copies * len(X))),
+    )
+    seconds = []
+    for _ in range(SEEDS):
+        began = time.perf_counter()
+        model = Boosted().fit(rows, times[:LARGE])
+        seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    model.predict(rows)
+    asked = time.perf_counter() - began
+    print(f"{LARGE} rows: fitted in {np.median(seconds):.1f} s ({min(seconds):.1f}-{max(seconds):.1f}), "
+          f"predicted in {asked:.1f} s")  # fmt: skip
+
+
 def spdy() -> None:
     """Six anchors a curve, spread over it: the rest within 10%?"""
     rows = [
@@ -256,7 +283,7 @@ def tokens(table: str, asked: str, backend: str) -> None:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("neusight", "transfer", "spdy", "own", "known", "tokens"))
+    parser.add_argument("what", choices=("neusight", "transfer", "large", "spdy", "own", "known", "tokens"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--backend", default="numba")
     chosen = parser.parse_args()
@@ -265,6 +292,8 @@ def main() -> None:
             neusight(chosen.names)
         case "transfer":
             transfer()
+        case "large":
+            large()
         case "spdy":
             spdy()
         case "own":

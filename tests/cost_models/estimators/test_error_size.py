@@ -49,10 +49,38 @@ def test_few_shapes_and_errors_that_are_unknown_have_one_width(rng: np.random.Ge
     features, errors, shapes, fold = draw(rng, 8, 40, 5.0)  # too few for an interval of 90%
     assert learn_error_sizes(features, errors, shapes, fold)[0] is None
     features, errors, shapes, fold = draw(rng, 100, 4, 5.0)
-    errors[3] = np.nan
+    for unknown, folds in ((errors * np.nan, fold), (errors, 0 * fold), (np.where(fold == 0, errors, np.nan), fold)):
+        error_size, sizes = learn_error_sizes(features, unknown, shapes, folds)
+        assert error_size is None and (sizes == 1).all()
+
+
+def test_folds_that_were_not_held_out_say_nothing(rng: np.random.Generator) -> None:
+    features, errors, shapes, fold = draw(rng, 900, 6, 5.0)
+    errors[fold > 2] = np.nan
     error_size, sizes = learn_error_sizes(features, errors, shapes, fold)
-    assert error_size is None and (sizes == 1).all()
-    assert learn_error_sizes(features, np.nan_to_num(errors), shapes, 0 * fold)[0] is None
+    known = fold <= 2
+    again = learn_error_sizes(features[known], errors[known], shapes[known], fold[known])
+    assert error_size is not None and again[0] is not None
+    np.testing.assert_array_equal(sizes[known], again[1])
+    np.testing.assert_array_equal(error_size(features), again[0](features))
+    assert (sizes[~known] == 1).all()
+
+
+def test_of_a_large_table_some_folds_are_enough(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (2 ** rng.uniform(5, 11, (600, 3))).astype(int)
+    X = pd.DataFrame(sizes, columns=["m", "k", "n"]).assign(
+        pattern="dense", sparsity_target=0.0, op="linear", backend="numba", device="a-cpu"
+    )
+    y = (X["m"] * X["k"] * X["n"] / 1e10 * rng.lognormal(0, 0.05, len(X))).to_numpy() + 1e-6
+    monkeypatch.setattr("cost_models.estimators.learned_model.ENOUGH_ROWS", 200)
+    model = Boosted(max_iter=30).fit(X, y)
+    assert 200 <= np.isfinite(model.held_out_errors_).sum() < 400  # two folds of five
+    found = evaluate(model, X, y, COVERAGE)
+    assert found["held_out"] == np.isfinite(model.held_out_errors_).sum()
+    assert found["coverage"] == pytest.approx(COVERAGE, abs=0.08)
+    low, high = model.predict_interval(X.iloc[:5], COVERAGE)
+    assert (low < high).all()
+    assert sum(len(ring.errors) for edge in model.edges_.values() for ring in edge.rings) < 2 * 200 * 1.3
 
 
 def test_errors_of_zero_make_no_interval_empty(rng: np.random.Generator) -> None:
