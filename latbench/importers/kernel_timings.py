@@ -10,8 +10,8 @@ DeepBench (Baidu), csv made from its spreadsheets: file, sheet, kind (gemm, spar
 device, and the sheet its precision. Where it names several, as for all published sparse times, `dtype` has to name
 it. The spreadsheets themselves are not read: nearly every one has a layout of its own.
 
-aiconfigurator (NVIDIA), Parquet: framework, version, device, op_name, kernel_source, gemm_dtype, m (tokens), n
-(output features), k, latency.
+aiconfigurator (NVIDIA), Parquet, or the CSV of its earlier gemm_perf.txt: framework, version, device, op_name,
+kernel_source, gemm_dtype, m (tokens), n (output features), k, latency.
 
 Lines with equal keys become one row with all their samples; skipped lines are counted by reason. A table is of one
 device and one software version, because a key does not hold the version. `only`, a value by column, narrows a file
@@ -120,7 +120,7 @@ def _read_lines(format: str, path: Path, only: Mapping[str, str]) -> pd.DataFram
     """Return the lines of a file with the values of `only`. Raises as `read_kernel_timings`."""
     columns, lines_of, _ = FORMATS[format]
     if path.suffix.lower() in SPREADSHEETS and path.exists():
-        kind = "Parquet" if lines_of is _parquet else "CSV"
+        kind = "Parquet" if lines_of is _parquet_or_csv else "CSV"
         raise BadData(
             f"{path} is a spreadsheet, and {format} timings are read from {kind}: write its kernels to a {kind} "
             f"file, one per line, with the columns {', '.join(columns)}"
@@ -260,6 +260,10 @@ def _csv(path: Path) -> pd.DataFrame:
         raise BadData(f"{path}: not a csv file ({' '.join(str(error).split())})") from error
 
 
+def _parquet_or_csv(path: Path) -> pd.DataFrame:
+    return _csv(path) if path.suffix.lower() in (".csv", ".txt") else _parquet(path)
+
+
 def _parquet(path: Path) -> pd.DataFrame:
     import pyarrow as pa
     from pyarrow import parquet
@@ -283,7 +287,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], pd.DataFrame], RowsOf
     ),
     "aiconfigurator": (
         ("framework", "version", "device", "op_name", "kernel_source", "gemm_dtype", "m", "n", "k", "latency"),
-        _parquet,
+        _parquet_or_csv,
         _aiconfigurator,
     ),
 }

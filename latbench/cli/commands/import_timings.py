@@ -11,6 +11,7 @@ import typer
 
 from latbench.cli.options.option_texts import parse_column_values
 from latbench.cli.options.table_options import (
+    ImportColumns,
     ImportDevice,
     ImportDtype,
     ImportFile,
@@ -43,6 +44,7 @@ def import_timings(
     path: ImportFile,
     output: ImportOutput,
     only: ImportOnly = None,
+    columns: ImportColumns = None,
     pattern: ImportPattern = None,
     network: ImportNetwork = None,
     dtype: ImportDtype = None,
@@ -54,19 +56,25 @@ def import_timings(
     import hashlib
 
     from latbench.errors import UsageError
+    from latbench.importers.benchmark_results import LIBRARIES
     from latbench.importers.kernel_timings import FORMATS
     from latbench.tables.table import has_table, read_table
     from latbench.tables.writer import write_part
 
     spdy = _SpdyOptions(pattern, network, threads, workload)
+    if columns and format not in LIBRARIES:
+        raise UsageError(f"--columns: only for {', '.join(LIBRARIES)}; a file of {format} has columns of its own")
     if format == "spdy":
         if only or dtype:
             raise UsageError("--only and --dtype are for kernel timings; a file of spdy has no columns")
         rows = _read_spdy(path, spdy, device or "unknown")
     elif format in FORMATS:
         rows = _read_kernel_timings(format, path, spdy, parse_column_values("--only", only), device, dtype)
+    elif format in LIBRARIES:
+        chosen = parse_column_values("--only", only)
+        rows = _read_results(format, path, spdy, parse_column_values("--columns", columns), chosen, device, dtype)
     else:
-        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(FORMATS)}")
+        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join([*FORMATS, *LIBRARIES])}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if has_table(output):
         rows = _new_rows(rows, read_table(output), output)
@@ -86,14 +94,39 @@ def _read_kernel_timings(
     from latbench.errors import UsageError
     from latbench.importers.kernel_timings import read_kernel_timings
 
-    if foreign := [f"--{name}" for name, value in spdy._asdict().items() if value is not None]:
-        raise UsageError(f"{', '.join(foreign)}: only for spdy; a file of {format} contains this")
+    _refuse_options_of_spdy(format, spdy)
     if dtype is not None and format != "deepbench":
         raise UsageError(f"--dtype: only for deepbench; a file of {format} contains this")
     rows, left_out = read_kernel_timings(format, path, only=only, device=device, dtype=dtype)
     for reason, lines in left_out.items():
         _LOG.warning(f"{path}: {lines} lines left out, {reason}")
     return rows
+
+
+def _read_results(
+    format: str,
+    path: Path,
+    spdy: _SpdyOptions,
+    columns: dict[str, str],
+    only: dict[str, str],
+    device: str | None,
+    dtype: str | None,
+) -> list[dict[str, Any]]:
+    """Read a file of a benchmark library, and say which results are left out. Raises UsageError as above."""
+    from latbench.importers.benchmark_results import read_benchmark_results
+
+    _refuse_options_of_spdy(format, spdy)
+    rows, left_out = read_benchmark_results(format, path, columns=columns, only=only, device=device, dtype=dtype)
+    for reason, count in left_out.items():
+        _LOG.warning(f"{path}: {count} results left out, {reason}")
+    return rows
+
+
+def _refuse_options_of_spdy(format: str, spdy: _SpdyOptions) -> None:
+    from latbench.errors import UsageError
+
+    if foreign := [f"--{name}" for name, value in spdy._asdict().items() if value is not None]:
+        raise UsageError(f"{', '.join(foreign)}: only for spdy; a file of {format} contains this")
 
 
 def _new_rows(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:

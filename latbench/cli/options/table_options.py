@@ -53,7 +53,7 @@ ImportFormat = Annotated[
     typer.Argument(
         metavar="FORMAT",
         help="Format. spdy: layer timings as published with SPDY. Kernel timings: neusight and deepbench (CSV), "
-        "aiconfigurator (Parquet).",
+        "aiconfigurator (Parquet or CSV). Results of benchmark libraries in JSON: google-benchmark, nvbench, pyperf.",
     ),
 ]
 ImportFile = Annotated[Path, typer.Argument(metavar="FILE", help="File to read.")]
@@ -66,8 +66,18 @@ ImportOnly = Annotated[
         "--only",
         metavar=COLUMN_VALUE,
         callback=split_pairs,
-        help="Filters on lines of kernel timings, comma-separated or repeated, such as 'Device=Tesla T4'. Default: "
-        "none.",
+        help="Filters on lines of kernel timings or on results, comma-separated or repeated, such as "
+        "'Device=Tesla T4'. Default: none.",
+    ),
+]
+ImportColumns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns",
+        metavar="COLUMN=FIELD,...",
+        callback=split_pairs,
+        help="Fields of results that hold columns, comma-separated or repeated, such as m=M,k=K,n=batch. Columns "
+        "are m, k, n, pattern, sparsity, dtype and threads. Default: fields of the same name.",
     ),
 ]
 ImportPattern = Annotated[
@@ -87,7 +97,8 @@ ImportDtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="Element type of deepbench sheets without one, such as float16. Default: none, they are left out.",
+        help="Element type of results and deepbench sheets without one, such as float16. Default: none, such sheets "
+        "are left out.",
     ),
 ]
 ImportDevice = Annotated[

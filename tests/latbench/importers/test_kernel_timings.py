@@ -111,6 +111,16 @@ def test_published_sparse_times_are_read(data: Path) -> None:
         read_kernel_timings("deepbench", file, only=t4, dtype="float32")
 
 
+def test_the_earlier_text_files_of_aiconfigurator_are_read(tmp_path: Path) -> None:
+    (tmp_path / "gemm_perf.txt").write_text(
+        "framework,version,device,op_name,kernel_source,gemm_dtype,m,n,k,latency\n"
+        "TRTLLM,1.0.0rc3,NVIDIA H200,gemm,torch_flow,fp8_block,4,1024,512,0.0125\n"
+    )
+    [row], left_out = read_kernel_timings("aiconfigurator", tmp_path / "gemm_perf.txt", only={})
+    assert (row["m"], row["k"], row["n"], row["dtype_w"]) == (1024, 512, 4, "fp8_block") and not left_out
+    assert row["samples_seconds"] == [pytest.approx(1.25e-5)] and row["device"] == "nvidia-h200"
+
+
 def _aiconfigurator(path: Path, **columns: object) -> Path:
     line = {
         "framework": "trtllm", "version": "1.0", "device": "NVIDIA A100-SXM4-80GB", "op_name": "gemm",

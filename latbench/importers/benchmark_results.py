@@ -1,0 +1,244 @@
+"""Results of benchmark libraries in JSON, of benchmarks that time matrix products: one row for each product.
+
+google-benchmark (1.x): named arguments of a run, such as `gemm/m:768/k:768/n:128`, and its counters. Each repetition
+is a sample of real time; aggregates of repetitions are left out.
+
+nvbench: the axes of a state, and the mean GPU time of its cold runs.
+
+pyperf: named parts of a benchmark's name as above, and its metadata. Each value is a sample.
+
+A result has fields: `benchmark`, the name in front of all arguments, and those above. Arguments without a name are
+fields by their place, from 1 on. The columns of a row come from fields of the same name, upper or lower case, or from
+those that the user names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latbench.errors import BadData, UsageError
+from latbench.machines.devices import make_slug
+from latbench.tables.point_ids import hash_key
+from sparse_kernels.patterns import Dense, parse
+
+Row = dict[str, Any]
+
+SIZES = ("m", "k", "n")
+COLUMNS = (*SIZES, "pattern", "sparsity", "dtype", "threads")
+"""Columns that fields can give; a kernel's name is that of its benchmark."""
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOST = 2**31  # no layer is that large
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a library measured once. device: its name where the file has it. why_not: why it is no time, or None."""
+
+    fields: Mapping[str, Any]
+    samples_seconds: list[float]
+    device: str | None = None
+    why_not: str | None = None
+
+
+def read_benchmark_results(
+    format: str,
+    path: Path,
+    *,
+    columns: Mapping[str, str],
+    only: Mapping[str, str],
+    device: str | None = None,
+    dtype: str | None = None,
+) -> tuple[list[Row], Counter[str]]:
+    """Read results of a benchmark library as table rows.
+
+    Parameters
+    ----------
+    format
+        One of LIBRARIES.
+    path
+        The file.
+    columns
+        The field of a column, for columns whose field has another name.
+    only
+        Values by field; other results are ignored.
+    device
+        The device's name in tables; by default as in the file, which nvbench alone writes.
+    dtype
+        Element type of results without one.
+
+    Returns
+    -------
+    (list of dict, Counter)
+        Table rows, and the number of left-out results by reason.
+
+    Raises
+    ------
+    BadData
+        The file is not of this library, or a field holds what no layer has.
+    UsageError
+        A column is unknown, the device is not known, or no result is a layer.
+    """
+    if unknown := set(columns) - set(COLUMNS):
+        raise UsageError(f"no field gives the column {min(unknown)}: known are {', '.join(COLUMNS)}")
+    merged: dict[str, Row] = {}
+    left_out: Counter[str] = Counter()
+    fields: dict[str, None] = {}
+    for result in _read_results(format, path):
+        fields |= dict.fromkeys(result.fields)
+        if any(str(result.fields.get(name)) != value for name, value in only.items()):
+            continue
+        missing = [name for name in SIZES if _find(result.fields, columns, name) is None]
+        if result.why_not is not None or missing:
+            left_out[
+                result.why_not or f"they have no field {', '.join(columns.get(name, name) for name in missing)}"
+            ] += 1
+            continue
+        named = device or result.device
+        if named is None:
+            raise UsageError(f"{path} does not say what was timed: give --device, such as amd-epyc-9654")
+        try:
+            row = _build_row(result.fields, columns, dtype)
+        except ValueError as error:
+            raise BadData(f"{path}: {result.fields['benchmark']}: {error}") from error
+        row |= {"device": make_slug(named), "backend": format}
+        merged.setdefault(hash_key(row), row | {"samples_seconds": []})["samples_seconds"] += result.samples_seconds
+    _check_rows(path, merged.values(), left_out, fields)
+    return list(merged.values()), left_out
+
+
+def _check_rows(path: Path, rows: Collection[Row], left_out: Mapping[str, int], fields: Iterable[str]) -> None:
+    """Raise UsageError unless there are rows, of one device."""
+    if not rows:
+        said = "; ".join(f"{count} left out, {reason}" for reason, count in left_out.items())
+        raise UsageError(
+            f"{path}: no result is a layer{said and f': {said}'}. Its fields are {', '.join(fields) or 'none'}: name "
+            "those of m (output features), k (input features) and n (tokens) with --columns m=FIELD,k=FIELD,n=FIELD"
+        )
+    if len(devices := {row["device"] for row in rows}) > 1:
+        raise UsageError(
+            f"{path} holds several devices, {', '.join(sorted(devices))}: say which with --only device=NAME"
+        )
+
+
+def _read_results(format: str, path: Path) -> list[Result]:
+    """Return the results of a file. Raises BadData unless it is of this library."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadData(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path}: not a JSON file ({error})") from error
+    try:
+        return list(LIBRARIES[format](content))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise BadData(f"{path}: not results of {format} ({type(error).__name__}: {error})") from error
+
+
+def _google_benchmark(content: Any) -> Iterator[Result]:
+    known = {
+        "name", "run_name", "run_type", "time_unit", "real_time", "cpu_time", "iterations", "repetitions",
+        "repetition_index", "family_index", "per_family_instance_index",
+    }  # fmt: skip
+    for run in content["benchmarks"]:
+        fields = _split_name(run["run_name"] if "run_name" in run else run["name"])
+        fields |= {name: value for name, value in run.items() if name not in known and name not in fields}
+        if run.get("error_occurred") or run.get("skipped"):
+            yield Result(fields, [], why_not="they failed or were skipped")
+        elif run.get("run_type", "iteration") == "iteration":
+            yield Result(fields, [float(run["real_time"]) * _UNITS[run["time_unit"]]])
+
+
+def _nvbench(content: Any) -> Iterator[Result]:
+    devices = {device["id"]: device["name"] for device in content["devices"]}
+    for benchmark in content["benchmarks"]:
+        for state in benchmark["states"]:
+            device = devices.get(state["device"])
+            fields = {"benchmark": benchmark["name"], "device": device}
+            fields |= {axis["name"]: axis["value"] for axis in state["axis_values"] or ()}
+            means = [each for each in state.get("summaries") or () if each["tag"] == "nv/cold/time/gpu/mean"]
+            if state.get("is_skipped") or not means:
+                yield Result(fields, [], device, "they were skipped, or have no cold GPU time")
+                continue
+            [mean] = [entry["value"] for entry in means[0]["data"] if entry["name"] == "value"]
+            yield Result(fields, [float(mean)], device)
+
+
+def _pyperf(content: Any) -> Iterator[Result]:
+    shared = content.get("metadata") or {}
+    for benchmark in content["benchmarks"]:
+        metadata = shared | (benchmark.get("metadata") or {})
+        named = _split_name(metadata["name"])
+        fields = {**metadata, **named}
+        samples = [float(value) for run in benchmark["runs"] for value in run.get("values", ())]
+        unit = metadata.get("unit", "second")
+        if unit != "second" or not samples:
+            yield Result(fields, [], why_not=f"their unit is {unit}" if samples else "they have no values")
+        else:
+            yield Result(fields, samples)
+
+
+LIBRARIES: dict[str, Callable[[Any], Iterator[Result]]] = {
+    "google-benchmark": _google_benchmark,
+    "nvbench": _nvbench,
+    "pyperf": _pyperf,
+}
+"""For each library: the results in the content of its file."""
+
+
+def _split_name(name: str) -> dict[str, Any]:
+    """Return the fields in a name: the benchmark, named arguments, and others by their place."""
+    benchmark, *arguments = name.split("/")
+    fields: dict[str, Any] = {"benchmark": benchmark}
+    for place, argument in enumerate(arguments, start=1):
+        key, colon, value = argument.partition(":")
+        fields[key if colon else str(place)] = value if colon else argument
+    return fields
+
+
+def _find(fields: Mapping[str, Any], columns: Mapping[str, str], column: str) -> Any:
+    """Return the value of a column, or None."""
+    names = [columns[column]] if column in columns else [column, column.upper()]
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def _build_row(fields: Mapping[str, Any], columns: Mapping[str, str], dtype: str | None) -> Row:
+    """Return the row of a layer, without its device and times. Raises ValueError for what no layer has."""
+    sizes = {name: _count(_find(fields, columns, name), name) for name in SIZES}
+    spec = _find(fields, columns, "pattern")
+    pattern = parse("dense" if spec is None else str(spec))
+    own = 0.0 if isinstance(pattern, Dense) else getattr(pattern, "sparsity", None)
+    given = _find(fields, columns, "sparsity")
+    if given is None and own is None:
+        raise ValueError(f"{pattern} needs a field with its sparsity")
+    sparsity = _number(own if given is None else given, "sparsity")
+    if not 0 <= sparsity < 1 or (own is not None and abs(sparsity - own) > 1e-6):
+        known = "lies in 0 to 1" if own is None else f"is {own:g}; another pattern needs a field with its name"
+        raise ValueError(f"the sparsity of {pattern} {known}, and this is {given}")
+    threads, element = _find(fields, columns, "threads"), _find(fields, columns, "dtype") or dtype
+    return {
+        "purpose": "import", "op": "linear", "model": "", "status": "ok", "context": "isolated", **sizes,
+        "pattern": str(pattern), "sparsity_target": sparsity, "kernel_requested": str(fields["benchmark"]),
+        **({} if element is None else dict.fromkeys(("dtype_w", "dtype_a", "dtype_out"), str(element))),
+        **({} if threads is None else {"threads": _count(threads, "threads")}),
+    }  # fmt: skip
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what} must be a number, not {value!r}") from None
+
+
+def _count(value: Any, what: str) -> int:
+    number = _number(value, what)
+    if not (math.isfinite(number) and number.is_integer() and 1 <= number < _MOST):
+        raise ValueError(f"{what} must be a whole number of at least 1, not {value!r}")
+    return int(number)
