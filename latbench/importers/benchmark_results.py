@@ -94,20 +94,14 @@ def read_benchmark_results(
         fields |= dict.fromkeys(result.fields)
         if any(str(result.fields.get(name)) != value for name, value in only.items()):
             continue
-        missing = [name for name in SIZES if _find(result.fields, columns, name) is None]
-        if result.why_not is not None or missing:
-            left_out[
-                result.why_not or f"they have no field {', '.join(columns.get(name, name) for name in missing)}"
-            ] += 1
+        if (why_not := result.why_not or _explain_missing(result.fields, columns)) is not None:
+            left_out[why_not] += 1
             continue
-        named = device or result.device
-        if named is None:
-            raise UsageError(f"{path} does not say what was timed: give --device, such as amd-epyc-9654")
         try:
-            row = _build_row(result.fields, columns, dtype)
+            row = {"backend": format, **_build_row(result.fields, columns, dtype)}
         except ValueError as error:
             raise BadData(f"{path}: {result.fields['benchmark']}: {error}") from error
-        row |= {"device": make_slug(named), "backend": format}
+        row["device"] = _name_device(path, device or result.device)
         merged.setdefault(hash_key(row), row | {"samples_seconds": []})["samples_seconds"] += result.samples_seconds
     _check_rows(path, merged.values(), left_out, fields)
     return list(merged.values()), left_out
@@ -206,6 +200,18 @@ def _find(fields: Mapping[str, Any], columns: Mapping[str, str], column: str) ->
     """Return the value of a column, or None."""
     names = [columns[column]] if column in columns else [column, column.upper()]
     return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def _name_device(path: Path, device: str | None) -> str:
+    if device is None:
+        raise UsageError(f"{path} does not say what was timed: give --device, such as amd-epyc-9654")
+    return make_slug(device)
+
+
+def _explain_missing(fields: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    """Return which fields of sizes are missing, or None."""
+    missing = [columns.get(name, name) for name in SIZES if _find(fields, columns, name) is None]
+    return f"they have no field {', '.join(missing)}" if missing else None
 
 
 def _build_row(fields: Mapping[str, Any], columns: Mapping[str, str], dtype: str | None) -> Row:
