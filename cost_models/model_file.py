@@ -3,15 +3,16 @@
     {"version": 6, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
      "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
      "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}},
-     "fitted": {...}, "examples": {...}, "predicted": {...}}
+     "fitted_hash": "...", "examples": {...}, "predicted": {...}, "fitted": {...}}
 
 `fitted` is what `cost_models.kept_state` makes of the model, so `load` does not fit it again. It refuses a table with
-another hash, and a model that no longer predicts for its examples what it predicted when it was saved: the code of a
-feature or of a library may have changed since.
+another hash, and content with another one. It also refuses a model whose parts no longer predict what they predicted
+for its examples when it was saved: the code of a feature or of a library may have changed since.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -63,8 +64,10 @@ class ModelFile:
         Figures of `evaluate` by the method of holding out.
     libraries : mapping of str to str
         Versions of the libraries that it was fitted with.
+    fitted_hash : str
+        Hash of `fitted`.
     fitted, examples, predicted : object
-        The fitted model, some of its training rows and the seconds that it predicts for them, as
+        The fitted model, some of its training rows and the seconds that its parts predict for them, as
         `cost_models.kept_state.encode` returns them.
     """
 
@@ -73,6 +76,7 @@ class ModelFile:
     where: Mapping[str, str] = field(default_factory=dict)
     validation: Mapping[str, Figures] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
+    fitted_hash: str = ""
     fitted: Any = None
     examples: Any = None
     predicted: Any = None
@@ -118,11 +122,34 @@ def save(
         "where": dict(where or {}),
         "table_hash": table_hash,
         "validation": dict(validation or {}),
-        "fitted": encode(model),
-        "examples": encode(examples.astype(object).where(examples.notna(), np.nan).to_dict("list")),
-        "predicted": encode(model.predict(examples)),
     }
-    write_text_atomically(Path(path), json.dumps(content, indent=2, allow_nan=False) + "\n")
+    fitted = json.dumps(encode(model), allow_nan=False)
+    rest = {
+        "fitted_hash": _hash_text(fitted),
+        "examples": encode(examples.astype(object).where(examples.notna(), np.nan).to_dict("list")),
+        "predicted": encode(_predict_parts(model, examples)),
+    }
+    # What people may read is indented; the rest is a line each.
+    lines = [json.dumps(content, indent=2, allow_nan=False).removesuffix("\n}")]
+    lines += [f'  "{name}": {json.dumps(value, allow_nan=False)}' for name, value in rest.items()]
+    write_text_atomically(Path(path), ",\n".join([*lines, f'  "fitted": {fitted}']) + "\n}\n")
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _predict_parts(model: CostModel, X: pd.DataFrame) -> FloatArray:
+    """Return the seconds of every row of X by each part of a model: what one part answers another may not be asked.
+
+    A look-up gives measured times for its training rows, so it also tells what lies between them.
+    """
+    if isinstance(model, Hybrid):
+        return np.concatenate([_predict_parts(model.lookup_, X), _predict_parts(model.learned_, X)])
+    seconds = model.predict(X) if len(X) else np.empty(0)
+    return (
+        np.concatenate([seconds, model.interpolate_some(_EXAMPLES)]) if isinstance(model, AnchoredLookup) else seconds
+    )
 
 
 def _select_examples(model: CostModel, X: pd.DataFrame) -> pd.DataFrame:
@@ -156,7 +183,7 @@ def read(path: str | Path) -> ModelFile:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadModel(f"{path}: no such cost model; {advice}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadModel(f"{path}: not a cost model ({error}); {advice}") from error
     if not isinstance(content, dict) or "version" not in content:
         raise BadModel(f"{path}: not a cost model; {advice}")
@@ -176,7 +203,7 @@ def read(path: str | Path) -> ModelFile:
         if not _is_same_kind(value := getattr(estimator, name), default):
             raise BadModel(f"{path}: its params {params} fit nothing ({name} cannot be {value!r}); {advice}")
     checked = (content[name] for name in ("table_hash", "where", "validation", "libraries"))
-    return ModelFile(estimator, *checked, *map(content.get, ("fitted", "examples", "predicted")))
+    return ModelFile(estimator, *checked, *map(content.get, ("fitted_hash", "fitted", "examples", "predicted")))
 
 
 def _is_same_kind(value: Any, default: Any) -> bool:
@@ -250,9 +277,11 @@ def load(path: str | Path, table: str | Place) -> CostModel:
 
 def _revive(saved: ModelFile) -> tuple[CostModel, FloatArray, FloatArray]:
     """Return the fitted model, and the seconds of its examples that it predicts now and predicted before."""
+    if _hash_text(json.dumps(saved.fitted)) != saved.fitted_hash:
+        raise BadModel("what it has learned was changed")
     model: CostModel = decode(saved.fitted)
     settings = type(saved.estimator), saved.estimator.get_params()
     if not isinstance(model, tuple(ESTIMATORS.values())) or (type(model), model.get_params()) != settings:
         raise BadModel("what it has learned is of another estimator")
     examples, before = pd.DataFrame(decode(saved.examples)), np.asarray(decode(saved.predicted), np.float64)
-    return model, model.predict(examples) if len(examples) else np.empty(0), before
+    return model, _predict_parts(model, examples), before

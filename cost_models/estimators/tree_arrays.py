@@ -12,6 +12,7 @@ from cost_models.refusals import BadModel
 from cost_models.rows.row_keys import FloatArray
 
 _ROWS_AT_A_TIME = 4096
+_DEEPEST = 1000  # a file might hold one long chain of nodes
 
 IntArray = npt.NDArray[np.int32]
 
@@ -48,11 +49,14 @@ class TreeArrays:
     value: FloatArray
 
     def __post_init__(self) -> None:
+        arrays = self.feature, self.threshold, self.missing_left, self.left, self.right, self.value
+        right = all(each.shape == (self.feature.size,) for each in arrays) and self.roots.ndim == 1
+        numbers = self.feature, self.left, self.right, self.roots
+        if not (right and all(each.dtype.kind == "i" for each in numbers)):
+            raise BadModel("its trees are damaged")
         nodes = np.arange(len(self.feature))
-        arrays = self.threshold, self.missing_left, self.left, self.right, self.value
-        right = all(each.shape == nodes.shape for each in arrays) and self.roots.ndim == 1
         leaf = self.feature < 0
-        for child in (self.left, self.right) if right else ():
+        for child in (self.left, self.right):
             # A child lies behind its node, so that every row comes to a leaf.
             right = right and bool(np.where(leaf, child == nodes, (child > nodes) & (child < len(nodes))).all())
         if not (right and ((self.roots >= 0) & (self.roots < len(nodes))).all()):
@@ -94,8 +98,12 @@ class TreeArrays:
             raise BadModel("its trees have other features than its rows")
         rows = np.arange(len(features))[:, None]
         at = np.repeat(self.roots[None, :], len(features), axis=0)
-        while (self.feature[at] >= 0).any():
+        for _ in range(_DEEPEST):
+            if (self.feature[at] < 0).all():
+                break
             values = features[rows, np.maximum(self.feature[at], 0)]
             goes_left = np.where(np.isnan(values), self.missing_left[at], values <= self.threshold[at])
             at = np.where(goes_left, self.left[at], self.right[at])
+        else:
+            raise BadModel(f"its trees are deeper than {_DEEPEST}")
         return np.asarray(self.baseline + self.value[at].sum(axis=1), np.float64)

@@ -70,19 +70,28 @@ def split_by_shape(shapes: Groups, folds: int, random_state: int) -> Groups:
     return fold[shapes]
 
 
+_FEWEST = 10  # shapes of which no interval of 90% could be calibrated otherwise
+
+
 def select_shapes(shapes: Groups, most_rows: int, random_state: int) -> RowMask:
-    """Return a mask of rows: all, or those of whole shapes drawn at random, at most `most_rows` of them.
+    """Return a mask of rows: all, or those of whole shapes drawn at random, about `most_rows` of them at most.
 
     Parameters
     ----------
     shapes : ndarray of int, shape (rows,)
         As `group_by_shape` returns them.
     most_rows : int
-        Rows to select at most.
+        Rows to select at most, but for ten shapes.
     random_state : int
         Seed of the draw.
     """
-    order = np.random.default_rng(random_state).permutation(int(shapes.max(initial=-1)) + 1)
-    kept = np.cumsum(np.bincount(shapes, minlength=len(order))[order]) <= most_rows
-    selected: RowMask = np.isin(shapes, order[kept])
+    rows = np.bincount(shapes)
+    order = np.random.default_rng(random_state).permutation(len(rows))
+    kept: list[int] = []
+    total = 0
+    for shape in order:
+        if total + rows[shape] <= most_rows or len(kept) < _FEWEST:
+            kept.append(shape)
+            total += rows[shape]
+    selected: RowMask = np.isin(shapes, kept)
     return selected

@@ -34,6 +34,7 @@ import argparse
 import importlib
 import itertools
 import multiprocessing
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -234,7 +235,7 @@ INT8 = {
     "OpenVINO int8": ("openvino", "int8"), "onnxruntime int8": ("onnxruntime", "int8"),
     "onnxruntime dynamic": ("onnxruntime", "int8-dynamic"), "torch int8": ("torch", "int8"),
 }  # fmt: skip
-if refuse_bytes(read_cpu_flags()) is not None:
+if refuse_bytes(read_cpu_flags(), platform.machine()) is not None:
     del INT8["torch int8"]
 BFLOAT16 = "torch all bf16"
 DEEPSPARSE = {"DeepSparse": 0.0, "DeepSparse 75%": 0.75, "DeepSparse 90%": 0.9}

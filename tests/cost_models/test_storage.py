@@ -1,5 +1,6 @@
 """Model files: what comes back is what was saved, or is refused in a sentence."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
+from cost_models.estimators import anchored_lookup, roofline
 from cost_models.estimators.fitted_trees import fit_trees
 from cost_models.estimators.learned_model import LearnedModel
 from cost_models.estimators.tree_arrays import TreeArrays
@@ -140,7 +142,16 @@ def test_what_is_no_value_is_refused(content: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"left": [0, 1, 2]}, {"right": [3, 1, 2]}, {"roots": [5]}, {"value": [1.0]}, {"left": [-1, 1, 2]}]
+    "change",
+    [
+        {"left": [0, 1, 2]},
+        {"right": [3, 1, 2]},
+        {"roots": [5]},
+        {"value": [1.0]},
+        {"left": [-1, 1, 2]},
+        {"feature": np.zeros((10**9, 0), np.int64)},
+        {"feature": [0.0, -1.0, -1.0]},
+    ],
 )
 def test_damaged_trees_are_refused(change: dict[str, list[float]]) -> None:
     """One tree of a node and two leaves: no row may go in circles, or out of the arrays."""
@@ -154,18 +165,58 @@ def test_damaged_trees_are_refused(change: dict[str, list[float]]) -> None:
         TreeArrays(0.0, **right | {name: np.array(each) for name, each in change.items()})
 
 
+def test_a_long_chain_of_nodes_ends(rng: np.random.Generator) -> None:
+    nodes = 5000
+    order = np.arange(nodes)
+    feature, behind = np.where(order < nodes - 1, 0, -1), np.minimum(order + 1, nodes - 1)
+    chain = TreeArrays(0.0, order[:1], feature, np.ones(nodes), order < 0, behind, behind, np.ones(nodes))
+    with pytest.raises(BadModel, match="deeper than 1000"):
+        chain(rng.standard_normal((3, 1)))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_a_model_that_no_longer_predicts_what_it_did_is_refused(
-    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: CostModel, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A feature whose code has changed gives the kept trees other numbers."""
+    """Code that has changed makes other numbers of what was learned."""
     folder, X = stored
-    model = Boosted(max_iter=5).fit(*training(folder))
-    cost_models.save(tmp_path / "m.json", model, hash_table(folder), X)
+    cost_models.save(tmp_path / "m.json", model.fit(*training(folder)), hash_table(folder), X)
     cost_models.load(tmp_path / "m.json", folder)
-    encode_rows = FeatureEncoder.encode
-    monkeypatch.setattr(FeatureEncoder, "encode", lambda self, X: encode_rows(self, X)[:, ::-1])
+    encode_rows, convert, count = FeatureEncoder.encode, anchored_lookup._convert_to_axis, roofline.count_work
+    if isinstance(model, AnchoredLookup):
+        monkeypatch.setattr(anchored_lookup, "_convert_to_axis", lambda sparsity: convert(sparsity) ** 3)
+    elif isinstance(model, Roofline):
+        monkeypatch.setattr(roofline, "count_work", lambda *given: 1.1 * count(*given))
+    else:  # of a hybrid the look-up answers for all rows that were measured, and its trees changed
+        monkeypatch.setattr(FeatureEncoder, "encode", lambda self, X: encode_rows(self, X)[:, ::-1])
     with pytest.raises(BadModel, match="predicts other times here than where it was fitted: fit it again"):
         cost_models.load(tmp_path / "m.json", folder)
+
+
+def test_what_was_learned_may_not_be_changed(stored: Stored, tmp_path: Path) -> None:
+    """Errors set the width of intervals, and no prediction shows them."""
+    folder, path = stored[0], tmp_path / "m.json"
+    cost_models.save(path, Boosted(max_iter=5).fit(*training(folder)), hash_table(folder), stored[1])
+    cost_models.load(path, folder)
+    content = json.loads(path.read_text())
+    held_out = content["fitted"]["with"]["held_out_errors_"]["array"]
+    held_out[2] = encode(np.frombuffer(base64.b64decode(held_out[2]), held_out[0]) * 0.5)["array"][2]
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadModel, match="what it has learned was changed; fit it again"):
+        cost_models.load(path, folder)
+
+
+def test_a_deep_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[" * 100_000)
+    with pytest.raises(BadModel, match="not a cost model"):
+        cost_models.read(tmp_path / "m.json")
+
+
+def test_what_people_may_read_is_indented_and_the_rest_is_short(stored: Stored, tmp_path: Path) -> None:
+    folder, path = stored[0], tmp_path / "m.json"
+    cost_models.save(path, Hybrid(max_iter=5).fit(*training(folder)), hash_table(folder), stored[1])
+    lines = path.read_text().splitlines()
+    assert '  "estimator": "Hybrid",' in lines and len(lines) < 40
 
 
 @pytest.mark.parametrize("name", ["fitted", "examples", "predicted"])

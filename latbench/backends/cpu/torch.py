@@ -10,6 +10,7 @@ model that torch's own tools have quantised: activations are rounded to bytes, a
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable
 
@@ -47,7 +48,7 @@ def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     narrow, in_bytes = point.dtype_w == BFLOAT16, point.dtype_w == INT8
     if narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise Unsupported("oneDNN has no bfloat16 for this processor")
-    if in_bytes and (reason := refuse_bytes(read_cpu_flags())) is not None:
+    if in_bytes and (reason := refuse_bytes(read_cpu_flags(), platform.machine())) is not None:
         raise Unsupported(reason)
     torch.set_num_threads(point.threads)
     memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
@@ -122,14 +123,14 @@ def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor)
     return lambda x: onednn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
 
 
-def refuse_bytes(flags: set[str]) -> str | None:
-    """Return why this processor's products of bytes by oneDNN are wrong, by its flags in Linux; None if they are not.
+def refuse_bytes(flags: set[str], machine: str) -> str | None:
+    """Return why a processor's products of bytes by oneDNN are wrong, by its flags in Linux; None if they are not.
 
     Without an instruction for four products of bytes, oneDNN adds two of them in 16 bits, where many do not fit
-    (issue 103646 of pytorch). With such inputs torch 2.13 is wrong by a third of the largest result. Processors of
-    Arm have other instructions, and no such flags.
+    (issue 103646 of pytorch). With such inputs torch 2.13 is wrong by a third of the largest result. machine: as
+    `platform.machine` says it. Processors of Arm have other instructions, and no such flags.
     """
-    if "avx2" not in flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+    if machine not in ("x86_64", "AMD64") or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
     return "torch's int8 kernel is wrong on processors without VNNI: sums of two products are kept in 16 bits there"
 

@@ -115,8 +115,10 @@ def _read_results(
     """Read a file of a benchmark library, and say which results are left out. Raises UsageError as above."""
     from latbench.importers.benchmark_results import read_benchmark_results
 
-    _refuse_options_of_spdy(format, spdy)
-    rows, left_out = read_benchmark_results(format, path, columns=columns, only=only, device=device, dtype=dtype)
+    _refuse_options_of_spdy(format, spdy._replace(threads=None))
+    rows, left_out = read_benchmark_results(
+        format, path, columns=columns, only=only, device=device, dtype=dtype, threads=spdy.threads
+    )
     for reason, count in left_out.items():
         _LOG.warning(f"{path}: {count} results left out, {reason}")
     return rows

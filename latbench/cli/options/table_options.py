@@ -108,7 +108,10 @@ ImportDevice = Annotated[
     ),
 ]
 ImportThreads = Annotated[
-    int | None, typer.Option("--threads", min=1, metavar="COUNT", help="Number of threads of spdy. Default: unknown.")
+    int | None,
+    typer.Option(
+        "--threads", min=1, metavar="COUNT", help="Number of threads of spdy or of results. Default: unknown."
+    ),
 ]
 ImportWorkload = Annotated[
     str | None,

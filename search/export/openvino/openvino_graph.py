@@ -6,6 +6,7 @@ What reads a layer alone becomes part of it: its ReLU or GELU, or the sum of a r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -56,6 +57,13 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_first"][0], name)
 
 
+class _Sides(NamedTuple):
+    """What a layer takes and gives. features: or channels of x. y: features, or (channels, height, width)."""
+
+    features: int
+    y: tuple[int, ...]
+
+
 class _Placeholder(ov.Op):  # type: ignore[misc]
     """The operation of a layer, as long as there is no library that computes it.
 
@@ -64,11 +72,9 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
 
     class_type_info = ov.DiscreteTypeInfo(OPERATION, OPSET)
 
-    def __init__(
-        self, inputs: Sequence[ov.Output], layer: str, shape: tuple[int | None, ...], then: str = ""
-    ) -> None:
+    def __init__(self, inputs: Sequence[ov.Output], layer: str, sides: _Sides, then: str = "") -> None:
         super().__init__(self)
-        self.layer, self._shape, self._then = layer, shape, then
+        self.layer, self._sides, self._then = layer, sides, then
         self.set_arguments(inputs)
         self.constructor_validate_and_infer_types()
 
@@ -82,20 +88,20 @@ class _Placeholder(ov.Op):  # type: ignore[misc]
 
     def validate_and_infer_types(self) -> None:
         x = self.get_input_partial_shape(0)
-        if x.rank.is_dynamic:
-            y = ov.PartialShape.dynamic()
-        elif len(self._shape) == 1:
-            y = ov.PartialShape([*list(x)[:-1], ov.Dimension(self._shape[0])])
-        else:
-            y = ov.PartialShape([x[0], *map(ov.Dimension, self._shape)])
+        y, y_sides = ov.PartialShape.dynamic(), self._sides.y
+        if x.rank.is_static:
+            sides = list(x)
+            if not sides[-1 if len(y_sides) == 1 else 1].compatible(ov.Dimension(self._sides.features)):
+                raise RuntimeError(f"layer {self.layer} takes {self._sides.features} features, not {x}")
+            y = ov.PartialShape([*(sides[:-1] if len(y_sides) == 1 else sides[:1]), *map(ov.Dimension, y_sides)])
         self.set_output_type(0, ov.Type.f32, y)
 
     def clone_with_new_inputs(self, inputs: Sequence[ov.Output]) -> ov.Node:
-        return _Placeholder(inputs, self.layer, self._shape, self._then)
+        return _Placeholder(inputs, self.layer, self._sides, self._then)
 
     def with_added(self, added: ov.Output, then: str) -> _Placeholder:
         """Return the operation that adds this, too."""
-        return _Placeholder([self.input_value(0), added], self.layer, self._shape, then)
+        return _Placeholder([self.input_value(0), added], self.layer, self._sides, then)
 
 
 class _AddedSum(NamedTuple):
@@ -140,7 +146,10 @@ class LayerGraph:
             stand_in, target = _StandIn(layer, len(results[name])), f"{OPSET}::layer_{number}"
             called.model.set_submodule(called.prefix + name, stand_in)
             extensions.append(ModuleExtension(stand_in, target))
-            extensions.append(ConversionExtension(target, self._build_converter(name, results[name][0])))
+            features = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+            extensions.append(
+                ConversionExtension(target, self._build_converter(name, _Sides(features, results[name][0])))
+            )
         with _explain_importer():
             self.model: ov.Model = ov.convert_model(called.model, example_input=tuple(tensors), extension=extensions)
         self.activations: dict[str, str | None] = dict.fromkeys(layers)
@@ -154,13 +163,12 @@ class LayerGraph:
                 "calling the layer"
             )
         self._absorb_activations()
-        self._free_batch(tensors)
-        self._absorb_sums()
+        self._absorb_sums(tensors)
         pool_strided_slices(self.model)
 
-    def _build_converter(self, name: str, shape: tuple[int, ...]) -> Any:
+    def _build_converter(self, name: str, sides: _Sides) -> Any:
         def convert(context: Any) -> list[ov.Output]:
-            self._placeholders.append(_Placeholder([context.get_input(0)], name, shape))
+            self._placeholders.append(_Placeholder([context.get_input(0)], name, sides))
             return list(self._placeholders[-1].outputs())
 
         return convert
@@ -177,24 +185,24 @@ class LayerGraph:
                 for node in filter(None, nodes):
                     node.output(0).replace(node.input_value(0))
 
-    def _free_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Let shapes show which results have the batch as their first side, where the model allows that."""
-        try:
-            self.set_free_axes(tensors, [0])
-        except RuntimeError:
-            self.set_free_axes(tensors, [])
-
-    def _absorb_sums(self) -> None:
+    def _absorb_sums(self, tensors: Sequence[Tensor]) -> None:
         """Make a sum, and its ReLU, part of the layer whose results it alone reads; of two layers, of the first.
 
-        What is added has the shape of the result, whatever the batch.
+        What is added has the shape of the result, whatever sizes the inputs have: nothing is broadcast.
         """
+        alike = [each for each in self._placeholders if self.activations[each.layer] is None and _find_sum(each)]
+        for shapes in _list_other_shapes(tensors) if alike else ():
+            with contextlib.suppress(RuntimeError):  # the model does not take these sizes
+                self.model.reshape(dict(enumerate(shapes)))
+                alike = [each for each in alike if _adds_its_own_shape(each)]
+        taken = {id(each) for each in alike}  # by itself: OpenVINO makes an operation of `==`
         for place, placeholder in enumerate(self._placeholders):
-            if self.activations[placeholder.layer] is None and (found := _find_sum(placeholder)) is not None:
+            if id(placeholder) in taken and (found := _find_sum(placeholder)) is not None:
                 adding = placeholder.with_added(found.added, found.then)
                 found.node.output(0).replace(adding.output(0))
                 self._placeholders[place] = adding
                 self.sums.add(placeholder.layer)
+        self.set_free_axes(tensors, [])
 
     def set_free_axes(self, tensors: Sequence[Tensor], axes: Sequence[int]) -> None:
         """Let inputs have any size along these axes, and the sizes of these tensors along the others."""
@@ -233,11 +241,35 @@ def _find_sum(placeholder: _Placeholder) -> _AddedSum | None:
     # By the names of nodes: the graph gives them anew at each call.
     name = placeholder.get_name()
     [added] = [each for each in map(node.input_value, (0, 1)) if each.get_node().get_name() != name]
-    result = placeholder.output(0)
-    if added.get_element_type() != ov.Type.f32 or added.get_partial_shape() != result.get_partial_shape():
+    if added.get_element_type() != ov.Type.f32:
         return None
     activated = _find_reader(node)
     return _AddedSum(node if activated is None or activated.get_type_name() != "Relu" else activated, added)
+
+
+def _adds_its_own_shape(placeholder: _Placeholder) -> bool:
+    """Return whether what is added to a layer's result has its shape, without a free side."""
+    found, result = _find_sum(placeholder), placeholder.output(0).get_partial_shape()
+    return found is not None and result.is_static and found.added.get_partial_shape() == result
+
+
+def _list_other_shapes(tensors: Sequence[Tensor]) -> Iterator[list[ov.PartialShape]]:
+    """List shapes of the inputs: the given ones, one more along an axis of them together, other sides of each alone.
+
+    A side of one is broadcast.
+    """
+    own = [list(tensor.shape) for tensor in tensors]
+    places = [(number, axis) for number, sides in enumerate(own) for axis in range(min(2, len(sides)))]
+    changes: list[dict[tuple[int, int], int]] = [{}]
+    for axis in (0, 1):
+        along = list_along(tensors, axis)
+        changes.append({place: own[place[0]][axis] + 1 for place in places if place[1] == axis and along[place[0]]})
+    changes += [{place: side} for place in places for side in (own[place[0]][place[1]] + 1, 1)]
+    for changed in changes:
+        yield [
+            ov.PartialShape([changed.get((number, axis), side) for axis, side in enumerate(sides)])
+            for number, sides in enumerate(own)
+        ]
 
 
 def _name_activation(node: ov.Node) -> str | None:

@@ -17,6 +17,7 @@ else:
     ov = import_openvino()
 operators = ov.opset13
 
+_UNBOUNDED = 2**31 - 1  # an end in numbers is no end where a side turns out to be free
 _ROWS = 2  # the axis of rows in (batch, channels, rows, columns); that of columns is the next and last
 
 
@@ -43,7 +44,7 @@ def _find_steps(node: ov.Node) -> list[int] | None:
     taken = [1, 1]
     for start, end, step, axis in zip(starts, ends, steps, axes, strict=True):
         place = (axis + len(sides) if axis < 0 else axis) - _ROWS
-        if place < 0 or start != 0 or step < 1 or sides[axis].is_dynamic or end < sides[axis].get_length():
+        if place < 0 or start != 0 or step < 1 or sides[axis].is_dynamic or end < _UNBOUNDED:
             return None
         taken[place] = step
     return taken if max(taken) > 1 else None

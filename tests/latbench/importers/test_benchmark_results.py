@@ -66,19 +66,58 @@ def test_repetitions_of_google_benchmark_are_samples_and_aggregates_are_none(tmp
         run("gemm/m:256/k:32/n:8", 0.0, error_occurred=True, error_message="it broke"),
         run("other/5", 1.0),
     )  # fmt: skip
-    rows, left_out = read("google-benchmark", content, tmp_path, dtype="float32")
+    rows, left_out = read("google-benchmark", content, tmp_path, dtype="fp32", threads=4)
     assert [row["samples_seconds"] for row in rows] == [pytest.approx([2.1e-7, 2e-7]), pytest.approx([1.5e-6])]
-    assert [(row["m"], row["k"], row["n"], row["threads"]) for row in rows] == [(64, 32, 8, 1), (128, 32, 8, 2)]
+    # The library's own threads are callers, and none of the product.
+    assert [(row["m"], row["k"], row["n"], row["threads"]) for row in rows] == [(64, 32, 8, 4), (128, 32, 8, 4)]
     first = rows[0]
     assert (first["kernel_requested"], first["backend"], first["device"], first["dtype_w"]) == (
         "gemm", "google-benchmark", "a-cpu", "float32"
     )  # fmt: skip
-    assert left_out == {"they failed or were skipped": 1, "they have no field m, k, n": 1}
+    assert left_out == {
+        "they failed or were skipped": 1, "they have no field m, k, n": 1,
+        "they are aggregates of repetitions, not times": 1,
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="no result is a layer: 1 left out, they are aggregates of repetitions"):
+        read("google-benchmark", of_google(run(f"{name}_mean", 2.0, run_name=name, run_type="aggregate")), tmp_path)
+    assert "threads" not in read("google-benchmark", content, tmp_path)[0][0]
+
+
+def test_results_that_differ_in_an_argument_are_rows_of_their_own(tmp_path: Path) -> None:
+    runs = [run(f"gemm/{kind}/m:64/k:32/n:8", 1.0 + len(kind)) for kind in ("avx2", "scalar", "unroll:4")]
+    rows, _ = read("google-benchmark", of_google(*runs), tmp_path)
+    assert [(row["kernel_requested"], len(row["samples_seconds"])) for row in rows] == [
+        ("gemm/avx2", 1), ("gemm/scalar", 1), ("gemm/unroll:4", 1)
+    ]  # fmt: skip
+    states = [state(64, mean) for mean in ("1e-5", "2e-5")]
+    for each, kind in zip(states, ("F16", "F32"), strict=True):
+        each["axis_values"].append({"name": "T", "type": "type", "value": kind})
+    rows, _ = read("nvbench", of_nvbench(*states), tmp_path)
+    assert [(row["kernel_requested"], row["samples_seconds"]) for row in rows] == [
+        ("gemm/T:F16", [1e-5]), ("gemm/T:F32", [2e-5])
+    ]  # fmt: skip
+    rows, _ = read("nvbench", of_nvbench(*states), tmp_path, columns={"dtype": "T"})
+    assert [(row["kernel_requested"], row["dtype_w"]) for row in rows] == [("gemm", "float16"), ("gemm", "float32")]
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused_by_name(time: float, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="gemm: a time must be positive and finite"):
+        read("google-benchmark", of_google(run("gemm/m:64/k:32/n:8", time)), tmp_path)
+
+
+def test_what_only_leaves_is_told_by_the_values_that_there_are(tmp_path: Path) -> None:
+    content = of_google(run("a/m:64/k:32/n:8", 1.0, size=768.0), run("b/m:64/k:32/n:8", 1.0))
+    [row], _ = read("google-benchmark", content, tmp_path, only={"size": "768"})
+    assert row["kernel_requested"] == "a"
+    for only, said in (({"benchmark": "c"}, "has c as its benchmark, but a, b"), ({"x": "1"}, "and no such field")):
+        with pytest.raises(UsageError, match=said):
+            read("google-benchmark", content, tmp_path, only=only)
 
 
 def test_arguments_without_names_are_fields_by_their_place(tmp_path: Path) -> None:
     content = of_google(run("gemm/768/64/128", 5.0, pattern_rows=4, dropped=0.5))
-    with pytest.raises(UsageError, match=r"Its fields are benchmark, 1, 2, 3, threads, pattern_rows, dropped: name"):
+    with pytest.raises(UsageError, match=r"The fields are pattern_rows, dropped, benchmark, 1, 2, 3: name"):
         read("google-benchmark", content, tmp_path)
     [row], _ = read("google-benchmark", content, tmp_path, columns={"m": "1", "k": "2", "n": "3"})
     assert (row["m"], row["k"], row["n"], row["pattern"], row["sparsity_target"]) == (768, 64, 128, "dense", 0.0)
@@ -110,7 +149,8 @@ def test_patterns_come_with_their_sparsities(
         ({"pattern": "vector:32", "sparsity": 1.5}, "the sparsity of vector:32 lies in 0 to 1, and this is 1.5"),
         ({"pattern": "nm:2:4", "sparsity": 0.75}, "the sparsity of nm:2:4 is 0.5"),
         ({"pattern": "stripes"}, "stripes"),
-        ({"threads": 0}, "threads must be a whole number of at least 1, not 0"),
+        ({"THREADS": 0}, "threads must be a whole number of at least 1, not 0"),
+        ({"dtype": "F7"}, "the element type F7 is unknown: known are float64, float32"),
         ({"sparsity": "half", "pattern": "vector:4"}, "sparsity must be a number, not 'half'"),
     ],
 )
@@ -137,8 +177,9 @@ def test_nvbench_names_its_device_and_gives_the_cold_gpu_time(tmp_path: Path) ->
 
 def test_several_devices_of_nvbench_have_to_be_told_apart(tmp_path: Path) -> None:
     content = of_nvbench(state(128, "1e-5"), state(128, "3e-5", device=1), devices=("NVIDIA H200", "NVIDIA L4"))
-    with pytest.raises(UsageError, match="holds several devices, nvidia-h200, nvidia-l4: say which"):
-        read("nvbench", content, tmp_path, device=None)
+    for device in (None, "my-gpu"):
+        with pytest.raises(UsageError, match="holds several devices, NVIDIA H200, NVIDIA L4: say which"):
+            read("nvbench", content, tmp_path, device=device)
     [row], _ = read("nvbench", content, tmp_path, device=None, only={"device": "NVIDIA L4"})
     assert (row["device"], row["samples_seconds"]) == ("nvidia-l4", [3e-5])
 
@@ -190,8 +231,9 @@ def test_rows_become_a_table_and_the_command_leaves_out_what_it_holds(latbench: 
     assert latbench(*command).code == 0 and len(read_table(tmp_path / "table")) == 2
     assert latbench("validate", tmp_path / "table").code == 0
     for options, said in (
-        (("--threads", "2"), "--threads: only for spdy"),
-        (("--columns", "m=1", "--only", "x=1"), "no result is a layer"),
+        (("--network", "net"), "--network: only for spdy"),
+        (("--columns", "m=1"), "no result is a layer"),
+        (("--only", "x=1"), "no result of"),
     ):
         ran = latbench(*command, *options)
         assert ran.code == 2 and said in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,40 @@ def test_a_sum_of_another_shape_or_beside_another_reader_stays() -> None:
     layers: Any = {name: model.get_submodule(name) for name in "abcde"}
     graph = LayerGraph(TensorCall(model, (x,), ""), layers, (x,))
     assert graph.sums == set() and graph.activations["e"] == "gelu"
+
+
+class Context(nn.Module):
+    """Something of another input is added, which may be broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + context
+
+
+class Pooled(nn.Module):
+    """Tokens of a batch of one are rows, to which their mean is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x.flatten(0, 1)) + x.mean(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [(Context(), [(1, 8), (1, 8)]), (Context(), [(3, 8), (3, 8)]), (Pooled(), [(1, 5, 8)]), (Pooled(), [(1, 1, 8)])],
+)
+def test_what_other_sizes_would_broadcast_is_not_added(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    tensors = tuple(torch.randn(shape) for shape in shapes)
+    model = copy.deepcopy(model).eval()
+    layers: Any = {"a": model.get_submodule("a")}
+    graph = LayerGraph(TensorCall(model, tensors, ""), layers, tensors)
+    assert graph.sums == set()
 
 
 def test_of_two_layers_one_adds_the_other_and_each_call_of_a_layer_adds_its_own() -> None:

@@ -1,6 +1,7 @@
 """Engines: each computes what the oracle says, on odd shapes too, and a wrong one is caught before it is timed."""
 
 import importlib
+import platform
 import re
 import subprocess
 import sys
@@ -322,7 +323,7 @@ def test_a_dense_layer_in_eight_bits_is_held_to_the_product_of_whole_numbers(bac
     layout = "nhwc" if isinstance(shape, Conv2dShape) and "int8" in CPU_ENGINES[backend].channels_last else ""
     exact = point(backend, "auto", shape, layout=layout)
     in_bytes = replace(exact, kernel="int8", dtype_w="int8", dtype_a="int8")
-    if backend == "torch" and (reason := refuse_bytes(read_cpu_flags())) is not None:
+    if backend == "torch" and (reason := refuse_bytes(read_cpu_flags(), platform.machine())) is not None:
         with pytest.raises(Unsupported, match=reason):
             prepare_point.prepare_point(in_bytes)
         return
@@ -334,14 +335,17 @@ def test_a_dense_layer_in_eight_bits_is_held_to_the_product_of_whole_numbers(bac
 
 
 @pytest.mark.parametrize(
-    ("flags", "wrong"),
+    ("flags", "machine", "wrong"),
     [
-        ({"avx2", "fma"}, True), ({"avx2", "avx512f", "avx512bw"}, True), ({"avx2", "avx_vnni"}, False),
-        ({"avx2", "avx512f", "avx512_vnni"}, False), ({"avx2", "amx_int8"}, False), ({"asimd", "asimddp"}, False),
+        ({"avx2", "fma"}, "x86_64", True), ({"avx2", "avx512f", "avx512bw"}, "x86_64", True), (set(), "AMD64", True),
+        ({"sse4_1"}, "x86_64", True), ({"avx2", "avx_vnni"}, "x86_64", False), ({"amx_int8"}, "x86_64", False),
+        ({"avx2", "avx512f", "avx512_vnni"}, "x86_64", False), ({"asimd", "asimddp"}, "aarch64", False),
     ],
 )  # fmt: skip
-def test_torch_multiplies_bytes_only_where_pairs_of_products_are_not_cut(flags: set[str], wrong: bool) -> None:
-    reason = refuse_bytes(flags)
+def test_torch_multiplies_bytes_only_where_pairs_of_products_are_not_cut(
+    flags: set[str], machine: str, wrong: bool
+) -> None:
+    reason = refuse_bytes(flags, machine)
     assert (reason is not None) is wrong and (reason is None or "without VNNI" in reason)
 
 
