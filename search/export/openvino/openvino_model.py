@@ -18,7 +18,7 @@ from latbench.base.quiet_openvino import import_openvino
 from latbench.errors import EnvironmentUnusable, UsageError
 from search.export.array_model import ArrayInput, ArrayModel
 from search.export.export_manifest import GRAPH, GRAPH_WEIGHTS, LIBRARY, PACKED, check_files, read_manifest
-from search.export.fork_gate import ForkGate
+from search.export.fork_gate import ForkGate, wait_until_library_threads_sleep
 
 
 def name_release() -> str:
@@ -47,7 +47,7 @@ def _abandon_models() -> None:
         model._compiled, model._lock = {}, Lock()
 
 
-_gate = ForkGate(in_child=_abandon_models)
+_gate = ForkGate(wait_until_library_threads_sleep, _abandon_models)
 
 
 class _Compiled(NamedTuple):
