@@ -140,9 +140,10 @@ def _hash_text(text: str) -> str:
 
 
 def _predict_parts(model: CostModel, X: pd.DataFrame) -> FloatArray:
-    """Return the seconds of every row of X by each part of a model: what one part answers another may not be asked.
+    """Return the seconds of every row of X by each part of a model.
 
-    A look-up gives measured times for its training rows, so it also tells what lies between them.
+    A hybrid asks only one of its parts for a row, so each is asked alone. A look-up gives measured times for its
+    training rows, so it also tells what lies between them.
     """
     if isinstance(model, Hybrid):
         return np.concatenate([_predict_parts(model.lookup_, X), _predict_parts(model.learned_, X)])

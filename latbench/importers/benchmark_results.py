@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from latbench.errors import BadData, UsageError
+from latbench.importers.field_values import parse_count, parse_number
 from latbench.machines.devices import make_slug
 from latbench.tables.point_ids import hash_key
 from sparse_kernels.patterns import Dense, parse
@@ -55,7 +56,6 @@ _SETTINGS = (
 )
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST = 2**31  # no layer is that large
 
 
 @dataclass(frozen=True)
@@ -274,25 +274,25 @@ def _build_row(result: Result, columns: Mapping[str, str], dtype: str | None, th
     for seconds in result.samples_seconds:
         if not 0 < seconds < math.inf:
             raise ValueError(f"a time must be positive and finite, not {seconds:g} s")
-    sizes = {name: _count(_find(fields, columns, name), name) for name in SIZES}
+    sizes = {name: parse_count(_find(fields, columns, name), name) for name in SIZES}
     spec = _find(fields, columns, "pattern")
     pattern = parse("dense" if spec is None else str(spec))
     own = 0.0 if isinstance(pattern, Dense) else getattr(pattern, "sparsity", None)
     given = _find(fields, columns, "sparsity")
     if given is None and own is None:
         raise ValueError(f"{pattern} needs a field with its sparsity")
-    sparsity = _number(own if given is None else given, "sparsity")
+    sparsity = parse_number(own if given is None else given, "sparsity")
     if not 0 <= sparsity < 1 or (own is not None and abs(sparsity - own) > 1e-6):
         known = "lies in 0 to 1" if own is None else f"is {own:g}; another pattern needs a field with its name"
         raise ValueError(f"the sparsity of {pattern} {known}, and this is {given}")
     element = _find(fields, columns, "dtype") or dtype
-    found = _find(fields, columns, "threads")
-    given = threads if found is None else found
+    own_threads = _find(fields, columns, "threads")
+    count = threads if own_threads is None else own_threads
     return {
         "purpose": "import", "op": "linear", "model": "", "status": "ok", "context": "isolated", **sizes,
         "pattern": str(pattern), "sparsity_target": sparsity, "kernel_requested": _name_kernel(result, columns),
         **({} if element is None else dict.fromkeys(("dtype_w", "dtype_a", "dtype_out"), _name_dtype(element))),
-        **({} if given is None else {"threads": _count(given, "threads")}),
+        **({} if count is None else {"threads": parse_count(count, "threads")}),
     }  # fmt: skip
 
 
@@ -314,17 +314,3 @@ def _name_dtype(text: Any) -> str:
         if name in (dtype, *others):
             return dtype
     raise ValueError(f"the element type {text} is unknown: known are {', '.join(_DTYPES)}")
-
-
-def _number(value: Any, what: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} must be a number, not {value!r}") from None
-
-
-def _count(value: Any, what: str) -> int:
-    number = _number(value, what)
-    if not (math.isfinite(number) and number.is_integer() and 1 <= number < _MOST):
-        raise ValueError(f"{what} must be a whole number of at least 1, not {value!r}")
-    return int(number)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from latbench.base.engine_registry import TORCH
 from latbench.errors import BadData, UsageError
+from latbench.importers.field_values import parse_count, parse_number
 from latbench.machines.devices import make_slug
 from latbench.tables.point_ids import hash_key
 from sparse_kernels.shapes import Conv2dShape
@@ -188,7 +189,7 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
     if line["kind"] == "sparse_gemm" and _is_given(line["dense_ms"]):
         yield same | {"kernel_requested": f"gemm_{transposed}"}, line["dense_ms"]
     if line["kind"] == "sparse_gemm" and _is_given(line["sparse_ms"]):
-        sparsity = _number(line["sparsity"], "sparsity")
+        sparsity = parse_number(line["sparsity"], "sparsity")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must lie between 0 and 1, not {line['sparsity']}")
         sparse = {"pattern": "unstructured", "sparsity_target": sparsity}
@@ -222,30 +223,15 @@ def _name(line: Mapping[str, Any], column: str) -> str:
     return str(line[column])
 
 
-def _number(value: Any, what: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"it has no {what}" if value is None else f"{what} must be a number, not {value!r}"
-        ) from None
-
-
 def _seconds(milliseconds: Any) -> float:
-    value = _number(milliseconds, "time") * 1e-3
+    value = parse_number(milliseconds, "time") * 1e-3
     if not 0 < value < math.inf:
         raise ValueError(f"a time must be positive and finite, not {milliseconds}")
     return value
 
 
-_MOST = 2**31  # no layer is that large
-
-
 def _count(line: Mapping[str, Any], name: str, least: int = 1) -> int:
-    value = _number(line[name], name)
-    if not (math.isfinite(value) and value.is_integer() and least <= value < _MOST):
-        raise ValueError(f"{name} must be a whole number of at least {least}, not {line[name]}")
-    return int(value)
+    return parse_count(line[name], name, least)
 
 
 def _csv(path: Path) -> pd.DataFrame:

@@ -127,8 +127,8 @@ def refuse_bytes(flags: set[str], machine: str) -> str | None:
     """Return why a processor's products of bytes by oneDNN are wrong, by its flags in Linux; None if they are not.
 
     Without an instruction for four products of bytes, oneDNN adds two of them in 16 bits, where many do not fit
-    (issue 103646 of pytorch). With such inputs torch 2.13 is wrong by a third of the largest result. machine: as
-    `platform.machine` says it. Processors of Arm have other instructions, and no such flags.
+    (issue 103646 of pytorch). machine: as `platform.machine` says it. Processors of Arm have other instructions, and
+    no such flags.
     """
     if machine not in ("x86_64", "AMD64") or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
@@ -142,9 +142,8 @@ def _in_bytes(shape: Shape, layer: SyntheticLayer, example: torch.Tensor) -> Run
     worth, bias = torch.from_numpy(weight.scales.copy()), torch.from_numpy(layer.bias)
     step, zero, zeros = float(reading.scale), int(reading.zero), torch.zeros(len(worth), dtype=torch.int32)
     read, floats = (step, zero), (1.0, 0, torch.float32, "none", list[float](), "")
-    with (
-        warnings.catch_warnings()
-    ):  # of the one operator that rounds in one pass, which torch will remove; it warns once
+    with warnings.catch_warnings():
+        # torch will remove the one operator that rounds in one pass. It says so at the first call alone.
         warnings.simplefilter("ignore", UserWarning)
         _to_bytes(example, step, zero)
     if not isinstance(shape, Conv2dShape):

@@ -127,7 +127,7 @@ def test_threads_processes_and_forks_share_it(encoder: tuple[Path, nn.Module]) -
     for each in found:
         check(each, expected)
     program = f"""
-import os, sys
+import os, signal, sys
 import numpy as np
 import latbench as lb
 model = lb.load({str(encoder[0])!r}, threads=2)
@@ -138,6 +138,7 @@ children = []
 for number in range(4):
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # one that waits for ever ends
         os._exit(0 if all(np.array_equal(model(ids, mask=mask)[0], expected) for _ in range(20)) else 1)
     children.append(child)
 print([os.waitpid(child, 0)[1] for child in children], np.array_equal(model(ids, mask)[0], expected))
