@@ -175,7 +175,8 @@ def _read_results(format: str, path: Path, columns: Mapping[str, str]) -> list[R
     try:
         return list(LIBRARIES[format](content))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise BadData(f"{path}: not results of {format} ({type(error).__name__}: {error})") from error
+        lacks = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its parts are of other kinds"
+        raise BadData(f"{path}: not results of {format}, {lacks}") from error
 
 
 def _google_benchmark(content: Any) -> Iterator[Result]:
@@ -291,7 +292,7 @@ def _build_row(result: Result, columns: Mapping[str, str], dtype: str | None, th
     return {
         "purpose": "import", "op": "linear", "model": "", "status": "ok", "context": "isolated", **sizes,
         "pattern": str(pattern), "sparsity_target": sparsity, "kernel_requested": _name_kernel(result, columns),
-        **({} if element is None else dict.fromkeys(("dtype_w", "dtype_a", "dtype_out"), _name_dtype(element))),
+        **({} if element is None else dict.fromkeys(("dtype_w", "dtype_a", "dtype_out"), name_dtype(element))),
         **({} if count is None else {"threads": parse_count(count, "threads")}),
     }  # fmt: skip
 
@@ -307,7 +308,7 @@ def _name_kernel(result: Result, columns: Mapping[str, str]) -> str:
     return "/".join([str(result.fields["benchmark"]), *others])
 
 
-def _name_dtype(text: Any) -> str:
+def name_dtype(text: Any) -> str:
     """Return an element type as tables have it. Raises ValueError for an unknown one."""
     name = str(text).lower()
     for dtype, others in _DTYPES.items():

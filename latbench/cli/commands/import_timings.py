@@ -113,8 +113,13 @@ def _read_results(
     dtype: str | None,
 ) -> list[dict[str, Any]]:
     """Read a file of a benchmark library, and say which results are left out. Raises UsageError as above."""
-    from latbench.importers.benchmark_results import read_benchmark_results
+    from latbench.errors import UsageError
+    from latbench.importers.benchmark_results import name_dtype, read_benchmark_results
 
+    try:
+        dtype = None if dtype is None else name_dtype(dtype)
+    except ValueError as error:
+        raise UsageError(f"--dtype: {error}") from None
     _refuse_options_of_spdy(format, spdy._replace(threads=None))
     rows, left_out = read_benchmark_results(
         format, path, columns=columns, only=only, device=device, dtype=dtype, threads=spdy.threads

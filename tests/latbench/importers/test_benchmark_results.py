@@ -204,7 +204,7 @@ def test_values_of_pyperf_are_samples_and_metadata_are_fields(tmp_path: Path) ->
     "content", [[], {}, {"benchmarks": 3}, {"benchmarks": [{}]}, {"benchmarks": [None]}, None, "x"]
 )
 def test_a_file_of_something_else_is_refused(format: str, content: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadData, match=f"r.json: not results of {format}"):
+    with pytest.raises(BadData, match=f"r.json: not results of {format}, it"):
         read(format, content, tmp_path)
 
 
@@ -234,6 +234,7 @@ def test_rows_become_a_table_and_the_command_leaves_out_what_it_holds(latbench: 
         (("--network", "net"), "--network: only for spdy"),
         (("--columns", "m=1"), "no result is a layer"),
         (("--only", "x=1"), "no result of"),
+        (("--dtype", "f7"), "--dtype: the element type f7 is unknown: known are float64"),
     ):
         ran = latbench(*command, *options)
         assert ran.code == 2 and said in ran.err
