@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from latbench.cli.sweep_points import format_duration
 from latbench.cli.verbosity import is_quiet
 
 Tell = Callable[[str, int | None, int | None], None]
@@ -41,6 +42,21 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
             bars.update(bar, description=what, completed=done or 0, total=total, count=count)
 
         yield tell
+
+
+def estimate_left(tell: Tell, clock: Callable[[], float] = time.monotonic) -> Tell:
+    """Return a function that shows progress with the time left, estimated from the steps so far of the same kind."""
+    kind, began, first = "", 0.0, 0
+
+    def tell_left(what: str, done: int | None, total: int | None) -> None:
+        nonlocal kind, began, first
+        if what != kind or done is None:
+            kind, began, first = what, clock(), done or 0
+        elif total is not None and done > first:
+            what = f"{what}: about {format_duration((total - done) * (clock() - began) / (done - first))} left"
+        tell(what, done, total)
+
+    return tell_left
 
 
 def _lines(console: Console, clock: Callable[[], float]) -> Tell:

@@ -30,8 +30,8 @@ def summarise(inputs: ReportInputs) -> dict[str, Any]:
     }
 
 
-def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
-    """Build the summary as rows of name and value, without unknown values."""
+def build_summary_table(inputs: ReportInputs, path: str, score_advice: str = "") -> rich.table.Table:
+    """Build the summary as rows of name and value, without unknown values. `score_advice` stands below the scores."""
     shown = rich.table.Table(box=None, show_header=False, pad_edge=False)
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
@@ -45,6 +45,8 @@ def build_summary_table(inputs: ReportInputs, path: str) -> rich.table.Table:
         name = verdict.score_name or "score"
         dense, pruned = (overview.format_score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
         shown.add_row(escape(name), f"{dense} dense, {pruned} pruned")
+        if score_advice:
+            shown.add_row("", score_advice)
     if promise:
         predicted = (promise.predicted_seconds, promise.predicted_low, promise.predicted_high)
         shown.add_row("predicted", format_seconds(*predicted))

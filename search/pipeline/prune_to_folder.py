@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from search.progress import Progress
 from search.pruning import prune_model as pipeline
 from search.pruning.prune_model import PruneResult
 from search.pruning.storage import model_folder
-from search.pruning.training import recipe as recipes
+from search.pruning.training.auto_recipe import AutoRecipe, read_training
 from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.task import Task
@@ -36,13 +36,16 @@ class PruneRequest:
     joint
         Whether all layers are tuned together.
     recipe
-        Training recipe: a YAML file, or the name of a method. None for no training.
+        Training recipe: a YAML file, the name of a method, or `auto`. None for no training.
+    train_seconds
+        Time budget of `auto`, which needs no other name then; None for its default.
     seed
         Random seed of the tuning.
     """
 
     joint: bool = True
     recipe: str | None = None
+    train_seconds: float | None = None
     seed: int = 0
 
 
@@ -73,7 +76,7 @@ def prune_to_folder(
         As `search.pruning.prune_model.prune_model` does.
     """
     searched = read_profile(profile)
-    training = None if request.recipe is None else recipes.read_recipe(request.recipe)
+    training = read_training(request.recipe, request.train_seconds)
     layers = Database(database, searched.model_hash)
     settings = {
         "task_reference": task.reference,
@@ -90,8 +93,8 @@ def prune_to_folder(
 
 
 def _prune(
-    task: Task, profile: Profile, layers: Database, recipe: Recipe | None, settings: dict[str, Any], output: Path,
-    progress: Progress,
+    task: Task, profile: Profile, layers: Database, recipe: Recipe | AutoRecipe | None, settings: dict[str, Any],
+    output: Path, progress: Progress,
 ) -> bool:  # fmt: skip
     """Prune the model unless the folder holds the result of these settings; return whether it ran."""
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -99,16 +102,19 @@ def _prune(
         return False
     model_folder.check_writable(output)
     checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
+    if isinstance(recipe, AutoRecipe):
+        recipe = replace(recipe, path=output.parent / f".{output.name}.{inputs}.recipe")
     run = pipeline.PruneSettings(seed=settings["seed"], joint=settings["global"], recipe=recipe)
     progress("reading the model and its data", None, None)
     check_task(task, _list_steps(task, settings["global"], recipe))
     progress("pruning", None, None)
     with _leave_busy_cores():
         result = pipeline.prune_model(task, profile, layers, run, checkpoint=checkpoint, progress=progress)
-    facts = {**_describe_stages(task, result), **settings, "inputs": inputs}
+    trained = {} if result.recipe is None else {"recipe": result.recipe.to_dict()}
+    facts = {**_describe_stages(task, result), **settings, **trained, "inputs": inputs}
     model_folder.save_pruned(output, result.model, result.masks, profile, facts, result.quantizations)
     # Checkpoints of earlier recipes go, too.
-    for left in list_hidden_siblings(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):
+    for left in list_hidden_siblings(output, r"[0-9a-f]{16}\.(training|recipe)(\.\d+\.\w+\.tmp)?"):
         if left.suffix != ".tmp" or is_left_behind(left):
             left.unlink(missing_ok=True)
     return True
@@ -128,7 +134,7 @@ def _leave_busy_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _list_steps(task: Task, joint: bool, recipe: Recipe | None) -> list[str]:
+def _list_steps(task: Task, joint: bool, recipe: Recipe | AutoRecipe | None) -> list[str]:
     """List what the task is checked for, of `search.check_task.STEPS`."""
     steps = ["copy", "loss"]
     if joint:
@@ -149,6 +155,7 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
         "stages": [
             {"name": stage.name, "score": stage.score, "loss": stage.loss}
             | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
+            | ({"fresh_loss": stage.fresh_loss} if stage.fresh_loss is not None else {})
             for stage in result.stages
         ],
     }

@@ -1,8 +1,11 @@
 """Make a pruned model of a profile: stitch the database's layers, tune them together, and train by a recipe if any.
 
-Each stage gives a model. The model with the least loss on the calibration data is selected, so no stage can do harm
-unnoticed. Test data is only scored for the record. Layers in eight bits have weights of whole numbers of steps after
-each stage. While a loss or a score is computed, they read their inputs in steps.
+Each stage gives a model, and the one with the least loss is selected, so no stage can do harm unnoticed. Before
+training it is the loss on the calibration data. A trained model is compared on training batches, because the other
+stages were fitted to the calibration data. Test data is only scored for the record.
+
+Layers in eight bits have weights of whole numbers of steps after each stage. While a loss or a score is computed,
+they read their inputs in steps.
 
 One model is stitched and tuned. This takes memory for its weights, their masks (a byte each) and one or two layers.
 During joint tuning the dense model and, for each kept weight, its value and two moments are held too: twice the
@@ -12,9 +15,11 @@ weights if three quarters are pruned.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +33,19 @@ from search.pruning.one_shot.batchnorm import list_batchnorms, tune_batchnorm
 from search.pruning.one_shot.global_adaprune import TuningSettings, run_global_adaprune
 from search.pruning.one_shot.stitch import StitchedLayers, stitch
 from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
+from search.pruning.training.auto_recipe import FRESH_BATCHES, AutoRecipe, choose_recipe, draw_fresh_batches
 from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
-from search.pruning.training.train import build_recipe_targets, train
+from search.pruning.training.train import Diverged, build_recipe_targets, train
 from search.task import Task
 from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.prunable_layers import refuse_layer
 
+_LOG = logging.getLogger(__name__)
+
 Progress = Callable[[str, int, int], None]
 
-VERSION = 7
+VERSION = 8
 """Rises whenever the same settings give another model than before."""
 
 
@@ -55,12 +63,16 @@ class Milestone:
         The task's score.
     training_flop : mapping of str to float
         FLOP of its training; empty without training.
+    fresh_loss : float or None
+        Mean loss on training batches in a new order, where a model was trained. Stages before were fitted to the
+        calibration data, and the training was not.
     """
 
     name: str
     loss: float
     score: float
     training_flop: Mapping[str, float] = field(default_factory=dict)
+    fresh_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,8 @@ class PruneResult:
         Its masks by layer; True marks a kept weight.
     quantizations : mapping of str to Quantization
         How its layers in eight bits are read.
+    recipe : Recipe or None
+        How a model was trained; None without training.
     """
 
     stages: Sequence[Milestone]
@@ -86,6 +100,7 @@ class PruneResult:
     model: nn.Module
     masks: Mapping[str, Tensor]
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +113,13 @@ class PruneSettings:
         Seed of the order of batches in joint tuning.
     joint : bool
         Whether all layers are tuned together after stitching (global AdaPrune).
-    recipe : Recipe or None
+    recipe : Recipe, AutoRecipe or None
         How the model is trained; None for no training.
     """
 
     seed: int = 0
     joint: bool = True
-    recipe: Recipe | None = None
+    recipe: Recipe | AutoRecipe | None = None
 
 
 def prune_model(
@@ -162,17 +177,28 @@ def prune_model(
             del best, model
             model = _stitch_again(task, profile, database, batches)
             best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
-    if recipe is not None:
+    if recipe is None:
+        return best
+    if not isinstance(recipe, AutoRecipe):
         trained = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
-        stages.append(trained.selected)
-        best = min(best, trained, key=lambda result: result.selected.loss)
-    return best
+        return _select_by_fresh_batches(task, best, trained)
+    chosen = choose_recipe(recipe, task, profile, partial(_copy_pruned, task, best), progress=progress)
+    try:
+        trained = _train_further(task, profile, chosen, best, batches, checkpoint, progress)
+    except Diverged:  # the longer training, at a rate at which a short one did not
+        slower = recipe.choose_slower(chosen)
+        rates = chosen.learning_rate, slower.learning_rate
+        _LOG.warning("training diverged at a learning rate of {:g}; it begins again at {:g}".format(*rates))
+        if checkpoint is not None:
+            checkpoint.remove()
+        trained = _train_further(task, profile, slower, best, batches, checkpoint, progress)
+    return _select_by_fresh_batches(task, best, trained)
 
 
-def _check_inputs(task: Task, profile: Profile, recipe: Recipe | None, model: nn.Module) -> None:
+def _check_inputs(task: Task, profile: Profile, recipe: Recipe | AutoRecipe | None, model: nn.Module) -> None:
     check_profile(profile, task, model)
     if recipe is not None:
-        check_recipe(recipe, task, profile, model)
+        check_recipe(recipe.base if isinstance(recipe, AutoRecipe) else recipe, task, profile, model)
 
 
 def _tune_jointly(
@@ -218,17 +244,45 @@ def _train_further(
     progress: Progress,
 ) -> PruneResult:
     """Train the dense model or a copy of the best one by the recipe."""
-    model = task.model()
-    if recipe.start != "dense":  # a model that keeps activations cannot be copied after it ran
-        model.load_state_dict(best.model.state_dict())
+    model, start = _copy_pruned(task, best)
+    if recipe.start == "dense":
+        model = task.model()
     trained = train(
-        task, model, profile, recipe, start=StitchedLayers(dict(best.masks), dict(best.quantizations)),
-        checkpoint=checkpoint, progress=lambda done, total: progress(recipe.method, done, total),
+        task, model, profile, recipe, start=start, checkpoint=checkpoint,
+        progress=lambda done, total: progress(recipe.method, done, total),
     )  # fmt: skip
-    with read_inputs_in_steps(model, trained.quantizations):
-        loss = compute_calibration_loss(task, model, batches)
-        stage = Milestone(recipe.method, loss, task.score(model), trained.to_dict())
-    return PruneResult(best.stages, stage, model, trained.masks, trained.quantizations)
+    stage = _evaluate(recipe.method, task, model, trained.quantizations, batches)
+    stage = replace(stage, training_flop=trained.to_dict())
+    return PruneResult(best.stages, stage, model, trained.masks, trained.quantizations, recipe)
+
+
+def _copy_pruned(task: Task, pruned: PruneResult) -> tuple[nn.Module, StitchedLayers]:
+    """Return a copy of the pruned model, and what pruning left.
+
+    A model that keeps activations cannot be copied after it ran, so a new one gets the weights.
+    """
+    model = task.model()
+    model.load_state_dict(pruned.model.state_dict())
+    return model, StitchedLayers(dict(pruned.masks), dict(pruned.quantizations))
+
+
+def _select_by_fresh_batches(task: Task, pruned: PruneResult, trained: PruneResult) -> PruneResult:
+    """Return the better one of the pruned and the trained model, by training batches in a new order.
+
+    Pruning was fitted to the calibration data, so the loss there favours what was not trained.
+    """
+    recipe = trained.recipe
+    assert recipe is not None
+    fresh = draw_fresh_batches(task, recipe.seed, FRESH_BATCHES) or task.calibration()
+    found = []
+    for result in (pruned, trained):
+        with read_inputs_in_steps(result.model, result.quantizations):
+            loss = compute_calibration_loss(task, result.model, fresh)
+        found.append(replace(result, selected=replace(result.selected, fresh_loss=loss)))
+    before, after = found
+    stages = [before.selected if stage is pruned.selected else stage for stage in pruned.stages]
+    better = min(found, key=lambda result: result.selected.fresh_loss or 0.0)
+    return replace(better, stages=[*stages, after.selected], recipe=recipe)
 
 
 def compute_calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:

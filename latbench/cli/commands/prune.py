@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from latbench.cli.options.common_options import TaskArgument
+from latbench.cli.options.option_texts import parse_duration
 from latbench.cli.options.pruning_options import (
     DatabaseInput,
     JointTuning,
@@ -16,6 +17,7 @@ from latbench.cli.options.pruning_options import (
     ProfileInput,
     PrunedOutput,
     RecipeName,
+    TrainBudget,
     TuningSeed,
 )
 
@@ -31,6 +33,7 @@ def prune(
     output: PrunedOutput,
     joint: JointTuning = True,
     recipe: RecipeName = None,
+    train_budget: TrainBudget = None,
     seed: TuningSeed = 0,
     packed: PackedFile = False,
     onnx: OnnxFile = None,
@@ -39,18 +42,19 @@ def prune(
 
     Training that is stopped leaves a hidden checkpoint beside the folder; the same command continues from it.
     """
-    from latbench.cli.progress_bar import live
+    from latbench.cli.progress_bar import estimate_left, live
     from search.artifacts.profile import read_profile
     from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
     from search.pruning.storage import model_folder
     from search.pruning.storage.packed_file import save_packed
     from search.task import load_task
 
+    seconds = None if train_budget is None else parse_duration(train_budget)
     searched = read_profile(profile)
     loaded = load_task(task)
     with live() as tell:
-        request = PruneRequest(joint, recipe, seed)
-        fresh = prune_to_folder(loaded, profile, database, output, request, progress=tell)
+        request = PruneRequest(joint, recipe, seconds, seed)
+        fresh = prune_to_folder(loaded, profile, database, output, request, progress=estimate_left(tell))
     last_line = f"{output} is {'written' if fresh else 'up to date'}"
     if packed:
         last_line += f", and {save_packed(output)}"
@@ -91,6 +95,7 @@ def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) ->
     table.add_column("stage")
     table.add_column(manifest["score_name"], justify="right")
     table.add_column("calibration loss", justify="right")
+    table.add_column("loss on training batches", justify="right")
     table.add_column("training FLOP", justify="right")
     table.add_column("of dense", justify="right")
     table.add_column("")
@@ -98,7 +103,8 @@ def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) ->
         mark = "kept" if stage["name"] == manifest["method"] else ""
         flop = stage.get("training_flop")
         spent = (f"{flop['total']:.3g}", f"{flop['total'] / flop['dense_total']:.3f}") if flop else ("", "")
-        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", *spent, mark)
+        fresh = f"{stage['fresh_loss']:.4f}" if "fresh_loss" in stage else ""
+        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", fresh, *spent, mark)
     layers = manifest["layers"].values()
     weights, left = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights"))
     size = sum(layer["packed_bytes"] for layer in layers)

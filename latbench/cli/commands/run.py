@@ -12,7 +12,8 @@ from latbench.base.deployed_forms import PYTHON
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
 from latbench.cli.options.common_options import Json, TaskArgument
-from latbench.cli.options.option_texts import check_deployed_form, parse_precisions
+from latbench.cli.options.option_texts import check_deployed_form, parse_duration, parse_precisions
+from latbench.cli.options.pruning_options import TrainBudget
 from latbench.cli.options.run_options import (
     JobFolder,
     Quick,
@@ -42,6 +43,7 @@ def run(
     quick: Quick = True,
     confidence: Confidence = 0.9,
     recipe: RunRecipe = None,
+    train_budget: TrainBudget = None,
     precisions: RunPrecisions = None,
     deploy: Deploy = PYTHON,
     threads: RunThreads = None,
@@ -59,6 +61,7 @@ def run(
     # First, so that what cannot work is refused before anything is said.
     select_threads(threads)
     allowed = parse_precisions(precisions)
+    train_seconds = None if train_budget is None else parse_duration(train_budget)
     check_deployed_form(deploy)
     check_task_file(task)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
@@ -74,7 +77,7 @@ def run(
     # Cores that are left to other programs may take part in what is not timed, but not those that --threads forbids.
     pruners = threads or count_cores()
     threads = choose_threads(threads, folder)
-    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed, deploy)
+    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed, deploy, train_seconds)
     with note_load(threads):
         result = _carry_out(Job(task, folder, settings))
         if as_json:

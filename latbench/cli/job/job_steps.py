@@ -72,7 +72,8 @@ from search.pipeline.search_request import (
 from search.pipeline.speedup_verdict import SpeedupVerdict
 from search.pruning.prune_model import check_can_train
 from search.pruning.storage.model_folder import hash_manifest
-from search.pruning.training.recipe import read_recipe
+from search.pruning.training.auto_recipe import AutoRecipe, read_training
+from search.pruning.training.recipe import Recipe
 from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import ModelTimer
@@ -88,6 +89,11 @@ ENOUGH_BATCHES = 8
 """With at least so many calibration batches, a quick search tries profiles on half of them; the best ones see all."""
 
 SHORT_EVALUATION_SECONDS = 20.0
+
+SMALL_LOSS = 0.005
+"""Share of the dense score that pruning may lose before training is advised."""
+
+TRAINING_ADVICE = "`--train-budget 10m` trains the pruned model, which may win most of that back"
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
 _POINT_SECONDS, _OPTION_SECONDS, _LAYER_SECONDS = 0.6, 1.0, 2.0  # options of a million weights
@@ -118,6 +124,8 @@ class JobSettings:
         Types in which layers may be multiplied.
     form
         How the model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
+    train_seconds
+        Time budget of the training recipe `auto`; None for its default, or for no training without a recipe.
     """
 
     target: float
@@ -129,6 +137,12 @@ class JobSettings:
     seed: int = 0
     precisions: tuple[str, ...] = (FLOAT32,)
     form: str = PYTHON
+    train_seconds: float | None = None
+
+    @property
+    def training(self) -> Recipe | AutoRecipe | None:
+        """How the model is trained. Raises UsageError or BadData for a wrong recipe."""
+        return read_training(self.recipe, self.train_seconds)
 
     @property
     def is_exported(self) -> bool:
@@ -143,6 +157,8 @@ class JobResult:
     verdict: SpeedupVerdict
     inputs: report_inputs.ReportInputs
     report: Path
+    can_train: bool = False
+    """Whether the task has training data, and the model was not trained."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the main figures for JSON."""
@@ -150,7 +166,9 @@ class JobResult:
 
     def build_table(self) -> Table:
         """Build the summary that ends the command."""
-        return build_summary_table(self.inputs, str(self.report))
+        lost = self.verdict.score_dense - self.verdict.score_pruned
+        advised = self.can_train and lost > SMALL_LOSS * abs(self.verdict.score_dense)
+        return build_summary_table(self.inputs, str(self.report), TRAINING_ADVICE if advised else "")
 
 
 class Job:
@@ -222,6 +240,8 @@ class Job:
             points, layers = len(self._points), len(self._workload.layers)
             weights = sum(layer.shape.m * layer.shape.k for layer in self._workload.layers)
         options = 7 if self.settings.quick else 20
+        asked = self.settings.training
+        training = asked.budget_seconds if isinstance(asked, AutoRecipe) else 0.0
         export = {"exporting": _START_SECONDS} if self.settings.is_exported else {}
         rounds = _ROUNDS * (_ROUND_SECONDS + sum(export.values()))
         return {
@@ -229,7 +249,7 @@ class Job:
             "timing layers": points * _POINT_SECONDS,
             "fitting the cost model": 2.0,
             "searching": _START_SECONDS + rounds + options * weights / 1e6 * _OPTION_SECONDS,
-            "pruning": layers * _LAYER_SECONDS,
+            "pruning": layers * _LAYER_SECONDS + training,
             **export,
             "verifying": _VERIFY_SECONDS,
             "writing the report": 3.0,
@@ -238,8 +258,7 @@ class Job:
     def trace_layers(self, tell: Tell) -> None:
         """Check the task and the recipe before any long work, and write the task's layers."""
         steps = ["copy"]
-        if self.settings.recipe is not None:
-            read_recipe(self.settings.recipe)
+        if self.settings.training is not None:
             check_can_train(self.task)
             steps.append("training")
         check_task(self.task, steps)
@@ -297,7 +316,7 @@ class Job:
 
         A verification that was fed back has led to one already, and a training takes long.
         """
-        if not verdict.is_needlessly_fast or self.settings.recipe is not None:
+        if not verdict.is_needlessly_fast or self.settings.training is not None:
             return False
         return not SearchHistory(self._read_inputs(), self._build_request()).read_verifications()
 
@@ -337,7 +356,7 @@ class Job:
         """Prune the model to the profile unless the folder holds the result."""
         prune_to_folder(
             self.task, self._path("profile.json"), self._path("database"), self._path("pruned"),
-            PruneRequest(recipe=self.settings.recipe), progress=tell,
+            PruneRequest(recipe=self.settings.recipe, train_seconds=self.settings.train_seconds), progress=tell,
         )  # fmt: skip
 
     def export_pruned(self, tell: Tell) -> None:
@@ -364,7 +383,7 @@ class Job:
         page = html_page.build_page(inputs, report_data.build_report_data(inputs), ["latbench", *sys.argv[1:]])
         report = self._path("report.html")
         write_text_atomically(report, html_page.build_html(page))
-        result = JobResult(verdict, inputs, report)
+        result = JobResult(verdict, inputs, report, self.task.can_train and self.settings.training is None)
         write_text_atomically(self._path("summary.json"), json.dumps(result.to_record(), indent=2) + "\n")
         return result
 

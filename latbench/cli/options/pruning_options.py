@@ -27,8 +27,17 @@ RecipeName = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help="Training recipe: a YAML file, or a method such as gmp or mask_decay. The better of the trained and the "
-        "untrained model is kept. Default: no training.",
+        help="Training recipe: a YAML file, a method such as gmp or mask_decay, or auto. The better of the trained "
+        "and the untrained model is kept. Default: no training, or auto with --train-budget.",
+    ),
+]
+TrainBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--train-budget",
+        metavar="DURATION",
+        help="Time to win back accuracy, in seconds or such as 90s, 10m, 1.5h. The pruned model learns from the "
+        "dense one under its masks (--recipe auto). Default: 10m for --recipe auto.",
     ),
 ]
 TuningSeed = Annotated[

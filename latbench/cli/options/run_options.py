@@ -60,6 +60,7 @@ RunRecipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help="Training recipe for prune: a YAML file, or a method. Default: no training.",
+        help="Training recipe for prune: a YAML file, a method, or auto. Default: no training, or auto with "
+        "--train-budget.",
     ),
 ]

@@ -324,16 +324,23 @@ def build_pruned(manifest: Mapping[str, Any]) -> Section:
     sentence += " The stage with the least loss on the calibration data is kept."
     name = str(manifest["score_name"])
     trained = any(stage.get("training_flop") for stage in manifest["stages"])
+    if trained:
+        sentence += " Whether the trained model is kept is decided by the loss on training batches."
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
          Cell(overview.format_score(stage["score"], name), stage["score"]),
-         *([_flop_cell(stage.get("training_flop"))] if trained else []),
+         *([_fresh_cell(stage), _flop_cell(stage.get("training_flop"))] if trained else []),
          Cell("kept" if stage["name"] == manifest["method"] else "dropped")]
         for stage in manifest["stages"]
     ]  # fmt: skip
-    heads = ["stage", "#calibration loss", f"#{name}", *(["#training FLOP, of dense"] if trained else []), "result"]
+    of_training = ["#loss on training batches", "#training FLOP, of dense"] if trained else []
+    heads = ["stage", "#calibration loss", f"#{name}", *of_training, "result"]
     stages = build_table(heads, rows)
     return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
+
+
+def _fresh_cell(stage: Mapping[str, Any]) -> Cell:
+    return Cell(f"{stage['fresh_loss']:.4g}", stage["fresh_loss"]) if "fresh_loss" in stage else Cell(NOTHING)
 
 
 def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:

@@ -28,7 +28,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 from latbench.errors import BadData
-from search.pruning.forward_hooks import get_product, register_forward_hooks
+from search.pruning.dense_distance import collect_outputs, compute_distances
 from search.pruning.quantization.rounded_inputs import read_arguments
 from search.task import Task
 from sparse_kernels.formats.int8 import LARGEST, Quantization
@@ -122,8 +122,13 @@ def run_global_adaprune(
 def _compute_loss(task: Task, model: nn.Module, dense: nn.Module, layers: Sequence[str], batch: Any) -> Tensor:
     """Return the distance of the layers' outputs on a batch from those of the dense model."""
     with torch.no_grad():
-        targets = _collect_outputs(task, dense, layers, batch)
-    return _compute_distance(_collect_outputs(task, model, layers, batch), targets)
+        targets = collect_outputs(task, dense, layers, batch)
+    total = torch.zeros(())
+    for name, distance in compute_distances(collect_outputs(task, model, layers, batch), targets).items():
+        if not bool(torch.isfinite(distance)):
+            raise BadData(f"layer {name}: its outputs on the calibration data hold NaN or infinite values")
+        total = total + distance
+    return total
 
 
 class _ImmediateAdam:
@@ -272,31 +277,3 @@ def _hold_layer_values(
 
 def _is_channels_last(weight: Tensor) -> bool:
     return weight.ndim == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def _collect_outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:
-    """Return the outputs of each layer on a batch, one tensor a call."""
-    outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
-
-    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        # A copy: the next module may change the output in place, as ReLU(inplace=True) does.
-        return lambda module, args, output: outputs[name].append(get_product(output).clone())
-
-    with register_forward_hooks(model, {name: remember(name) for name in layers}):
-        task.loss(model, batch)
-    return outputs
-
-
-def _compute_distance(outputs: Mapping[str, list[Tensor]], targets: Mapping[str, list[Tensor]]) -> Tensor:
-    total = torch.zeros(())
-    for name in targets:
-        if [y.shape for y in outputs[name]] != [y.shape for y in targets[name]]:
-            continue
-        for y, target in zip(outputs[name], targets[name], strict=True):
-            energy = target.square().sum()
-            distance = (y - target).square().sum()
-            if not bool(torch.isfinite(distance)):
-                raise BadData(f"layer {name}: its outputs on the calibration data hold NaN or infinite values")
-            if energy > 0:
-                total = total + distance / energy
-    return total

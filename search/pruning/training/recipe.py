@@ -12,6 +12,8 @@
     momentum: 0.9               # of sgd
     clip_norm: null             # largest norm of all gradients together
     accumulate: 1               # batches an optimizer step
+    distill: null               # outputs or layers: learn the dense model's outputs, or its layers' too, not the loss
+    ema: null                   # decay of an average of the weights, such as 0.99, that the trained model gets
     transposable: null          # exact or quick: N:M masks along the outputs too; quick keeps at least half the score
     seed: 0
 
@@ -50,6 +52,7 @@ from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.saliency.scores import MagnitudeScore, Score
+from search.pruning.training.dense_teacher import TAUGHT
 from search.pruning.training.methods.acdc import ACDC
 from search.pruning.training.methods.asp import ASP
 from search.pruning.training.methods.fixed_mask import FixedMask
@@ -113,6 +116,10 @@ class Recipe:
         Largest norm of all gradients together; None does not clip.
     accumulate : int
         Batches an optimizer step.
+    distill : {"outputs", "layers"} or None
+        What the dense model teaches in place of the task's loss: `search.pruning.training.dense_teacher`.
+    ema : float or None
+        Decay of the moving average of the weights that the trained model gets; None for the last weights.
     transposable : {"exact", "quick"} or None
         Whether N:M masks hold along the outputs too.
     seed : int
@@ -138,6 +145,14 @@ class Recipe:
     momentum: float = declare(0.9, number(least=0, below=1), "Momentum of sgd")
     clip_norm: float | None = declare(None, optional(number(above=0)), "Largest norm of all gradients together")
     accumulate: int = declare(1, integer(1), "Batches of an optimizer step")
+    distill: str | None = declare(
+        None,
+        optional(choice(*TAUGHT)),
+        "Outputs of the dense model, or of its layers too, to learn instead of the loss",
+    )
+    ema: float | None = declare(
+        None, optional(number(above=0, below=1)), "Decay of the average of the weights that the model gets at the end"
+    )
     transposable: str | None = declare(
         None,
         optional(choice("exact", "quick")),

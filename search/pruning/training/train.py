@@ -19,11 +19,17 @@ from search.pruning.one_shot.stitch import StitchedLayers
 from search.pruning.quantization.rounded_training import compute_in_steps, round_layers
 from search.pruning.saliency.gradient_checks import find_bad_gradient
 from search.pruning.training.checkpoint import Checkpoint, Stateful
+from search.pruning.training.dense_teacher import DenseTeacher
 from search.pruning.training.flops import Flop, compute_training_flop, count_forward_flop
 from search.pruning.training.pruner import Pruner
 from search.pruning.training.recipe import Recipe
+from search.pruning.training.weight_average import WeightAverage
 from search.task import Task
 from sparse_kernels.formats.int8 import Quantization
+
+
+class Diverged(BadData):
+    """A loss or a gradient is not finite."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def train(
     ------
     UsageError
         The task has no training batches.
-    BadData
+    Diverged
         The loss or a gradient is not finite.
     """
     layer_targets = build_recipe_targets(recipe, targets, model)
@@ -108,43 +114,69 @@ def train(
         model.train()
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
+        run = _Run(
+            task, model, recipe, pruner if layer_targets else None,
+            teacher=None if recipe.distill is None else DenseTeacher(task, recipe.distill),
+            average=None if recipe.ema is None else WeightAverage(model, recipe.ema),
+        )  # fmt: skip
         with compute_in_steps(model, start.quantizations):
-            forward_flop = _run_steps(task, model, recipe, pruner if layer_targets else None, checkpoint, progress)
+            forward_flop = _run_steps(run, checkpoint, progress)
     model.eval()
     if layer_targets:
         pruner.finish()
+    if run.average is not None:
+        run.average.write(pruner.masks)
     dense = compute_training_flop(None, {}, forward_flop, recipe.steps)
     spent = compute_training_flop(pruner, layer_targets, forward_flop, recipe.steps) if layer_targets else dense
+    if run.teacher is not None:
+        spent += Flop(dense.forward, 0.0, 0.0)
     return TrainingResult(pruner.masks, spent, dense, round_layers(model, start.quantizations))
 
 
-def _run_steps(
-    task: Task,
-    model: nn.Module,
-    recipe: Recipe,
-    pruner: Pruner | None,
-    checkpoint: Checkpoint | None,
-    progress: Callable[[int, int], None],
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Run:
+    """A training, and what takes part in it beside the optimizer."""
+
+    task: Task
+    model: nn.Module
+    recipe: Recipe
+    pruner: Pruner | None
+    teacher: DenseTeacher | None
+    average: WeightAverage | None
+
+    def compute_loss(self, batch: Any) -> Tensor:
+        """Return the loss that training minimizes."""
+        if self.teacher is not None:
+            return self.teacher.compute_loss(self.model, batch)
+        return self.task.loss(self.model, batch)
+
+    def list_parts(self) -> dict[str, Stateful]:
+        """List what has a state in checkpoints, beside the optimizer and its schedule."""
+        parts: dict[str, Stateful | None] = {"model": self.model, "pruner": self.pruner, "average": self.average}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def _run_steps(run: _Run, checkpoint: Checkpoint | None, progress: Callable[[int, int], None]) -> dict[str, float]:
     """Train from the checkpoint, or from the start, to the last step; return the dense forward FLOP by layer."""
-    batches = _draw_batches(task, recipe)
+    task, model, recipe = run.task, run.model, run.recipe
+    batches = draw_batches(task, recipe.seed)
     optimizer = build_optimizer(recipe, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compute_learning_rate_factor(recipe, step))
-    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    if pruner is not None:
-        parts["pruner"] = pruner
+    parts = {**run.list_parts(), "optimizer": optimizer, "schedule": schedule}
     first, forward_flop = _resume(task, batches, recipe, checkpoint, parts)
     for step in range(first, recipe.steps):
         optimizer.zero_grad()
         if step == 0:
-            forward_flop = count_forward_flop(model, lambda: _backward(task, model, batches, recipe, step=0))
+            forward_flop = count_forward_flop(model, lambda: _backward(run, batches, step=0))
         else:
-            _backward(task, model, batches, recipe, step=step)
+            _backward(run, batches, step=step)
         _clip_gradients(model, recipe, step)
         optimizer.step()
         schedule.step()
-        if pruner is not None:
-            pruner.step()
+        if run.pruner is not None:
+            run.pruner.step()
+        if run.average is not None:
+            run.average.update()
         if checkpoint is not None:
             checkpoint.save_if_due(step + 1, parts, forward_flop)
         progress(step + 1, recipe.steps)
@@ -202,12 +234,13 @@ def _make_transposable(name: str, target: LayerTarget, exact: bool) -> LayerTarg
         raise UsageError(f"layer {name}: {error}; leave `transposable` out of the recipe") from error
 
 
-def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Recipe, *, step: int) -> None:
+def _backward(run: _Run, batches: Iterator[Any], *, step: int) -> None:
     """Accumulate the mean gradient of one step's batches."""
+    recipe = run.recipe
     for _ in range(recipe.accumulate):
-        loss = task.loss(model, _get_next_batch(task, batches, recipe, step=step))
+        loss = run.compute_loss(_get_next_batch(run.task, batches, recipe, step=step))
         if not bool(torch.isfinite(loss)):
-            raise BadData(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
+            raise Diverged(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
         (loss / recipe.accumulate).backward()
 
 
@@ -216,24 +249,24 @@ def _clip_gradients(model: nn.Module, recipe: Recipe, step: int) -> None:
     norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
     if not bool(torch.isfinite(norm)):
         bad = find_bad_gradient(model) or "the norm of all gradients is too large for their type"
-        raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
+        raise Diverged(f"training diverged: {bad} at step {step}; lower the learning rate")
     if recipe.clip_norm is not None:
         clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
 
 
-def _draw_batches(task: Task, recipe: Recipe) -> Iterator[Any]:
+def draw_batches(task: Task, seed: int) -> Iterator[Any]:
     """Yield the task's batches; shuffling has a state of torch's generator of its own.
 
     So they are the same in a continued run, which skips batches without the draws of the model in between.
     """
-    batch_state = torch.Generator("cpu").manual_seed(recipe.seed).get_state()
+    batch_state = torch.Generator("cpu").manual_seed(seed).get_state()
     batches: Iterator[Any] | None = None
     while True:
         model_state = torch.get_rng_state()
         torch.set_rng_state(batch_state)
         try:
             if batches is None:
-                batches = task.train_batches(np.random.default_rng(recipe.seed))
+                batches = task.train_batches(np.random.default_rng(seed))
             batch = next(batches)
         except StopIteration:
             return

@@ -37,6 +37,8 @@ from search.pruning.storage.model_folder import (
     save_pruned,
 )
 from search.pruning.storage.packed_file import save_packed
+from search.pruning.training import auto_recipe
+from search.pruning.training.auto_recipe import AutoRecipe
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
@@ -339,7 +341,7 @@ def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
     assert prune_model.compute_calibration_loss(task, model, task.calibration()) < before
 
 
-def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
+def test_the_kept_stage_has_the_least_loss_and_the_seed_decides(task: Task, database: Database) -> None:
     profile = profile_of(task, CHOICES)
     result, again = (
         prune_model.prune_model(
@@ -351,14 +353,17 @@ def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task
         for _ in range(2)
     )
     assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global", "gmp"]
-    assert result.selected.loss == min(stage.loss for stage in result.stages[1:])
+    before, trained = min(result.stages[1:3], key=lambda stage: stage.loss), result.stages[3]
+    compared = [stage.name for stage in result.stages if stage.fresh_loss is not None]
+    assert compared == [before.name, trained.name]
+    assert result.selected == min((before, trained), key=lambda stage: stage.fresh_loss or 0.0)
     assert result.selected.loss == prune_model.compute_calibration_loss(task, result.model, task.calibration())
     assert result.selected.score == task.score(result.model)
     assert zeros_hold(result.model, dict(result.masks))
     assert again.stages == result.stages
     assert hash_model(again.model) == hash_model(result.model)
     alone = prune_model.prune_model(task, profile, database, settings=prune_model.PruneSettings(joint=False))
-    assert alone.stages == result.stages[:2]
+    assert alone.stages == [replace(stage, fresh_loss=None) for stage in result.stages[:2]]
 
 
 def test_one_shot_pruning_holds_the_weights_once(task: Task, database: Database) -> None:
@@ -676,3 +681,37 @@ def test_what_killed_writers_of_packed_weights_left_goes_and_nothing_else(
         (pruned / name).write_bytes(b"half")
     save_packed(pruned)
     assert [path.name for path in pruned.glob(".*")] == [names[-1]]
+
+
+def test_an_automatic_training_that_diverges_begins_again_more_slowly(
+    task: Task, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = AutoRecipe(30.0, path=tmp_path / "chosen")
+    chosen = Recipe(**{**auto.base.to_dict(), "steps": 20, "learning_rate": 1e30})
+    auto.keep(chosen)
+    monkeypatch.setattr(auto_recipe, "SLOWER", 1e32)
+    settings = prune_model.PruneSettings(recipe=auto)
+    result = prune_model.prune_model(task, profile_of(task, CHOICES), database, settings=settings)
+    assert result.recipe == replace(chosen, learning_rate=1e-2)
+    assert json.loads((tmp_path / "chosen").read_text())["learning_rate"] == pytest.approx(1e-2)
+    assert result.stages[-1].name == "held" and zeros_hold(result.model, dict(result.masks))
+
+
+def test_the_command_trains_within_a_budget(
+    task: Task, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_of(task, CHOICES).save(tmp_path / "profile.json")
+
+    def run(budget: str) -> dict[str, Any]:
+        prune_command(
+            str(TASK), tmp_path / "profile.json", tmp_path / "database", tmp_path / "pruned", train_budget=budget
+        )
+        return json.loads((tmp_path / "pruned" / "manifest.json").read_text())
+
+    manifest = run("2s")
+    assert [stage["name"] for stage in manifest["stages"]] == ["dense", "one-shot", "global", "held"]
+    assert manifest["recipe"]["distill"] == "layers" and manifest["recipe"]["steps"] >= 10
+    assert "loss on" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".pruned*"))  # neither checkpoint nor choice
+    assert run("2s") == manifest
+    assert "up to date" in capsys.readouterr().out
