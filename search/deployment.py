@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from latbench.base.deployed_forms import PYTHON
-from latbench.base.engine_registry import FLOAT32, NUMBA, runs_on_gpu
+from latbench.base.engine_registry import FLOAT32, NUMBA, list_rivals, runs_on_gpu
 from latbench.machines.processors import count_cores
 
 GPU_THREADS = 1
@@ -27,6 +27,9 @@ class Deployment:
         One of `latbench.base.deployed_forms.FORM_PHRASES`. latbench's own CPU kernels run in any of them.
     gpu
         The GPU as `--gpu` takes it; empty for the first one, and on a CPU.
+    over
+        Dense engines that round further than this type are no rivals, although the pruned model may round further.
+        Empty for the least precise of `precisions`.
     """
 
     threads: int
@@ -34,6 +37,12 @@ class Deployment:
     precisions: tuple[str, ...] = (FLOAT32,)
     form: str = PYTHON
     gpu: str = ""
+    over: str = ""
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """The dense engines that the promise is over: the fastest of them counts."""
+        return list_rivals(self.backend, (self.over,) if self.over else self.precisions)
 
     @property
     def on_gpu(self) -> bool:

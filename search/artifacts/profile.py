@@ -112,6 +112,8 @@ class Profile:
     form
         How the pruned model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`. The promise is measured
         in this form.
+    over
+        If not empty, `dense_engine` is the fastest of those that round no further than this type.
     """
 
     task: str
@@ -148,6 +150,7 @@ class Profile:
     dense_bytes: float | None = None
     precisions: str = FLOAT32
     form: str = PYTHON
+    over: str = ""
 
     @property
     def options(self) -> dict[str, Option]:
@@ -158,7 +161,7 @@ class Profile:
     def deployment(self) -> Deployment:
         """How the pruned model runs."""
         gpu = self.device if runs_on_gpu(self.backend) else ""
-        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")), self.form, gpu)
+        return Deployment(self.threads, self.backend, tuple(self.precisions.split(",")), self.form, gpu, self.over)
 
     @property
     def weights(self) -> Weights | None:
@@ -233,6 +236,8 @@ def read_profile(path: Path) -> Profile:
     found = _record(Profile, content, str(path))
     if found.form not in FORM_PHRASES:
         raise BadData(f"{path}: unknown form {found.form}")
+    if found.over not in ("", *PRECISIONS):
+        raise BadData(f"{path}: unknown type {found.over} of the dense engines")
     for name in ("target", "dense_seconds", "predicted_seconds", "predicted_low", "predicted_high"):
         if getattr(found, name) <= 0:
             raise BadData(f"{path}: {name} must be above 0, not {getattr(found, name):g}")

@@ -75,21 +75,39 @@ def prune_to_folder(
     BadData, UsageError
         As `search.pruning.prune_model.prune_model` does.
     """
-    searched = read_profile(profile)
-    training = read_training(request.recipe, request.train_seconds)
+    searched, training = read_profile(profile), read_training(request.recipe, request.train_seconds)
     layers = Database(database, searched.model_hash)
-    settings = {
+    settings = _describe_settings(task, profile, layers, training, request)
+    return _prune(task, searched, layers, training, settings, output, progress)
+
+
+def is_pruned(task: Task, profile: Path, database: Path, output: Path, request: PruneRequest) -> bool:
+    """Return whether `output` holds the result of `prune_to_folder` with these arguments."""
+    training = read_training(request.recipe, request.train_seconds)
+    layers = Database(database, read_profile(profile).model_hash)
+    settings = _describe_settings(task, profile, layers, training, request)
+    return model_folder.is_unchanged(output, _hash_settings(settings))
+
+
+def _describe_settings(
+    task: Task, profile: Path, layers: Database, training: Recipe | AutoRecipe | None, request: PruneRequest
+) -> dict[str, Any]:
+    """Return everything that the pruned model depends on."""
+    return {
         "task_reference": task.reference,
         "task_source": task.source,
         "profile_sha256": hash_file(profile),
-        "model_hash": searched.model_hash,
+        "model_hash": layers.model_hash,
         "one_shot": layers.provenance,
         "global": request.joint,
         "recipe": None if training is None else training.to_dict(),
         "seed": request.seed,
         "pipeline_version": pipeline.VERSION,
     }
-    return _prune(task, searched, layers, training, settings, output, progress)
+
+
+def _hash_settings(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 def _prune(
@@ -97,7 +115,7 @@ def _prune(
     output: Path, progress: Progress,
 ) -> bool:  # fmt: skip
     """Prune the model unless the folder holds the result of these settings; return whether it ran."""
-    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    inputs = _hash_settings(settings)
     if model_folder.is_unchanged(output, inputs):
         return False
     model_folder.check_writable(output)

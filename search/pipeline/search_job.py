@@ -333,6 +333,7 @@ def build_profile(
         dense_bytes=float(count_model_bytes(inputs.model)) if budget else None,
         precisions=",".join(deployment.precisions),
         form=deployment.form,
+        over=deployment.over,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

@@ -116,7 +116,7 @@ class SearchRequest:
             "sparsities": candidates.sparsities, "errors": candidates.errors, "time_budget": plan.time_budget,
             "processes": 0, "judges": self.workers.pool, "most_bytes": promise.most_bytes, "quick": plan.quick,
             "precisions": deployment.precisions,
-        }  # fmt: skip
+        } | ({"over": deployment.over} if deployment.over else {})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ class VerifiedModel:
         chosen = replace(searched, backend=backend or searched.backend, form=self.form)
         if chosen.on_gpu and not searched.on_gpu:
             self._check_precisions()
-            chosen = replace(chosen, threads=GPU_THREADS, precisions=(model_type or FLOAT16,))
+            chosen = replace(chosen, threads=GPU_THREADS, precisions=(model_type or FLOAT16,), over="")
         elif searched.on_gpu and not chosen.on_gpu:
-            chosen = replace(chosen, threads=count_cores(), precisions=(FLOAT32,), gpu="")
+            chosen = replace(chosen, threads=count_cores(), precisions=(FLOAT32,), gpu="", over="")
         if gpu and not chosen.on_gpu:
             raise UsageError(
                 f"--gpu {gpu} does not go with {chosen.backend}, which runs on a CPU: add --backend {CUPY}"

@@ -28,7 +28,6 @@ from latbench.base.engine_registry import (
     find_narrowest,
     find_plain_torch,
     is_deepsparse,
-    list_rivals,
 )
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
@@ -143,8 +142,7 @@ def verify(
 def _write_session(task: Task, profile: Profile, deployment: Deployment, timings: Timings, path: Path) -> None:
     """Write the timings for later searches under the same conditions."""
     key = describe_conditions(task, profile.model_hash, deployment)
-    rivals = list_rivals(deployment.backend, deployment.precisions)
-    write_sessions([build_session(timings, profile.options, rivals)], key, path)
+    write_sessions([build_session(timings, profile.options, deployment.rivals)], key, path)
 
 
 def _write_rows(
@@ -194,7 +192,7 @@ def _judge(timings: Timings, target: float, deployment: Deployment) -> str:
 
 
 def _find_fastest_dense(timings: Timings, deployment: Deployment) -> str:
-    return timings.fastest(list_rivals(deployment.backend, deployment.precisions))
+    return timings.fastest(deployment.rivals)
 
 
 def _score_models(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from latbench.base.deployed_forms import PYTHON
-from latbench.base.engine_registry import DENSE_INT8, MODEL_ENGINES, list_rivals, runs_our_kernels
+from latbench.base.engine_registry import DENSE_INT8, MODEL_ENGINES, runs_our_kernels
 from search.deployment import Deployment
 from search.task import Task
 from search.whole_model.end_to_end import EngineBuilder
@@ -41,14 +41,13 @@ def build_dense_engines(task: Task, deployment: Deployment) -> dict[str, EngineB
     DeepSparse is among them only where the pruned model runs there, and engines that round only where it may round as
     far. On a GPU they are those of a GPU, in the type of the pruned model.
     """
-    names = list_rivals(deployment.backend, deployment.precisions)
-    return {name: _build_dense_engine(name, task, deployment) for name in names}
+    return {name: _build_dense_engine(name, task, deployment) for name in deployment.rivals}
 
 
 def build_informative_engine(task: Task, deployment: Deployment) -> dict[str, EngineBuilder]:
     """Return the dense engine in eight bits that is timed although it is no rival; none if it cannot run."""
     name = DENSE_INT8
-    if deployment.on_gpu or name in list_rivals(deployment.backend, deployment.precisions) or not can_quantize():
+    if deployment.on_gpu or name in deployment.rivals or not can_quantize():
         return {}
     return {name: _build_dense_engine(name, task, deployment)}
 

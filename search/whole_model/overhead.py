@@ -140,7 +140,7 @@ def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> 
         "models": VERSION, "model_hash": model_hash, "device": device.name, "inputs": task.example().describe(),
         "threads": deployment.threads, "backend": deployment.backend, "form": deployment.form,
         "precisions": list(deployment.precisions), "engines": device.describe_versions(),
-    }  # fmt: skip
+    } | ({"over": deployment.over} if deployment.over else {})  # fmt: skip
 
 
 def find_choice(layers: Sequence[LayerOptions], options: OptionsByLayer) -> Choice:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from latbench.cli.options.common_options import TaskArgument
-from latbench.cli.options.option_texts import parse_duration
+from latbench.cli.options.option_texts import parse_train_budget
 from latbench.cli.options.pruning_options import (
     DatabaseInput,
     JointTuning,
@@ -49,7 +49,7 @@ def prune(
     from search.pruning.storage.packed_file import save_packed
     from search.task import load_task
 
-    seconds = None if train_budget is None else parse_duration(train_budget)
+    seconds = parse_train_budget(train_budget, recipe)
     searched = read_profile(profile)
     loaded = load_task(task)
     with live() as tell:

@@ -11,8 +11,13 @@ import typer
 from latbench.base.deployed_forms import PYTHON
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, TaskArgument
-from latbench.cli.options.option_texts import check_deployed_form, parse_duration, parse_precisions
+from latbench.cli.options.common_options import Json, RivalType, TaskArgument
+from latbench.cli.options.option_texts import (
+    check_deployed_form,
+    parse_precisions,
+    parse_rival_type,
+    parse_train_budget,
+)
 from latbench.cli.options.pruning_options import TrainBudget
 from latbench.cli.options.run_options import (
     JobFolder,
@@ -45,6 +50,7 @@ def run(
     recipe: RunRecipe = None,
     train_budget: TrainBudget = None,
     precisions: RunPrecisions = None,
+    over: RivalType = None,
     deploy: Deploy = PYTHON,
     threads: RunThreads = None,
     seed: RunSeed = 0,
@@ -60,8 +66,8 @@ def run(
 
     # First, so that what cannot work is refused before anything is said.
     select_threads(threads)
-    allowed = parse_precisions(precisions)
-    train_seconds = None if train_budget is None else parse_duration(train_budget)
+    allowed, rivals = parse_precisions(precisions), parse_rival_type(over)
+    train_seconds = parse_train_budget(train_budget, recipe)
     check_deployed_form(deploy)
     check_task_file(task)
     name = Path(task).stem if task.endswith(".py") else task.rpartition(":")[0] or task
@@ -77,7 +83,9 @@ def run(
     # Cores that are left to other programs may take part in what is not timed, but not those that --threads forbids.
     pruners = threads or count_cores()
     threads = choose_threads(threads, folder)
-    settings = JobSettings(target, confidence, quick, recipe, threads, pruners, seed, allowed, deploy, train_seconds)
+    settings = JobSettings(
+        target, confidence, quick, recipe, threads, pruners, seed, allowed, deploy, train_seconds, rivals
+    )
     with note_load(threads):
         result = _carry_out(Job(task, folder, settings))
         if as_json:
@@ -105,8 +113,22 @@ def _carry_out(job: Job) -> JobResult:
             ("fitting the cost model", job.fit_cost_model),
         ):  # fmt: skip
             step(steps.start(what))
-        verdict = _search_until_kept(job, steps)
+        verdict = _prune_and_train(job, steps)
         return job.write_report(steps.start("writing the report"), verdict)
+
+
+def _prune_and_train(job: Job, steps: JobProgress) -> SpeedupVerdict:
+    """Find a profile that keeps the promise, then train the model if that is asked for; return the last verdict.
+
+    Training changes no time, and may take long: a profile that misses the promise is not trained.
+    """
+    verdict = _search_until_kept(job, steps)
+    if job.settings.training is None or not verdict.met:
+        return verdict
+    job.train_model(steps.start("training"))
+    if job.settings.is_exported:
+        job.export_pruned(steps.start("training"))
+    return job.verify_model(steps.start("verifying the trained model"))
 
 
 def _search_until_kept(job: Job, steps: JobProgress) -> SpeedupVerdict:

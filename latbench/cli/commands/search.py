@@ -11,7 +11,15 @@ from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import FLOAT32, NUMBA
 from latbench.cli.json_output import print_json
 from latbench.cli.load_warning import note_load
-from latbench.cli.options.common_options import Json, LimitsFile, ModelGpu, Precisions, TaskArgument, Threads
+from latbench.cli.options.common_options import (
+    Json,
+    LimitsFile,
+    ModelGpu,
+    Precisions,
+    RivalType,
+    TaskArgument,
+    Threads,
+)
 from latbench.cli.options.deployment_options import choose_deployment
 from latbench.cli.options.option_texts import check_deployed_form, parse_duration
 from latbench.cli.options.search_options import (
@@ -63,6 +71,7 @@ def search(
     gpu: ModelGpu = None,
     deploy: Deploy = PYTHON,
     precisions: Precisions = None,
+    over: RivalType = None,
     patterns: SearchPatterns = None,
     sparsities: SearchSparsities = None,
     most_bytes: ModelBytes = None,
@@ -99,7 +108,7 @@ def search(
     stated, loaded = _read_limits(limits), load_task(task)
     request = SearchRequest(
         Promise(target or 1.0, confidence, most_bytes),
-        choose_deployment(loaded, backend, threads=threads, precisions=precisions, form=deploy, gpu=gpu),
+        choose_deployment(loaded, backend, threads=threads, precisions=precisions, form=deploy, gpu=gpu, over=over),
         candidates,
         SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
         Workers(processes or min(threads or count_cores(), MOST_PROCESSES), judges),

@@ -59,7 +59,7 @@ from search.export.model_to_export import read_pruned_model
 from search.loss.parallel import MOST_PROCESSES, Workers
 from search.pipeline import promising_points, search_job
 from search.pipeline import verify as verification
-from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
+from search.pipeline.prune_to_folder import PruneRequest, is_pruned, prune_to_folder
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import (
     CandidateOptions,
@@ -98,6 +98,7 @@ TRAINING_ADVICE = "`--train-budget 10m` trains the pruned model, which may win m
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
 _POINT_SECONDS, _OPTION_SECONDS, _LAYER_SECONDS = 0.6, 1.0, 2.0  # options of a million weights
 _START_SECONDS, _ROUND_SECONDS, _ROUNDS, _VERIFY_SECONDS = 25.0, 15.0, 3, 40.0
+_STEP_SECONDS = 0.3  # of training
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ class JobSettings:
         How the model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
     train_seconds
         Time budget of the training recipe `auto`; None for its default, or for no training without a recipe.
+    over
+        Type of the dense engines that the promise is over; empty for the least precise of `precisions`.
     """
 
     target: float
@@ -138,11 +141,18 @@ class JobSettings:
     precisions: tuple[str, ...] = (FLOAT32,)
     form: str = PYTHON
     train_seconds: float | None = None
+    over: str = ""
 
     @property
     def training(self) -> Recipe | AutoRecipe | None:
         """How the model is trained. Raises UsageError or BadData for a wrong recipe."""
         return read_training(self.recipe, self.train_seconds)
+
+    def to_options(self) -> str:
+        """Return the options, as text, that decide which profile is found."""
+        precisions = f" --precision {','.join(self.precisions)}" if self.precisions != (FLOAT32,) else ""
+        over = f" --over {self.over}" if self.over else ""
+        return precisions + over + (f" --deploy {self.form}" if self.is_exported else "")
 
     @property
     def is_exported(self) -> bool:
@@ -240,8 +250,10 @@ class Job:
             points, layers = len(self._points), len(self._workload.layers)
             weights = sum(layer.shape.m * layer.shape.k for layer in self._workload.layers)
         options = 7 if self.settings.quick else 20
-        asked = self.settings.training
-        training = asked.budget_seconds if isinstance(asked, AutoRecipe) else 0.0
+        training = {}
+        if (asked := self.settings.training) is not None:
+            seconds = asked.budget_seconds if isinstance(asked, AutoRecipe) else asked.steps * _STEP_SECONDS
+            training = {"training": layers * _LAYER_SECONDS + seconds, "verifying the trained model": _VERIFY_SECONDS}
         export = {"exporting": _START_SECONDS} if self.settings.is_exported else {}
         rounds = _ROUNDS * (_ROUND_SECONDS + sum(export.values()))
         return {
@@ -249,9 +261,10 @@ class Job:
             "timing layers": points * _POINT_SECONDS,
             "fitting the cost model": 2.0,
             "searching": _START_SECONDS + rounds + options * weights / 1e6 * _OPTION_SECONDS,
-            "pruning": layers * _LAYER_SECONDS + training,
+            "pruning": layers * _LAYER_SECONDS,
             **export,
             "verifying": _VERIFY_SECONDS,
+            **training,
             "writing the report": 3.0,
         }
 
@@ -308,15 +321,15 @@ class Job:
             except search_job.NearestProfile as error:
                 raise PromiseMissed(
                     f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}"
-                    f"{f' --deploy {settings.form}' if settings.is_exported else ''}` takes the best profile found"
+                    f"{settings.to_options()}` takes the best profile found"
                 ) from error
 
     def can_search_milder(self, verdict: SpeedupVerdict) -> bool:
-        """Return whether a milder profile may keep the promise, too. At most once a job, and never with a recipe.
+        """Return whether a milder profile may keep the promise, too. At most once a job.
 
-        A verification that was fed back has led to one already, and a training takes long.
+        A verification that was fed back has led to one already.
         """
-        if not verdict.is_needlessly_fast or self.settings.training is not None:
+        if not verdict.is_needlessly_fast:
             return False
         return not SearchHistory(self._read_inputs(), self._build_request()).read_verifications()
 
@@ -328,7 +341,7 @@ class Job:
         evaluations, batches = QUICK_EVALUATIONS if quick else THOROUGH_EVALUATIONS, self._choose_batches()
         return SearchRequest(
             Promise(settings.target, settings.confidence),
-            Deployment(self._threads, NUMBA, settings.precisions, settings.form),
+            Deployment(self._threads, NUMBA, settings.precisions, settings.form, over=settings.over),
             CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES if quick else None),
             SearchPlan(seed=settings.seed, evaluations=evaluations, batches=batches, quick=quick),
             self._choose_workers(evaluations, batches),
@@ -353,11 +366,19 @@ class Job:
         return Workers(evaluators, pruners=min(self.settings.pruners or self._threads, MOST_PROCESSES))
 
     def prune_model(self, tell: Tell) -> None:
-        """Prune the model to the profile unless the folder holds the result."""
-        prune_to_folder(
-            self.task, self._path("profile.json"), self._path("database"), self._path("pruned"),
-            PruneRequest(recipe=self.settings.recipe, train_seconds=self.settings.train_seconds), progress=tell,
-        )  # fmt: skip
+        """Prune the model to the profile, without training, unless the folder holds the result or a trained one."""
+        where = self.task, self._path("profile.json"), self._path("database"), self._path("pruned")
+        if not is_pruned(*where, self._trained):
+            prune_to_folder(*where, PruneRequest(), progress=tell)
+
+    def train_model(self, tell: Tell) -> None:
+        """Prune the model and train it, unless the folder holds the result."""
+        where = self.task, self._path("profile.json"), self._path("database"), self._path("pruned")
+        prune_to_folder(*where, self._trained, progress=tell)
+
+    @property
+    def _trained(self) -> PruneRequest:
+        return PruneRequest(recipe=self.settings.recipe, train_seconds=self.settings.train_seconds)
 
     def export_pruned(self, tell: Tell) -> None:
         """Export the pruned model unless the folder holds its export."""

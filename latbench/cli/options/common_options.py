@@ -102,7 +102,7 @@ Int8 = Annotated[
 ]
 LAYER_TYPES = (
     "Types in which layers may be multiplied, comma-separated or repeated: float32, bfloat16, int8. float32 is "
-    "always among them. The promise is over dense engines that round as far."
+    "always among them. The promise is over dense engines that round as far, or as --over says."
 )
 """What `--precision` means on a CPU."""
 
@@ -114,6 +114,15 @@ Precisions = Annotated[
         callback=split_list,
         help=f"{LAYER_TYPES} On a GPU, the single type of the whole model: float16 or bfloat16. Default: float32, "
         "on a GPU float16.",
+    ),
+]
+RivalType = Annotated[
+    str | None,
+    typer.Option(
+        "--over",
+        metavar="TYPE",
+        help="Type of the dense engines that the promise is over, with those of more precise types: float32, "
+        "bfloat16 or int8. Default: the least precise of --precision.",
     ),
 ]
 Sessions = Annotated[

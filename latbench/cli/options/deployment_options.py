@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from latbench.base.engine_registry import CUPY, FLOAT16, MODEL_TYPES_ON_GPU, NUMBA, runs_on_gpu
-from latbench.cli.options.option_texts import check_deployed_form, parse_precisions
+from latbench.cli.options.option_texts import check_deployed_form, parse_precisions, parse_rival_type
 from latbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def choose_deployment(
     precisions: Sequence[str] | None,
     form: str,
     gpu: str | None,
+    over: str | None,
 ) -> Deployment:
     """Return how a model runs.
 
@@ -31,7 +32,7 @@ def choose_deployment(
         The task, which may name its device and type.
     backend
         The engine of the pruned model; None for that of the task's device.
-    threads, precisions, form, gpu
+    threads, precisions, form, gpu, over
         The options; None for those that are not given.
 
     Raises
@@ -47,7 +48,10 @@ def choose_deployment(
     if not runs_on_gpu(backend):
         if gpu is not None:
             raise UsageError(f"--gpu {gpu} does not go with {backend}, which runs on a CPU: add --backend {CUPY}")
-        return Deployment(select_threads(threads), backend, parse_precisions(precisions), form)
+        allowed, rivals = parse_precisions(precisions), parse_rival_type(over)
+        return Deployment(select_threads(threads), backend, allowed, form, over=rivals)
+    if over is not None:
+        raise UsageError(f"--over does not go with {backend}: on a GPU all engines run the model in one type")
     if threads is not None:
         raise UsageError(f"--threads does not go with {backend}, which runs on a GPU")
     return Deployment(GPU_THREADS, backend, (_choose_type(task, precisions),), form, gpu or "")

@@ -13,6 +13,9 @@ import typer
 from latbench.base.engine_registry import NUMBA
 from latbench.errors import UsageError
 
+AUTO = "auto"
+"""The recipe that is chosen for a model and a time budget."""
+
 COLUMN_VALUE = "COLUMN=VALUE,..."
 
 SECOND_SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -45,6 +48,15 @@ def parse_precisions(texts: Sequence[str] | None) -> tuple[str, ...]:
     if unknown := [text for text in texts or () if text not in PRECISIONS]:
         raise UsageError(f"unknown precision {unknown[0]!r}: known are {', '.join(PRECISIONS)}")
     return tuple(each for each in PRECISIONS if each == FLOAT32 or each in (texts or ()))
+
+
+def parse_rival_type(text: str | None) -> str:
+    """Return the type of `--over`, empty where it is not given. Raises UsageError for an unknown one."""
+    from latbench.base.engine_registry import PRECISIONS
+
+    if text is not None and text not in PRECISIONS:
+        raise UsageError(f"unknown type {text!r} for --over: known are {', '.join(PRECISIONS)}")
+    return text or ""
 
 
 def check_deployed_form(form: str, backend: str = NUMBA) -> None:
@@ -100,6 +112,21 @@ def parse_duration(text: str) -> float:
     if found is None:
         raise UsageError(f"a duration is a number followed by s, m or h, such as 90s or 10m, not {text!r}")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def parse_train_budget(text: str | None, recipe: str | None) -> float | None:
+    """Return the seconds of `--train-budget`; None where it is not given.
+
+    Raises UsageError for a text that is no time above 0, or beside a recipe that has a length of its own.
+    """
+    if text is None:
+        return None
+    if recipe not in (None, AUTO):
+        raise UsageError(f"--train-budget goes with --recipe {AUTO}, not {recipe}: a recipe has its own steps")
+    seconds = parse_duration(text)
+    if seconds <= 0:
+        raise UsageError(f"--train-budget is a time above 0, such as 10m, not {text}")
+    return seconds
 
 
 def parse_column_values(option: str, texts: Sequence[str] | None) -> dict[str, str]:

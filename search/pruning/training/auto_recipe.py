@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from latbench.base.files import write_text_atomically
-from latbench.errors import BadData, UsageError
+from latbench.errors import BadData
 from search.pruning.one_shot.stitch import StitchedLayers
 from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
 from search.pruning.training.dense_teacher import LAYERS, DenseTeacher
@@ -104,7 +104,7 @@ def read_training(recipe: str | None, budget_seconds: float | None = None) -> Re
     recipe : str or None
         AUTO, or what `search.pruning.training.recipe.read_recipe` reads.
     budget_seconds : float or None
-        Seconds for training. They alone ask for AUTO, too.
+        Seconds above 0 for AUTO. They alone ask for it, too; a named recipe has its own length.
 
     Returns
     -------
@@ -114,14 +114,10 @@ def read_training(recipe: str | None, budget_seconds: float | None = None) -> Re
     Raises
     ------
     UsageError, BadData
-        The recipe is wrong, or has a length of its own and a budget.
+        The recipe is wrong.
     """
     if recipe is not None and recipe != AUTO:
-        if budget_seconds is not None:
-            raise UsageError(f"--train-budget goes with --recipe {AUTO}, not {recipe}: a recipe has its own steps")
         return read_recipe(recipe)
-    if budget_seconds is not None and not budget_seconds > 0:
-        raise UsageError("--train-budget is a time above 0, such as 10m")
     if recipe is None and budget_seconds is None:
         return None
     return AutoRecipe(BUDGET_SECONDS if budget_seconds is None else budget_seconds)

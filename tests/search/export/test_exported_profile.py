@@ -26,7 +26,7 @@ from search.pruning.one_shot.fill_database import fill_database, hash_pruning_in
 from search.pruning.storage.model_folder import hash_manifest
 from search.task import Task, load_task
 from search.whole_model import overhead
-from search.whole_model.engine_builders import build_pruned_engines
+from search.whole_model.engine_builders import build_dense_engines, build_informative_engine, build_pruned_engines
 from search.whole_model.model_engines import mask_at_random, prune_from_database
 from sparse_kernels.cpu.export.cpu_levels import list_host_levels
 
@@ -98,6 +98,27 @@ def test_profiles_are_built_in_the_form_that_is_deployed(chain: Task, form: str,
 def test_another_form_is_another_timing(chain: Task) -> None:
     keys = [overhead.describe_conditions(chain, "model", Deployment(2, form=form)) for form in (PYTHON, C, OPENVINO)]
     assert len({str(key) for key in keys}) == 3
+
+
+def test_other_dense_engines_are_another_timing_and_another_search(
+    chain: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A promise over float32 engines, although layers may be in eight bits."""
+    monkeypatch.setattr("search.whole_model.engine_builders.can_quantize", lambda: True)
+    plain, over = (Deployment(2, precisions=("float32", "int8"), over=type_) for type_ in ("", "float32"))
+    assert {"openvino", "openvino-int8"} <= set(plain.rivals) and "openvino-int8" not in over.rivals
+    assert set(Deployment(2, over="int8").rivals) == set(plain.rivals)
+    keys = [overhead.describe_conditions(chain, "model", each) for each in (plain, over)]
+    assert keys[1] == {**keys[0], "over": "float32"}
+    assert set(build_dense_engines(chain, over)) == set(over.rivals)
+    assert set(build_informative_engine(chain, over)) == {"openvino-int8"}
+    pruned = prune_chain(tmp_path, chain)
+    profile = replace(read_profile(pruned / "profile.json"), precisions="float32,int8", over="float32")
+    profile.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json").deployment == replace(over, threads=profile.threads)
+    replace(profile, over="fp8").save(tmp_path / "profile.json")
+    with pytest.raises(BadData, match="unknown type fp8 of the dense engines"):
+        read_profile(tmp_path / "profile.json")
 
 
 @has_levels

@@ -14,13 +14,14 @@ import pytest
 from rich.table import Table
 
 from latbench.cli.commands.run import MOST_TRIES, run
-from latbench.cli.job import job_threads
-from latbench.cli.job.job_steps import Job, JobSettings
+from latbench.cli.job import job_steps, job_threads
+from latbench.cli.job.job_steps import Job, JobResult, JobSettings
 from latbench.cli.job.job_threads import choose_threads
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines.processors import count_cores
 from latbench.tables.writer import write_part
 from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
+from search.pruning.training.auto_recipe import AutoRecipe
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Steps:
     def estimate_seconds(self) -> dict[str, float]:
         return dict.fromkeys(
             ["reading the task", "timing layers", "fitting the cost model", "searching", "pruning", "verifying",
-             "writing the report", "exporting"], 1.0,
+             "training", "verifying the trained model", "writing the report", "exporting"], 1.0,
         )  # fmt: skip
 
     def search_profile(self, tell: Any, *, refine: bool = False) -> None:
@@ -201,9 +202,7 @@ def test_a_quick_search_tries_profiles_on_half_of_many_batches(
         assert job._build_request().plan.batches == tried
 
 
-def test_a_milder_profile_is_searched_once_and_never_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_milder_profile_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "little.py").write_text(TASK)
     verified: list[str] = []
     monkeypatch.setattr(Job, "_read_inputs", lambda job: None)
@@ -213,9 +212,56 @@ def test_a_milder_profile_is_searched_once_and_never_trained_again(
         assert job.can_search_milder(fast) and not job.can_search_milder(kept)
         verified.append("fed back by an earlier run of the same job")
         assert not job.can_search_milder(fast)
-    verified.clear()
-    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0, recipe="gmp")) as job:
-        assert not job.can_search_milder(fast)
+
+
+def test_a_model_is_trained_once_its_profile_keeps_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training changes no time, and may take long."""
+    steps = carry_out(monkeypatch, MISSED, KEPT, KEPT, train_budget="5m")
+    again = ["refine", "prune_model", KEPT, "train_model", KEPT]
+    assert steps.done == [*FIRST, MISSED, *again, "report", "closed"]
+    assert steps.settings.training == AutoRecipe(300.0)
+    exported = carry_out(monkeypatch, KEPT, KEPT, recipe="auto", deploy="c")
+    assert exported.done[len(FIRST) :] == [
+        "export_pruned", KEPT, "train_model", "export_pruned", KEPT, "report", "closed"
+    ]  # fmt: skip
+    assert "train_model" not in carry_out(monkeypatch, *[MISSED] * MOST_TRIES, recipe="auto").done
+
+
+def test_a_budget_that_is_no_time_is_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="a duration is a number"):
+        run("digits", train_budget="soon")
+    with pytest.raises(UsageError, match="--train-budget goes with --recipe auto, not gmp"):
+        run("digits", recipe="gmp", train_budget="5m")
+    with pytest.raises(UsageError, match="--train-budget is a time above 0, such as 10m, not 0s"):
+        run("digits", train_budget="0s")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_dense_engines_of_the_promise_are_chosen_by_their_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = carry_out(monkeypatch, KEPT, precisions=["int8"], over="float32", deploy="c").settings
+    assert settings.to_options() == " --precision float32,int8 --over float32 --deploy c"
+    with Job("digits", Path("nowhere"), settings) as job:
+        monkeypatch.setattr(Job, "_choose_workers", lambda *_: None)
+        rivals = job._build_request().deployment.rivals
+    assert "openvino" in rivals and not any("int8" in name or "bf16" in name for name in rivals)
+    capsys.readouterr()
+    with pytest.raises(UsageError, match="unknown type 'fp8' for --over: known are float32, bfloat16, int8"):
+        run("digits", over="fp8")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("pruned", "advised"), [(0.95, True), (0.999, False), (1.2, False)])
+@pytest.mark.parametrize("can_train", [True, False])
+def test_training_is_advised_where_much_was_lost(pruned: float, advised: bool, can_train: bool) -> None:
+    verdict: Any = SimpleNamespace(score_dense=1.0, score_pruned=pruned)
+    given: list[str] = []
+    result = JobResult(verdict, None, Path("report.html"), can_train)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_steps, "build_summary_table", lambda inputs, path, advice: given.append(advice))
+        result.build_table()
+    assert ("--train-budget" in given[0]) == (advised and can_train)
 
 
 def test_a_promise_that_is_never_kept_has_a_report_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,13 +273,6 @@ def test_what_users_ask_for(recipe: str | None, seconds: float | None, expected:
     assert read_training(recipe, seconds) == expected
 
 
-def test_budgets_that_say_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match="--train-budget goes with --recipe auto, not gmp"):
-        read_training("gmp", 90.0)
-    with pytest.raises(UsageError, match="--train-budget is a time above 0"):
-        read_training(None, 0.0)
-
-
 def build_result(name: str, task: Task, loss: float, scale: float) -> prune_model.PruneResult:
     """The dense model with scaled logits, and a loss on calibration data that says something else."""
     model = task.model()

@@ -1,0 +1,264 @@
+"""Is a searched profile more accurate than the best uniform one of the same time, one-shot and after training?
+
+    python tests/experiments/searched_or_uniform.py search TASK --job FOLDER [--targets 1.5,2] [--seeds 5]
+    python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--hours 1] [--threads 1]
+    python tests/experiments/searched_or_uniform.py time TASK --job FOLDER
+    python tests/experiments/searched_or_uniform.py show
+
+FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
+`search` prunes every option of the table. Of all patterns that reach a target in all layers, the uniform profile has
+the least loss. The searched one takes at most as long as that, by prediction. `uniform pattern` is searched with the
+uniform profile's pattern alone, to tell what the choice of sparsities gives.
+
+`train` scores each profile one-shot, and after --steps steps of distillation under its masks. Seeds are those of the
+search and of the training, and pairs have the same. `time` measures all profiles in turns. `show` prints the
+differences of pairs with their standard errors. What is there is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import runs
+import torch
+from objectives import DISTILLED, QUICK_SPARSITIES, UNTRAINED, prune_and_train
+from runs import Row
+
+from latbench.machines.devices import name_cpu
+from latbench.machines.processors import count_cores
+from latbench.tables.storage import parse_place
+from search.artifacts.layer_database import Database
+from search.deployment import Deployment
+from search.knapsack.arrays import Choice
+from search.loss.parallel import Workers
+from search.pipeline.search_request import (
+    CandidateOptions,
+    Promise,
+    SearchInputs,
+    SearchPlan,
+    SearchRequest,
+    read_inputs,
+)
+from search.pipeline.search_setup import set_up_search
+from search.problem.calibration import ignore_intervals
+from search.problem.layers import Option
+from search.problem.problem import Problem
+from search.strategies.evaluation_budget import ProfileEvaluator
+from search.strategies.run_strategy import StrategySettings, run_strategy
+from search.task import Task, load_task
+from search.whole_model.end_to_end import ModelTimer
+from search.whole_model.engine_builders import build_dense_engines, build_pruned_engines
+from search.whole_model.timed_device import find_cpu
+from sparse_kernels.patterns import Dense, parse
+
+RESULTS = Path(__file__).parent / "results"
+EVALUATIONS = 100
+UNIFORM, SEARCHED, ONE_PATTERN = "uniform", "searched", "uniform pattern"
+KINDS = (UNIFORM, SEARCHED, ONE_PATTERN)
+
+
+def search_all(inputs: SearchInputs, targets: Sequence[float], seeds: int, path: Path) -> None:
+    """Write the profiles that are not there yet."""
+    request = SearchRequest(
+        Promise(max(targets)), Deployment(count_cores()), CandidateOptions(sparsities=QUICK_SPARSITIES),
+        SearchPlan("uniform", evaluations=EVALUATIONS), Workers(count_cores()),
+    )  # fmt: skip
+    with ModelTimer(count_cores()) as timer:
+        setup = set_up_search(inputs, request, timer, progress=lambda *_: None)
+    problem = ignore_intervals(setup.problem)
+    with setup.evaluator as evaluator:
+        for target in targets:
+            uniform = run_strategy(StrategySettings(UNIFORM, EVALUATIONS), problem, target, evaluator).choice
+            for seed in range(seeds):
+                for kind in KINDS:
+                    key = {"task": inputs.task.name, "kind": kind, "target": target, "seed": seed}
+                    if not any(key.items() <= row.items() for row in runs.read_rows(path)):
+                        choice = find_profile(problem, uniform, kind, seed, evaluator)
+                        runs.add_row(path, key | describe(problem, choice, evaluator))
+                        print(key, flush=True)
+
+
+def find_profile(problem: Problem, uniform: Choice, kind: str, seed: int, evaluator: ProfileEvaluator) -> Choice:
+    """Return the uniform profile, or one that is searched and takes at most as long."""
+    if kind == UNIFORM:
+        return uniform
+    target = problem.dense.value / problem.predict(uniform).value * (1 - 1e-9)  # roundings
+    patterns = {layer.options[j].pattern for layer, j in zip(problem.layers, uniform, strict=True)}
+    allowed = problem if kind == SEARCHED else select_patterns(problem, {"dense", *patterns})
+    found = run_strategy(
+        StrategySettings("staged", EVALUATIONS, seed), allowed, target, _Renumbered(evaluator, problem, allowed)
+    )
+    return translate(found.choice, allowed, problem)
+
+
+def select_patterns(problem: Problem, patterns: set[str]) -> Problem:
+    """Return the problem with these patterns alone."""
+    return problem.change_layers(
+        lambda layer: layer.take([j for j, option in enumerate(layer.options) if option.pattern in patterns])
+    )
+
+
+def translate(choice: Choice, source: Problem, target: Problem) -> Choice:
+    """Return the same options as numbers of another problem."""
+    return tuple(
+        own.options.index(other.options[j])
+        for own, other, j in zip(target.layers, source.layers, choice, strict=True)
+    )
+
+
+class _Renumbered:
+    """An evaluator of the options of another problem."""
+
+    def __init__(self, evaluator: ProfileEvaluator, whole: Problem, part: Problem) -> None:
+        self._evaluator, self._whole, self._part, self.batches = evaluator, whole, part, evaluator.batches
+
+    def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
+        return self._evaluator.losses([translate(it, self._part, self._whole) for it in choices], batches)
+
+    def layer_shares(self, choice: Choice, batches: int) -> list[float]:
+        return self._evaluator.layer_shares(translate(choice, self._part, self._whole), batches)
+
+
+def describe(problem: Problem, choice: Choice, evaluator: ProfileEvaluator) -> Row:
+    """Return the options of a profile, its loss and its predicted seconds."""
+    [loss] = evaluator.losses([choice], evaluator.batches)
+    options = {layer.name: layer.options[j] for layer, j in zip(problem.layers, choice, strict=True)}
+    return {
+        "loss": loss, "predicted_seconds": problem.predict(choice).value,
+        "options": {name: [it.pattern, it.sparsity, it.precision] for name, it in options.items()},
+    }  # fmt: skip
+
+
+def read_options(row: Row) -> dict[str, Option]:
+    return {name: Option(*option) for name, option in row["options"].items()}
+
+
+def train_all(task: Task, database: Database, rows: Sequence[Row], path: Path, steps: int, hours: float) -> None:
+    """Add the scores that are missing, while there is time. One-shot scores have no seed but the profile's."""
+    names = ("task", "kind", "target", "seed")
+
+    def one(key: Row, _: list[Row]) -> Row:
+        began = time.process_time()
+        profile = next(row for row in rows if {n: key[n] for n in names}.items() <= row.items())
+        model = prune_and_train(task, read_options(profile), database, key["method"], key["steps"], key["seed"])
+        score = task.score(model)
+        print(f"{key}: {score:.4f}", flush=True)
+        return key | {"score": score, "cpu_seconds": round(time.process_time() - began, 1)}
+
+    keys = [
+        {name: row[name] for name in names} | {"method": method, "steps": count}
+        for method, count in ((UNTRAINED, 0), (DISTILLED, steps))
+        for row in sorted(rows, key=lambda row: (row["seed"], row["target"]))
+    ]
+    if not runs.run_missing(path, keys, one, hours):
+        print("time is up: the same command goes on from here")
+
+
+def time_all(task: Task, rows: Sequence[Row], path: Path) -> None:
+    """Measure all profiles in turns, and write their seconds."""
+    deployment = Deployment(count_cores())
+    profiles = {f"{row['kind']} {row['target']:g}x seed {row['seed']}": read_options(row) for row in rows}
+    engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
+    with ModelTimer(count_cores()) as timer, find_cpu().lock(lambda *_: None):
+        timings = timer.time(engines, required=list(profiles))
+    seconds = {name: timings.seconds(name, 0.9).value for name in timings.blocks}
+    path.write_text(json.dumps({"cpu": name_cpu(), "seconds": seconds}, indent=1) + "\n")
+
+
+def show(folder: Path) -> None:
+    """Print the differences of pairs."""
+    for path in sorted(folder.glob("*-profiles.jsonl")):
+        name = path.name.removesuffix("-profiles.jsonl")
+        profiles, scores = runs.read_rows(path), runs.read_rows(folder / f"{name}-scores.jsonl")
+        times = folder / f"{name}-times.json"
+        seconds = json.loads(times.read_text())["seconds"] if times.exists() else {}
+        for target in dict.fromkeys(row["target"] for row in profiles):
+            own = [row for row in profiles if row["target"] == target]
+            pattern = next(row for row in own if row["kind"] == UNIFORM)["options"]
+            kinds = {
+                (spec, f"{sparsity:.0%}")
+                for spec, sparsity, _ in pattern.values()
+                if not isinstance(parse(spec), Dense)
+            }
+            print(f"{name}, {target:g}x: uniform is {' and '.join(' at '.join(each) for each in sorted(kinds))}")
+            for method in (UNTRAINED, DISTILLED):
+                found = {
+                    (row["kind"], row["seed"]): row["score"]
+                    for row in scores
+                    if row["target"] == target and row["method"] == method
+                }
+                show_pairs(method, found, own, seconds, target)
+
+
+def show_pairs(
+    method: str,
+    scores: Mapping[tuple[str, int], float],
+    profiles: Sequence[Row],
+    seconds: Mapping[str, float],
+    target: float,
+) -> None:
+    """Print the scores of each kind, and their differences from the uniform profile's."""
+    for kind in KINDS:
+        of_kind = [score for (other, _), score in scores.items() if other == kind]
+        if not of_kind:
+            continue
+        pairs = [scores[kind, s] - scores[UNIFORM, s] for k, s in scores if k == kind and (UNIFORM, s) in scores]
+        text = f"  {method:10} {kind:16} {statistics.fmean(of_kind):.4f}"
+        if kind != UNIFORM and pairs:
+            error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+            text += f", {statistics.fmean(pairs):+.4f} +- {error:.4f} over uniform ({len(pairs)} pairs)"
+        names = {
+            row["seed"]: f"{row['kind']} {target:g}x seed {row['seed']}" for row in profiles if row["kind"] == kind
+        }
+        if ratios := [
+            seconds[n] / seconds[f"{UNIFORM} {target:g}x seed {s}"] for s, n in names.items() if n in seconds
+        ]:
+            text += f", {min(ratios):.3f} to {max(ratios):.3f} of its measured time"
+        print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("search", "train", "time"):
+        command = commands.add_parser(name)
+        command.add_argument("task")
+        command.add_argument("--job", type=Path, required=True)
+    commands.choices["search"].add_argument(
+        "--targets", type=lambda text: [float(each) for each in text.split(",")], default=[1.5, 2.0]
+    )
+    commands.choices["search"].add_argument("--seeds", type=int, default=5)
+    commands.choices["train"].add_argument("--steps", type=int, default=150)
+    commands.choices["train"].add_argument("--hours", type=float, default=1.0)
+    commands.choices["train"].add_argument("--threads", type=int, default=1)
+    commands.add_parser("show")
+    given = parser.parse_args()
+    folder = RESULTS / "searched_or_uniform"
+    if given.command == "show":
+        show(folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    task = load_task(given.task)
+    place, model = parse_place(given.job / "table"), given.job / "cost_model.json"
+    inputs = read_inputs(task, place, model, given.job / "database")
+    path = folder / f"{task.name}-profiles.jsonl"
+    if given.command == "search":
+        search_all(inputs, given.targets, given.seeds, path)
+    elif given.command == "train":
+        torch.set_num_threads(given.threads)
+        database = Database(inputs.database, inputs.model_hash, inputs.provenance)
+        train_all(
+            task, database, runs.read_rows(path), folder / f"{task.name}-scores.jsonl", given.steps, given.hours
+        )
+    else:
+        time_all(task, runs.read_rows(path), folder / f"{task.name}-times.json")
+
+
+if __name__ == "__main__":
+    main()
