@@ -40,6 +40,7 @@ class ReportData:
     times: pd.DataFrame | None
     trade_offs: pd.DataFrame | None
     accuracy: pd.DataFrame | None
+    accuracy_pairs: pd.DataFrame | None
 
 
 def build_report_data(inputs: ReportInputs) -> ReportData:
@@ -89,6 +90,7 @@ def build_report_data(inputs: ReportInputs) -> ReportData:
         times=build_promise_times(inputs.verdict) if inputs.verdict else None,
         trade_offs=inputs.trade_offs,
         accuracy=None if inputs.results is None else accuracy.build_frame(inputs.results),
+        accuracy_pairs=None if inputs.results is None else accuracy.build_pairs(inputs.results),
     )
 
 

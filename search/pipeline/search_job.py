@@ -290,15 +290,7 @@ def build_profile(
     problem, found, measured = promised.problem, promised.found, promised.measured
     promise, plan, deployment = request.promise, request.plan, request.deployment
     predicted = problem.predict(found.choice)
-    layers = {
-        part.name: LayerChoice(
-            part.options[j].pattern, part.options[j].sparsity,
-            float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
-            part.options[j].precision,
-        )
-        for layer, j in zip(problem.layers, found.choice, strict=True)
-        for part in layer.parts
-    }  # fmt: skip
+    layers = _describe_layers(problem, found.choice)
     error = sum_in_order(choice.error for choice in layers.values())
     budget = problem.second_budget
     return Profile(
@@ -338,3 +330,16 @@ def build_profile(
         model_hash=inputs.model_hash,
         inputs=digest,
     )
+
+
+def _describe_layers(problem: Problem, choice: Choice) -> dict[str, LayerChoice]:
+    """Return the option of each layer, with its predicted seconds and its error."""
+    return {
+        part.name: LayerChoice(
+            part.options[j].pattern, part.options[j].sparsity,
+            float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
+            part.options[j].precision,
+        )
+        for layer, j in zip(problem.layers, choice, strict=True)
+        for part in layer.parts
+    }  # fmt: skip

@@ -179,19 +179,8 @@ def prune_model(
             best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
     if recipe is None:
         return best
-    if not isinstance(recipe, AutoRecipe):
-        trained = _train_further(task, profile, recipe, best, batches, checkpoint, progress)
-        return _select_by_fresh_batches(task, best, trained)
-    chosen = choose_recipe(recipe, task, profile, partial(_copy_pruned, task, best), progress=progress)
-    try:
-        trained = _train_further(task, profile, chosen, best, batches, checkpoint, progress)
-    except Diverged:  # the longer training, at a rate at which a short one did not
-        slower = recipe.choose_slower(chosen)
-        rates = chosen.learning_rate, slower.learning_rate
-        _LOG.warning("training diverged at a learning rate of {:g}; it begins again at {:g}".format(*rates))
-        if checkpoint is not None:
-            checkpoint.remove()
-        trained = _train_further(task, profile, slower, best, batches, checkpoint, progress)
+    train_model = _train_within_budget if isinstance(recipe, AutoRecipe) else _train_further
+    trained = train_model(task, profile, recipe, best, batches, checkpoint, progress)  # type: ignore[arg-type]
     return _select_by_fresh_batches(task, best, trained)
 
 
@@ -232,6 +221,28 @@ def _stitch_again(task: Task, profile: Profile, database: Database, batches: Seq
     with read_inputs_in_steps(model, stitched.quantizations):
         tune_norms(task, model, batches)
     return model
+
+
+def _train_within_budget(
+    task: Task,
+    profile: Profile,
+    auto: AutoRecipe,
+    best: PruneResult,
+    batches: Sequence[Any],
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> PruneResult:
+    """Choose a recipe, and train the best model by it."""
+    recipe = choose_recipe(auto, task, profile, partial(_copy_pruned, task, best), progress=progress)
+    try:
+        return _train_further(task, profile, recipe, best, batches, checkpoint, progress)
+    except Diverged:  # the longer training, at a rate at which a short one did not
+        slower = auto.choose_slower(recipe)
+        rates = recipe.learning_rate, slower.learning_rate
+        _LOG.warning("training diverged at a learning rate of {:g}; it begins again at {:g}".format(*rates))
+        if checkpoint is not None:
+            checkpoint.remove()
+        return _train_further(task, profile, slower, best, batches, checkpoint, progress)
 
 
 def _train_further(

@@ -3,7 +3,7 @@
     python tests/experiments/searched_or_uniform.py search TASK --job FOLDER [--targets 1.5,2] [--seeds 5]
     python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--hours 1] [--threads 1]
     python tests/experiments/searched_or_uniform.py time TASK --job FOLDER
-    python tests/experiments/searched_or_uniform.py show
+    python tests/experiments/searched_or_uniform.py show [NAME] [--csv FILE]
 
 FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
 `search` prunes every option of the table. Of all patterns that reach a target in all layers, the uniform profile has
@@ -18,6 +18,7 @@ differences of pairs with their standard errors. What is there is not done again
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import statistics
@@ -171,9 +172,9 @@ def time_all(task: Task, rows: Sequence[Row], path: Path) -> None:
     path.write_text(json.dumps({"cpu": name_cpu(), "seconds": seconds}, indent=1) + "\n")
 
 
-def show(folder: Path) -> None:
+def show(folder: Path, wanted: str) -> None:
     """Print the differences of pairs."""
-    for path in sorted(folder.glob("*-profiles.jsonl")):
+    for path in sorted(folder.glob(f"{wanted}-profiles.jsonl")):
         name = path.name.removesuffix("-profiles.jsonl")
         profiles, scores = runs.read_rows(path), runs.read_rows(folder / f"{name}-scores.jsonl")
         times = folder / f"{name}-times.json"
@@ -194,6 +195,23 @@ def show(folder: Path) -> None:
                     if row["target"] == target and row["method"] == method
                 }
                 show_pairs(method, found, own, seconds, target)
+
+
+def write_csv(folder: Path, wanted: str, file: Path) -> None:
+    """Write the scores of the profiles that were timed, as `latbench report --accuracy` reads them."""
+    with file.open("w", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["task", "pattern", "method", "target", "speedup", "accuracy", "seed"])
+        for path in sorted(folder.glob(f"{wanted}-times.json")):
+            name, seconds = path.name.removesuffix("-times.json"), json.loads(path.read_text())["seconds"]
+            dense = min(value for engine, value in seconds.items() if engine.split()[0] not in KINDS)
+            for row in runs.read_rows(folder / f"{name}-scores.jsonl"):
+                engine = f"{row['kind']} {row['target']:g}x seed {row['seed']}"
+                if engine in seconds:
+                    speedup = dense / seconds[engine]
+                    writer.writerow(
+                        [name, row["kind"], row["method"], row["target"], speedup, row["score"], row["seed"]]
+                    )
 
 
 def show_pairs(
@@ -237,11 +255,14 @@ def main() -> None:
     commands.choices["train"].add_argument("--steps", type=int, default=150)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
-    commands.add_parser("show")
+    commands.add_parser("show").add_argument("name", nargs="?", default="*", help="of the task; default: all")
+    commands.choices["show"].add_argument("--csv", type=Path, help="file for `latbench report --accuracy`")
     given = parser.parse_args()
     folder = RESULTS / "searched_or_uniform"
     if given.command == "show":
-        show(folder)
+        show(folder, given.name)
+        if given.csv is not None:
+            write_csv(folder, given.name, given.csv)
         return
     folder.mkdir(parents=True, exist_ok=True)
     task = load_task(given.task)

@@ -100,19 +100,18 @@ def search(
     from search.task import load_task
 
     _check_names(strategy, backend, method, judges, errors)
-    asked = [*(patterns or ()), *(sparsities or ()), *(precisions or ())]
-    _check_inputs(backend or NUMBA, deploy, model, asked, most_bytes)
+    chosen = [*(patterns or ()), *(sparsities or ()), *(precisions or ())]
+    _check_inputs(backend or NUMBA, deploy, model, chosen, most_bytes)
     _check_goal(target, max_drop, refine)
     seconds = None if time_budget is None else parse_duration(time_budget)
-    candidates = CandidateOptions(_list_patterns(patterns), parse_wanted_sparsities(sparsities), errors)
+    wanted = CandidateOptions(_list_patterns(patterns), parse_wanted_sparsities(sparsities), errors)
     stated, loaded = _read_limits(limits), load_task(task)
     request = SearchRequest(
         Promise(target or 1.0, confidence, most_bytes),
         choose_deployment(loaded, backend, threads=threads, precisions=precisions, form=deploy, gpu=gpu, over=over),
-        candidates,
-        SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
+        wanted, SearchPlan(strategy, seed, evaluations, batches, seconds, quick),
         Workers(processes or min(threads or count_cores(), MOST_PROCESSES), judges),
-    )
+    )  # fmt: skip
     files = _SearchFiles(task, loaded, table, model, database, output, method, stated)
     with note_load(request.deployment.threads):
         if max_drop is None:

@@ -68,7 +68,7 @@ def build_page(inputs: ReportInputs, content: ReportData, command: Sequence[str]
         if chosen and content.trade_offs is not None
         else None,
         sections.build_pruned(inputs.manifest) if inputs.manifest else None,
-        accuracy.build_section(content.accuracy) if content.accuracy is not None else None,
+        accuracy.build_section(content.accuracy, content.accuracy_pairs) if content.accuracy is not None else None,
         overview.build_section(content, places, pays if verdict else None),
         speedup_map.build_section(content, places),
         sections.build_shapes(content, places),

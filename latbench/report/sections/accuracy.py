@@ -8,6 +8,8 @@ A CSV or Parquet file with the columns
     accuracy    real    a share of one, or any score that should be high
     seed        whole
     sparsity    real, optional: rows that differ only in seed are one point; without it, rows of equal speedup are
+    target      real, optional: the speedup asked for. Rows of one target, method and seed are compared with the one
+                whose pattern is `uniform`; without sparsity, rows that differ only in seed are one point
 
 Other columns are ignored.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from latbench.base.number_format import NOTHING, format_percent, format_ratio
 from latbench.errors import BadData
@@ -40,6 +43,8 @@ from latbench.report.figures import (
 
 COLUMNS = ("pattern", "method", "speedup", "accuracy", "seed")
 DENSE = "dense"
+UNIFORM = "uniform"
+"""The pattern of profiles with one pattern and sparsity in all layers. Others of a target are paired with it."""
 
 
 def read_results(path: Path) -> pd.DataFrame:
@@ -55,7 +60,7 @@ def read_results(path: Path) -> pd.DataFrame:
     if frame.empty:
         raise BadData(f"{path} holds no result")
     try:
-        numbers = [name for name in ("speedup", "accuracy", "sparsity") if name in frame.columns]
+        numbers = [name for name in ("speedup", "accuracy", "sparsity", "target") if name in frame.columns]
         frame = frame.astype({"pattern": str, "method": str} | dict.fromkeys(numbers, float))
     except ValueError as error:
         raise BadData(f"{path}: {', '.join(numbers)} are numbers, such as 0.75: {error}") from error
@@ -72,16 +77,11 @@ def build_frame(results: pd.DataFrame) -> pd.DataFrame:
     Columns: pattern, method, sparsity (NaN if unknown), seeds, speedup (median), speedup_low, speedup_high (the
     extremes), accuracy (mean), low, high: its 95% interval by Student's t, NaN with one seed.
     """
-    from scipy.special import stdtrit  # late, because its import takes longer than most reports
-
-    by = ["pattern", "method", "sparsity" if "sparsity" in results.columns else "speedup"]
+    by = ["pattern", "method", next(name for name in ("sparsity", "target", "speedup") if name in results.columns)]
     rows = []
     for key, own in results.groupby(by, dropna=False, sort=True):
         values = own["accuracy"].to_numpy(float)
-        half = math.nan
-        if len(values) > 1:
-            half = float(stdtrit(len(values) - 1, 0.975)) * float(values.std(ddof=1)) / math.sqrt(len(values))
-        mean = float(values.mean())
+        mean, half = float(values.mean()), _find_half_width(values)
         rows.append({
             "pattern": key[0], "method": key[1], "sparsity": key[2] if by[2] == "sparsity" else math.nan,
             "seeds": len(own), "speedup": float(own["speedup"].median()),
@@ -91,8 +91,43 @@ def build_frame(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["method", "pattern", "speedup"], kind="stable").reset_index(drop=True)
 
 
-def build_section(points: pd.DataFrame) -> Section:
-    """Build the section: a chart by method or pattern, the fastest points that keep the accuracy, and all points."""
+def _find_half_width(values: NDArray[np.float64]) -> float:
+    """Return half the width of the 95% interval of a mean by Student's t; NaN for a single value."""
+    from scipy.special import stdtrit  # late, because its import takes longer than most reports
+
+    if len(values) < 2:
+        return math.nan
+    return float(stdtrit(len(values) - 1, 0.975)) * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def build_pairs(results: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame of differences from the uniform profile of the same target, method and seed; empty without any.
+
+    Columns: target, method, pattern, pairs, difference (mean), low, high: its 95% interval by Student's t, NaN with
+    one pair, and time_low, time_high: the extremes of the time over that of the uniform profile.
+    """
+    keys = ["target", "method", "seed"]
+    if "target" not in results.columns:
+        return pd.DataFrame()
+    uniform = results[results["pattern"] == UNIFORM].drop_duplicates(keys)
+    others = results[~results["pattern"].isin([UNIFORM, DENSE])]
+    both = others.merge(uniform[[*keys, "accuracy", "speedup"]], on=keys, suffixes=("", "_uniform"))
+    rows = []
+    for (target, method, pattern), own in both.groupby(["target", "method", "pattern"], sort=True):
+        values = (own["accuracy"] - own["accuracy_uniform"]).to_numpy(float)
+        mean, half, times = float(values.mean()), _find_half_width(values), own["speedup_uniform"] / own["speedup"]
+        rows.append({
+            "target": target, "method": method, "pattern": pattern, "pairs": len(own), "difference": mean,
+            "low": mean - half, "high": mean + half, "time_low": times.min(), "time_high": times.max(),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def build_section(points: pd.DataFrame, pairs: pd.DataFrame | None = None) -> Section:
+    """Build the section: a chart by method or pattern, the fastest points that keep the accuracy, and all points.
+
+    `pairs` is the frame of `build_pairs`; a table shows it where it is not empty.
+    """
     dense = points[points["pattern"] == DENSE]
     sparse = points[points["pattern"] != DENSE]
     share = bool(points["accuracy"].between(0, 1).all())
@@ -115,6 +150,8 @@ def build_section(points: pd.DataFrame) -> Section:
             f"{format_accuracy(best['accuracy'], share)}, {format_accuracy(base, share)} dense."
         )
         tables.append((f"Highest speedup that loses at most {loss}", _build_best_table(sparse, base, share)))
+    if pairs is not None and len(pairs):
+        tables.append(("Against the uniform profile of the same target", _build_pairs_table(pairs, share)))
     cells = [
         [row["pattern"], row["method"], Cell(format_percent(row["sparsity"]), row["sparsity"]),
          Cell(format_ratio(row["speedup"]), row["speedup"]),
@@ -172,6 +209,23 @@ def _build_best_table(sparse: pd.DataFrame, base: float, share: bool) -> Table:
                 )
         rows.append([str(pattern), *cells])
     return build_table(["pattern", *(f"#{method}" for method in methods)], rows)
+
+
+def _build_pairs_table(pairs: pd.DataFrame, share: bool) -> Table:
+    """Build a table of the differences of pairs, with their intervals."""
+    scale, form = (100, ".2f") if share else (1, ".3g")
+    rows: list[list[Cell | str]] = []
+    for row in pairs.to_dict("records"):
+        mean, low, high = (scale * row[name] for name in ("difference", "low", "high"))
+        interval = "" if math.isnan(low) else f" ({low:+{form}} to {high:+{form}})"
+        times = f"{row['time_low']:.3f}–{row['time_high']:.3f}"
+        rows.append([
+            Cell(format_ratio(row["target"]), row["target"]), row["method"], row["pattern"],
+            Cell(f"{mean:+{form}}{interval}", row["difference"]), Cell(times, row["time_high"]),
+            build_count_cell(row["pairs"]),
+        ])  # fmt: skip
+    difference = "#difference, percentage points" if share else "#difference"
+    return build_table(["#target", "method", "profile", difference, "#time over uniform", "#pairs"], rows)
 
 
 def _difference(value: float, share: bool) -> Cell:

@@ -114,22 +114,11 @@ def train(
         model.train()
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
-        run = _Run(
-            task, model, recipe, pruner if layer_targets else None,
-            teacher=None if recipe.distill is None else DenseTeacher(task, recipe.distill),
-            average=None if recipe.ema is None else WeightAverage(model, recipe.ema),
-        )  # fmt: skip
+        run = _build_run(task, model, recipe, pruner if layer_targets else None)
         with compute_in_steps(model, start.quantizations):
             forward_flop = _run_steps(run, checkpoint, progress)
-    model.eval()
-    if layer_targets:
-        pruner.finish()
-    if run.average is not None:
-        run.average.write(pruner.masks)
-    dense = compute_training_flop(None, {}, forward_flop, recipe.steps)
-    spent = compute_training_flop(pruner, layer_targets, forward_flop, recipe.steps) if layer_targets else dense
-    if run.teacher is not None:
-        spent += Flop(dense.forward, 0.0, 0.0)
+    run.finish()
+    spent, dense = run.compute_flop(layer_targets, forward_flop)
     return TrainingResult(pruner.masks, spent, dense, round_layers(model, start.quantizations))
 
 
@@ -150,10 +139,33 @@ class _Run:
             return self.teacher.compute_loss(self.model, batch)
         return self.task.loss(self.model, batch)
 
+    def finish(self) -> None:
+        """Put the model into eval mode, with exact zeros and averaged weights."""
+        self.model.eval()
+        if self.pruner is not None:
+            self.pruner.finish()
+        if self.average is not None:
+            self.average.write(self.pruner.masks if self.pruner is not None else {})
+
+    def compute_flop(
+        self, targets: Mapping[str, LayerTarget], forward_flop: Mapping[str, float]
+    ) -> tuple[Flop, Flop]:
+        """Return the FLOP of all steps, the teacher's among them, and those of dense training."""
+        dense = compute_training_flop(None, {}, forward_flop, self.recipe.steps)
+        spent = compute_training_flop(self.pruner, targets, forward_flop, self.recipe.steps)
+        return spent + Flop(dense.forward if self.teacher else 0.0, 0.0, 0.0), dense
+
     def list_parts(self) -> dict[str, Stateful]:
         """List what has a state in checkpoints, beside the optimizer and its schedule."""
         parts: dict[str, Stateful | None] = {"model": self.model, "pruner": self.pruner, "average": self.average}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _build_run(task: Task, model: nn.Module, recipe: Recipe, pruner: Pruner | None) -> _Run:
+    """Return the training of a model that has its masks."""
+    teacher = None if recipe.distill is None else DenseTeacher(task, recipe.distill)
+    average = None if recipe.ema is None else WeightAverage(model, recipe.ema)
+    return _Run(task, model, recipe, pruner, teacher, average)
 
 
 def _run_steps(run: _Run, checkpoint: Checkpoint | None, progress: Callable[[int, int], None]) -> dict[str, float]:

@@ -344,6 +344,31 @@ def test_the_fastest_that_keeps_the_accuracy_is_named() -> None:
     )
 
 
+def test_profiles_are_paired_with_the_uniform_one_of_the_same_target_and_seed() -> None:
+    """Seeds differ by more than profiles do: only pairs show the difference."""
+    uniform, searched = [0.80, 0.85, 0.90], [0.82, 0.86, 0.92]
+    frame = results(
+        pattern=[*["uniform"] * 3, *["searched"] * 4], accuracy=[*uniform, *searched, 0.5],
+        seed=[0, 1, 2, 0, 1, 2, 7], speedup=[2.0] * 3 + [2.0, 2.04, 2.0, 2.0], target=[2.0] * 7,
+    ).drop(columns="sparsity")  # fmt: skip
+    [pair] = accuracy.build_pairs(frame).to_dict("records")
+    differences = np.subtract(searched, uniform)
+    low, high = scipy.stats.t.interval(0.95, 2, loc=differences.mean(), scale=scipy.stats.sem(differences))
+    assert (pair["pattern"], pair["pairs"]) == ("searched", 3)  # nothing is paired with seed 7
+    assert (pair["difference"], pair["low"], pair["high"]) == pytest.approx((differences.mean(), low, high))
+    assert (pair["time_low"], pair["time_high"]) == pytest.approx((2 / 2.04, 1.0))
+    points = accuracy.build_frame(frame)
+    assert points["seeds"].tolist() == [4, 3]  # of one target, although speedups differ
+    found = accuracy.build_section(points, accuracy.build_pairs(frame))
+    [table] = [content for title, content in found.tables if title.startswith("Against the uniform")]
+    assert [cell.text for cell in table.rows[0]][2:4] == [
+        "searched",
+        f"+1.67 ({100 * low:+.2f} to {100 * high:+.2f})",
+    ]
+    assert accuracy.build_pairs(frame.drop(columns="target")).empty
+    assert len(accuracy.build_section(points, accuracy.build_pairs(frame[frame["pattern"] == "uniform"])).tables) == 1
+
+
 def test_methods_and_patterns_can_each_be_set_side_by_side() -> None:
     points = accuracy.build_frame(results(
         pattern=["dense", *["vector:2"] * 3, "unstructured"], method=["gmp", "gmp", "gmp", "acdc", "gmp"],
