@@ -36,8 +36,8 @@ TrainBudget = Annotated[
     typer.Option(
         "--train-budget",
         metavar="DURATION",
-        help="Time to win back accuracy, in seconds or such as 90s, 10m, 1.5h. The pruned model learns from the "
-        "dense one under its masks (--recipe auto). Default: 10m for --recipe auto.",
+        help="Time limit of a training that wins back accuracy, in seconds or such as 90s, 10m, 1.5h. The pruned "
+        "model learns from the dense one under its masks (--recipe auto). Default: 10m for --recipe auto.",
     ),
 ]
 TuningSeed = Annotated[

@@ -112,7 +112,7 @@ def test_other_dense_engines_are_another_timing_and_another_search(
     assert keys[1] == {**keys[0], "over": "float32"}
     assert set(build_dense_engines(chain, over)) == set(over.rivals)
     assert set(build_informative_engine(chain, over)) == {"openvino-int8"}
-    pruned = prune_chain(tmp_path, chain)
+    pruned = prune_chain(tmp_path / "pruned", chain)
     profile = replace(read_profile(pruned / "profile.json"), precisions="float32,int8", over="float32")
     profile.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json").deployment == replace(over, threads=profile.threads)
