@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from latbench.base.files import hash_file, is_left_behind, list_hidden_siblings
+from latbench.errors import BadData
 from latbench.machines.noise_sources import count_free_cores
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile, read_profile
@@ -81,12 +82,16 @@ def prune_to_folder(
     return _prune(task, searched, layers, training, settings, output, progress)
 
 
-def is_pruned(task: Task, profile: Path, database: Path, output: Path, request: PruneRequest) -> bool:
-    """Return whether `output` holds the result of `prune_to_folder` with these arguments."""
-    training = read_training(request.recipe, request.train_seconds)
-    layers = Database(database, read_profile(profile).model_hash)
-    settings = _describe_settings(task, profile, layers, training, request)
-    return model_folder.is_unchanged(output, _hash_settings(settings))
+def is_trained(task: Task, profile: Path, output: Path) -> bool:
+    """Return whether `output` holds the task's model as pruned to this profile and trained, by any recipe."""
+    try:
+        manifest = model_folder.read_manifest(output)
+    except BadData:
+        return False
+    made_for = {
+        "task_source": task.source, "profile_sha256": hash_file(profile), "pipeline_version": pipeline.VERSION,
+    }  # fmt: skip
+    return bool(manifest.get("recipe")) and all(manifest.get(key) == value for key, value in made_for.items())
 
 
 def _describe_settings(

@@ -92,6 +92,8 @@ class SpeedupVerdict:
         How the pruned model is deployed, one of `latbench.base.deployed_forms.FORM_PHRASES`.
     exported
         Hash of the manifest of the exported model; empty for one that is not exported.
+    over
+        If not empty, only dense engines that round no further than this type count for the promise.
     """
 
     task: str
@@ -124,6 +126,12 @@ class SpeedupVerdict:
     score_int8: float | None = None
     form: str = PYTHON
     exported: str = ""
+    over: str = ""
+
+    @property
+    def rivals(self) -> str:
+        """Words for the dense engines that the promise is over."""
+        return "the fastest dense engine" + (f" in {self.over} or a wider type" if self.over else "")
 
     @property
     def met(self) -> bool:

@@ -287,6 +287,7 @@ def build_verdict(
         device=find_timed_device(deployment).name,
         threads=deployment.threads,
         batch=profile.batch,
+        over=deployment.over,
         inputs=inputs,
         code=hash_score_code(task),
         precision=_find_precision(profile, deployment),

@@ -20,6 +20,9 @@ MODEL = ""
 """The name of the whole model, as torch has it: its outputs are all float tensors that it returns but scalars, which
 are losses."""
 
+ORDINARY = 1e6
+"""Larger outputs of a model do not count: -1e9 and minus infinity mark what cannot be, such as a token."""
+
 Outputs = Mapping[str, Sequence[Tensor]]
 """Name of a layer, or MODEL -> its outputs in the order of the calls."""
 
@@ -55,6 +58,8 @@ def compute_distances(outputs: Outputs, targets: Outputs) -> dict[str, Tensor]:
             continue
         total = torch.zeros(())
         for y, target in zip(outputs[name], targets[name], strict=True):
+            if name == MODEL and not bool((ordinary := target.abs() <= ORDINARY).all()):
+                y, target = y[ordinary], target[ordinary]
             energy = target.square().sum()
             if energy > 0 or not bool(torch.isfinite(energy)):
                 total = total + (y - target).square().sum() / energy

@@ -16,8 +16,8 @@ search tried, from its best to its worst. It computes the cheap measures of each
 
 `train` adds the score of each profile after METHODS: one-shot pruning alone; SHORT or --steps steps of distillation
 under the one-shot masks; and GMP from the dense weights by the task's own loss. `show` prints Spearman's rank
-correlations with a bootstrap interval. Results are kept as data. What is there is not done again, and several `train`
-may run at once.
+correlations with a bootstrap interval, also among the half of the profiles with the least loss. Results are kept as
+data. What is there is not done again, and several `train` may run at once.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ RATES = {"resnet20": 3e-3, "minilm": 5e-4}
 
 def draw(inputs: SearchInputs, target: float, count: int, path: Path) -> None:
     """Write profiles of equal predicted time with their cheap measures."""
+    if path.exists():
+        raise SystemExit(f"{path} holds profiles, whose scores would not fit to others: delete both to draw anew")
     request = SearchRequest(
         Promise(target), Deployment(count_cores()), CandidateOptions(sparsities=QUICK_SPARSITIES),
         SearchPlan(evaluations=EVALUATIONS, quick=True),
@@ -249,6 +251,8 @@ def show(path: Path, wanted: str | None) -> None:
         better: dict[str, Mapping[int, float]] = {
             measure: {i: -profile[measure] for i, profile in enumerate(drawn["profiles"])} for measure in MEASURES
         }
+        best = np.median([-loss for loss in better["loss"].values()])
+        better["loss, better half"] = {i: loss for i, loss in better["loss"].items() if -loss <= best}
         better |= {method: scores[method] for method in (UNTRAINED, SHORTLY, DISTILLED) if scores[method]}
         for measure, values_of in better.items():
             cells = (correlate(values_of, scores[method]) if method != measure else "" for method in outcomes)

@@ -6,9 +6,10 @@
     python tests/experiments/searched_or_uniform.py show [NAME] [--csv FILE]
 
 FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
-`search` prunes every option of the table. Of all patterns that reach a target in all layers, the uniform profile has
-the least loss. The searched one takes at most as long as that, by prediction. `uniform pattern` is searched with the
-uniform profile's pattern alone, to tell what the choice of sparsities gives.
+`search` prunes every option of the table. Uniform profiles have one pattern and sparsity; layers for which the
+table has no such time take their fastest option that needs no more. The one with the least loss of those that reach
+a target is compared. The searched one takes at most as long as that, by prediction. `uniform pattern` is searched
+with the uniform profile's patterns alone, to tell what the choice of sparsities gives.
 
 `train` scores each profile one-shot, and after --steps steps of distillation under its masks. Seeds are those of the
 search and of the training, and pairs have the same. `time` measures all profiles in turns. `show` prints the
@@ -163,13 +164,15 @@ def train_all(task: Task, database: Database, rows: Sequence[Row], path: Path, s
 
 def time_all(task: Task, rows: Sequence[Row], path: Path) -> None:
     """Measure all profiles in turns, and write their seconds."""
+    if path.exists() and len(json.loads(path.read_text())["profiles"]) == len(rows):
+        return
     deployment = Deployment(count_cores())
     profiles = {f"{row['kind']} {row['target']:g}x seed {row['seed']}": read_options(row) for row in rows}
     engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
     with ModelTimer(count_cores()) as timer, find_cpu().lock(lambda *_: None):
         timings = timer.time(engines, required=list(profiles))
     seconds = {name: timings.seconds(name, 0.9).value for name in timings.blocks}
-    path.write_text(json.dumps({"cpu": name_cpu(), "seconds": seconds}, indent=1) + "\n")
+    path.write_text(json.dumps({"cpu": name_cpu(), "profiles": list(profiles), "seconds": seconds}, indent=1) + "\n")
 
 
 def show(folder: Path, wanted: str) -> None:
@@ -198,7 +201,9 @@ def show(folder: Path, wanted: str) -> None:
 
 
 def write_csv(folder: Path, wanted: str, file: Path) -> None:
-    """Write the scores of the profiles that were timed, as `latbench report --accuracy` reads them."""
+    """Write the scores of one task's profiles that were timed, as `latbench report --accuracy` reads them."""
+    if len(list(folder.glob(f"{wanted}-times.json"))) != 1:
+        raise SystemExit("--csv writes the scores of one task: name it")
     with file.open("w", newline="") as opened:
         writer = csv.writer(opened)
         writer.writerow(["task", "pattern", "method", "target", "speedup", "accuracy", "seed"])

@@ -120,14 +120,15 @@ def _carry_out(job: Job) -> JobResult:
 def _prune_and_train(job: Job, steps: JobProgress) -> SpeedupVerdict:
     """Find a profile that keeps the promise, then train the model if that is asked for; return the last verdict.
 
-    Training changes no time, and may take long: a profile that misses the promise is not trained.
+    Training changes no time, and may take long: a profile that misses the promise is not trained, and a trained model
+    stays. If its verification misses the promise, the next run verifies it again.
     """
     verdict = _search_until_kept(job, steps)
     if job.settings.training is None or not verdict.met:
         return verdict
     job.train_model(steps.start("training"))
     if job.settings.is_exported:
-        job.export_pruned(steps.start("training"))
+        job.export_pruned(steps.start("exporting the trained model"))
     return job.verify_model(steps.start("verifying the trained model"))
 
 
@@ -143,12 +144,15 @@ def _search_until_kept(job: Job, steps: JobProgress) -> SpeedupVerdict:
             if not (is_milder and verdict):
                 raise
             _LOG.warning(f"no milder profile was found ({error}): the one that was verified stays")
+            job.keep_profile()
             return verdict
         job.prune_model(steps.start("pruning"))
         if job.settings.is_exported:
             job.export_pruned(steps.start("exporting"))
         verdict = job.verify_model(steps.start("verifying"))
         tries += 1
+        if job.is_trained():
+            return verdict
         is_milder = job.can_search_milder(verdict)
         if is_milder:
             tries = 0  # nobody had to search again: a miss now has all its corrections

@@ -59,7 +59,7 @@ from search.export.model_to_export import read_pruned_model
 from search.loss.parallel import MOST_PROCESSES, Workers
 from search.pipeline import promising_points, search_job
 from search.pipeline import verify as verification
-from search.pipeline.prune_to_folder import PruneRequest, is_pruned, prune_to_folder
+from search.pipeline.prune_to_folder import PruneRequest, is_trained, prune_to_folder
 from search.pipeline.search_history import SearchHistory
 from search.pipeline.search_request import (
     CandidateOptions,
@@ -143,16 +143,28 @@ class JobSettings:
     train_seconds: float | None = None
     over: str = ""
 
-    @property
+    @cached_property
     def training(self) -> Recipe | AutoRecipe | None:
-        """How the model is trained. Raises UsageError or BadData for a wrong recipe."""
+        """How the model is trained, as its file was when it was read first.
+
+        Raises UsageError or BadData for a wrong recipe.
+        """
         return read_training(self.recipe, self.train_seconds)
 
     def to_options(self) -> str:
-        """Return the options, as text, that decide which profile is found."""
-        precisions = f" --precision {','.join(self.precisions)}" if self.precisions != (FLOAT32,) else ""
-        over = f" --over {self.over}" if self.over else ""
-        return precisions + over + (f" --deploy {self.form}" if self.is_exported else "")
+        """Return the options but the target that are not the default ones, as text. The folder keeps the threads."""
+        seconds, usual = self.train_seconds, JobSettings(self.target)
+        given = {
+            "--thorough": "" if not self.quick else None,
+            "--confidence": f"{self.confidence:g}" if self.confidence != usual.confidence else None,
+            "--recipe": self.recipe,
+            "--train-budget": None if seconds is None else f"{seconds:g}s",
+            "--precision": ",".join(self.precisions) if self.precisions != usual.precisions else None,
+            "--over": self.over or None,
+            "--deploy": self.form if self.is_exported else None,
+            "--seed": str(self.seed) if self.seed != usual.seed else None,
+        }
+        return "".join(f" {name} {value}".rstrip() for name, value in given.items() if value is not None)
 
     @property
     def is_exported(self) -> bool:
@@ -253,7 +265,10 @@ class Job:
         training = {}
         if (asked := self.settings.training) is not None:
             seconds = asked.budget_seconds if isinstance(asked, AutoRecipe) else asked.steps * _STEP_SECONDS
-            training = {"training": layers * _LAYER_SECONDS + seconds, "verifying the trained model": _VERIFY_SECONDS}
+            training = {"training": layers * _LAYER_SECONDS + seconds}
+            if self.settings.is_exported:
+                training["exporting the trained model"] = _START_SECONDS
+            training["verifying the trained model"] = _VERIFY_SECONDS
         export = {"exporting": _START_SECONDS} if self.settings.is_exported else {}
         rounds = _ROUNDS * (_ROUND_SECONDS + sum(export.values()))
         return {
@@ -324,6 +339,11 @@ class Job:
                     f"{settings.to_options()}` takes the best profile found"
                 ) from error
 
+    def keep_profile(self) -> None:
+        """Keep the profile that there is, as the result of the search after the verification that was fed back."""
+        path, history = self._path("profile.json"), SearchHistory(self._read_inputs(), self._build_request())
+        replace(read_profile(path), inputs=history.digest()).save(path)
+
     def can_search_milder(self, verdict: SpeedupVerdict) -> bool:
         """Return whether a milder profile may keep the promise, too. At most once a job.
 
@@ -367,18 +387,20 @@ class Job:
 
     def prune_model(self, tell: Tell) -> None:
         """Prune the model to the profile, without training, unless the folder holds the result or a trained one."""
-        where = self.task, self._path("profile.json"), self._path("database"), self._path("pruned")
-        if not is_pruned(*where, self._trained):
-            prune_to_folder(*where, PruneRequest(), progress=tell)
+        if not self.is_trained():
+            self._prune(PruneRequest(), tell)
 
     def train_model(self, tell: Tell) -> None:
         """Prune the model and train it, unless the folder holds the result."""
-        where = self.task, self._path("profile.json"), self._path("database"), self._path("pruned")
-        prune_to_folder(*where, self._trained, progress=tell)
+        self._prune(PruneRequest(recipe=self.settings.recipe, train_seconds=self.settings.train_seconds), tell)
 
-    @property
-    def _trained(self) -> PruneRequest:
-        return PruneRequest(recipe=self.settings.recipe, train_seconds=self.settings.train_seconds)
+    def is_trained(self) -> bool:
+        """Return whether the folder holds a model that was trained for this profile, also by an earlier command."""
+        return is_trained(self.task, self._path("profile.json"), self._path("pruned"))
+
+    def _prune(self, request: PruneRequest, tell: Tell) -> None:
+        where = self._path("profile.json"), self._path("database"), self._path("pruned")
+        prune_to_folder(self.task, *where, request, progress=tell)
 
     def export_pruned(self, tell: Tell) -> None:
         """Export the pruned model unless the folder holds its export."""

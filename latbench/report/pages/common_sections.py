@@ -321,11 +321,13 @@ def build_pruned(manifest: Mapping[str, Any]) -> Section:
     )
     if "stages" not in manifest:  # saved by a training of the user
         return Section("pruned", "The pruned model", [sentence], [], [])
-    sentence += " The stage with the least loss on the calibration data is kept."
     name = str(manifest["score_name"])
     trained = any(stage.get("training_flop") for stage in manifest["stages"])
-    if trained:
-        sentence += " Whether the trained model is kept is decided by the loss on training batches."
+    sentence += (
+        " The trained model is kept if its loss on training batches is less than that of the best stage before."
+        if trained
+        else " The stage with the least loss on the calibration data is kept."
+    )
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
          Cell(overview.format_score(stage["score"], name), stage["score"]),

@@ -179,7 +179,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     where = verdict.where
     whose = ", for latbench's own kernels," if is_deepsparse(verdict.backend) else ""
     lead = (
-        f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
+        f"The target was {target} over {verdict.rivals}. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
         f"{format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
         f"{'The target lies within the interval. ' if verdict.outcome == INCONCLUSIVE else ''}"
@@ -190,7 +190,7 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
     sure = f"{verdict.measured_speedup_low:.2f}–{format_ratio(verdict.measured_speedup_high)}"
     name = verdict.score_name or "score"
     tiles = [
-        FigureTile("Target", target, "over the fastest dense engine, end to end"),
+        FigureTile("Target", target, f"over {verdict.rivals}, end to end"),
         FigureTile("Measured", gain, f"{measured} instead of {dense} ({verdict.dense_engine})"),
         FigureTile("Interval", sure, "95% interval of the measured speedup, dense and pruned timed in turns"),
         FigureTile("Predicted", predicted, f"interval {interval}"),

@@ -9,7 +9,8 @@ A CSV or Parquet file with the columns
     seed        whole
     sparsity    real, optional: rows that differ only in seed are one point; without it, rows of equal speedup are
     target      real, optional: the speedup asked for. Rows of one target, method and seed are compared with the one
-                whose pattern is `uniform`; without sparsity, rows that differ only in seed are one point
+                whose pattern is `uniform`; without sparsity, rows that differ only in seed are one point. So a file
+                holds one task
 
 Other columns are ignored.
 """
@@ -77,7 +78,10 @@ def build_frame(results: pd.DataFrame) -> pd.DataFrame:
     Columns: pattern, method, sparsity (NaN if unknown), seeds, speedup (median), speedup_low, speedup_high (the
     extremes), accuracy (mean), low, high: its 95% interval by Student's t, NaN with one seed.
     """
-    by = ["pattern", "method", next(name for name in ("sparsity", "target", "speedup") if name in results.columns)]
+    whole = [name for name in ("sparsity", "target") if name in results and results[name].notna().any()]
+    by = ["pattern", "method", whole[0] if whole else "speedup"]
+    if by[2] == "target" and results["target"].isna().any():  # such as that of the dense model
+        results = results.assign(target=results["target"].fillna(results["speedup"]))
     rows = []
     for key, own in results.groupby(by, dropna=False, sort=True):
         values = own["accuracy"].to_numpy(float)
@@ -151,6 +155,10 @@ def build_section(points: pd.DataFrame, pairs: pd.DataFrame | None = None) -> Se
         )
         tables.append((f"Highest speedup that loses at most {loss}", _build_best_table(sparse, base, share)))
     if pairs is not None and len(pairs):
+        sentences.append(
+            "Differences from the uniform profile, better above zero, are means over pairs of one seed, with the 95% "
+            "interval over seeds. All seeds share the test data, and how these were drawn adds to it."
+        )
         tables.append(("Against the uniform profile of the same target", _build_pairs_table(pairs, share)))
     cells = [
         [row["pattern"], row["method"], Cell(format_percent(row["sparsity"]), row["sparsity"]),

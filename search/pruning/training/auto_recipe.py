@@ -3,12 +3,13 @@
 The pruned model keeps its masks and learns from the dense model (`search.pruning.training.dense_teacher`). Short
 trainings find the learning rate: the rate is moved by a factor of about three as long as that helps. Longer trainings
 want larger rates, so the real one takes LONGER times the best of them, and after divergence that divided by SLOWER.
-The rest of the budget gives the steps.
+The rest of the budget gives the steps, MOST_STEPS at most. A training that diverges begins again, beyond the budget.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from search.pruning.training.recipe import Recipe, read_recipe
 from search.pruning.training.train import draw_batches, train
 from search.task import Task
 
+_LOG = logging.getLogger(__name__)
+
 AUTO = "auto"
 """The name of a recipe that is chosen."""
 
@@ -37,7 +40,10 @@ BUDGET_SECONDS = 600.0
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 """Learning rates of Adam that are tried, from FIRST_RATE up or down."""
 
-FIRST_RATE = 3
+FIRST_RATE, CAREFUL_RATE = 3, 2
+
+FEWEST_STEPS = 120
+"""A budget of fewer steps is too short for trials: the training takes CAREFUL_RATE."""
 
 TRIALS_SHARE = 0.2
 """Share of the budget for the trials. Mostly there are three or four of them."""
@@ -161,6 +167,11 @@ def choose_recipe(
     rate = trials.find_rate()
     left = auto.budget_seconds - (clock() - began)
     steps = max(TRIAL_STEPS[0], min(MOST_STEPS, int(left / trials.step_seconds)))
+    if steps * trials.step_seconds > 2 * max(left, 0.0):
+        _LOG.warning(
+            f"{steps} steps of training take {steps * trials.step_seconds:.0f} s, more than the budget leaves: "
+            "take a longer one, or smaller batches"
+        )
     warmup = max(1, int(WARMUP_SHARE * steps))
     return auto.keep(replace(auto.base, learning_rate=LONGER * rate, steps=steps, warmup=warmup))
 
@@ -183,6 +194,8 @@ class _Trials:
     def find_rate(self) -> float:
         """Return the best of the rates, by trials from the middle one on to the side that is better."""
         self.step_seconds = self._time_steps()
+        if self._auto.budget_seconds < FEWEST_STEPS * self.step_seconds:
+            return RATES[CAREFUL_RATE]
         share = TRIALS_SHARE / 4 * self._auto.budget_seconds / self.step_seconds
         self._steps = min(max(int(share), TRIAL_STEPS[0]), TRIAL_STEPS[1])
         best = FIRST_RATE

@@ -8,6 +8,7 @@ Kullback-Leibler divergence and mean squared error loss in knowledge distillatio
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from latbench.errors import UsageError
 from search.pruning.dense_distance import MODEL, collect_outputs, compute_distances
 from search.task import Task
 from sparse_kernels.prunable_layers import is_layer
+
+_LOG = logging.getLogger(__name__)
 
 OUTPUTS, LAYERS = "outputs", "layers"
 TAUGHT = (OUTPUTS, LAYERS)
@@ -36,7 +39,7 @@ class DenseTeacher:
 
     def __init__(self, task: Task, taught: str) -> None:
         self._task, self._dense = task, task.model()
-        self._names = [MODEL]
+        self._names, self._has_warned = [MODEL], False
         if taught == LAYERS:
             self._names += [name for name, module in self._dense.named_modules() if is_layer(module)]
 
@@ -49,10 +52,14 @@ class DenseTeacher:
             targets = collect_outputs(self._task, self._dense, self._names, batch)
         outputs = collect_outputs(self._task, model, self._names, batch)
         distances = compute_distances(outputs, {name: target for name, target in targets.items() if target})
+        reason = (
+            f"task {self._task.name}: its loss() does not call the model as a whole, or the model returns no float "
+            "tensor, or in training another one, so its outputs teach nothing"
+        )
         if not distances:
-            raise UsageError(
-                f"task {self._task.name}: its loss() does not call the model as a whole, or the model returns no "
-                f"float tensor, so its outputs teach nothing: take `distill: {LAYERS}`, or none"
-            )
+            raise UsageError(f"{reason}: take `distill: {LAYERS}`, or none")
+        if MODEL not in distances and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(f"{reason}: the model learns the outputs of its layers alone")
         whole = distances.pop(MODEL, torch.zeros(()))
         return whole + torch.stack(list(distances.values())).mean() if distances else whole

@@ -235,10 +235,8 @@ def read_recipe(text: str) -> Recipe:
         return Recipe(method=text)
     path = Path(text)
     if not path.is_file():
-        methods = ", ".join(TRAINING_METHODS)
-        raise BadData(
-            f"no recipe {text}{suggest_name(text, TRAINING_METHODS)}: give a YAML file, or one of {methods}"
-        )
+        names = ["auto", *TRAINING_METHODS]
+        raise BadData(f"no recipe {text}{suggest_name(text, names)}: give a YAML file, or one of {', '.join(names)}")
     content = read_yaml(path)
     with named_in_errors(path):
         entries = check_names(content, "a recipe", RECIPE_KEYS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -26,6 +27,9 @@ from search.pruning.training.recipe import Recipe
 from search.pruning.training.weight_average import WeightAverage
 from search.task import Task
 from sparse_kernels.formats.int8 import Quantization
+
+_OVER: Any = object()
+"""Marks the end of a pass over the training batches."""
 
 
 class Diverged(BadData):
@@ -112,6 +116,8 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model.train()
+        if recipe.distill is not None:
+            _switch_dropout_off(model)
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
         run = _build_run(task, model, recipe, pruner if layer_targets else None)
@@ -159,6 +165,13 @@ class _Run:
         """List what has a state in checkpoints, beside the optimizer and its schedule."""
         parts: dict[str, Stateful | None] = {"model": self.model, "pruner": self.pruner, "average": self.average}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Let dropout drop nothing: the dense model's outputs have no such noise, and weights would shrink to match."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.eval()
 
 
 def _build_run(task: Task, model: nn.Module, recipe: Recipe, pruner: Pruner | None) -> _Run:
@@ -267,25 +280,31 @@ def _clip_gradients(model: nn.Module, recipe: Recipe, step: int) -> None:
 
 
 def draw_batches(task: Task, seed: int) -> Iterator[Any]:
-    """Yield the task's batches; shuffling has a state of torch's generator of its own.
+    """Yield the task's batches without end: when they are over, they begin again in another order.
+
+    Shuffling has a state of torch's generator of its own.
 
     So they are the same in a continued run, which skips batches without the draws of the model in between.
     """
     batch_state = torch.Generator("cpu").manual_seed(seed).get_state()
-    batches: Iterator[Any] | None = None
+    rng, batches, drawn = np.random.default_rng(seed), None, 0
     while True:
         model_state = torch.get_rng_state()
         torch.set_rng_state(batch_state)
         try:
             if batches is None:
-                batches = task.train_batches(np.random.default_rng(seed))
-            batch = next(batches)
-        except StopIteration:
-            return
+                batches, drawn = task.train_batches(rng), 0
+            batch = next(batches, _OVER)
         finally:
             batch_state = torch.get_rng_state()
             torch.set_rng_state(model_state)
-        yield batch
+        if batch is not _OVER:
+            drawn += 1
+            yield batch
+        elif drawn:
+            batches = None
+        else:  # nothing comes any more
+            return
 
 
 def _get_next_batch(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> Any:
@@ -293,6 +312,6 @@ def _get_next_batch(task: Task, batches: Iterator[Any], recipe: Recipe, *, step:
         return next(batches)
     except StopIteration:
         raise UsageError(
-            f"task {task.name}: train_batches() ended at step {step} of {recipe.steps}: "
-            "let it go on, or take fewer steps"
+            f"task {task.name}: train_batches() gave no batch at step {step} of {recipe.steps}: return batches "
+            "whenever it is called, one pass or without end"
         ) from None

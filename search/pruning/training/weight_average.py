@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from search.pruning.one_shot.batchnorm import list_batchnorms
 from sparse_kernels.prunable_layers import as_weight
 
 
 class WeightAverage:
-    """The average of all parameters and float buffers of a model.
+    """The average of all float parameters of a model, and of the statistics of its batch norms.
+
+    Other buffers are no weights: a mask of minus infinities has no average.
 
     Parameters
     ----------
@@ -27,7 +30,8 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay, self._steps = model, decay, 0
-        self._values = [*model.parameters(), *(each for each in model.buffers() if each.is_floating_point())]
+        statistics = [buffer for norm in list_batchnorms(model) for buffer in norm.buffers()]
+        self._values = [each for each in (*model.parameters(), *statistics) if each.is_floating_point()]
         self._averages = [value.detach().clone() for value in self._values]
 
     @torch.no_grad()

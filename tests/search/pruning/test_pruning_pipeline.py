@@ -24,6 +24,7 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline.prune_to_folder import PruneRequest, is_trained, prune_to_folder
 from search.problem.layers import Option
 from search.pruning import prune_model
 from search.pruning.masks.apply_masks import apply_masks
@@ -39,6 +40,7 @@ from search.pruning.storage.model_folder import (
 from search.pruning.storage.packed_file import save_packed
 from search.pruning.training import auto_recipe
 from search.pruning.training.auto_recipe import AutoRecipe
+from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
@@ -464,7 +466,7 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
 @pytest.mark.parametrize(
     ("missing", "recipe", "sentence"),
     [
-        ("train_batches", Recipe(), r"task tiny has no train_batches\(rng\): leave --recipe out"),
+        ("train_batches", Recipe(), r"task tiny has no train_batches\(rng\): leave --recipe and --train-budget out"),
         ("", Recipe(transposable="exact"), "layer conv: only N:M masks can be transposable, not vector:4"),
         (
             "",
@@ -693,6 +695,7 @@ def test_an_automatic_training_that_diverges_begins_again_more_slowly(
     settings = prune_model.PruneSettings(recipe=auto)
     result = prune_model.prune_model(task, profile_of(task, CHOICES), database, settings=settings)
     assert result.recipe == replace(chosen, learning_rate=1e-2)
+    assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global", "held"]
     assert json.loads((tmp_path / "chosen").read_text())["learning_rate"] == pytest.approx(1e-2)
     assert result.stages[-1].name == "held" and zeros_hold(result.model, dict(result.masks))
 
@@ -715,3 +718,35 @@ def test_the_command_trains_within_a_budget(
     assert not list(tmp_path.glob(".pruned*"))  # neither checkpoint nor choice
     assert run("2s") == manifest
     assert "up to date" in capsys.readouterr().out
+
+
+def test_a_training_that_always_diverges_leaves_the_untrained_model(
+    task: Task, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = AutoRecipe(30.0, path=tmp_path / "chosen")
+    auto.keep(Recipe(**{**auto.base.to_dict(), "steps": 5, "learning_rate": 1e30}))
+    checkpoint = Checkpoint(tmp_path / "training", seconds=0.0)
+    settings = prune_model.PruneSettings(recipe=auto)
+    profile = profile_of(task, CHOICES)
+    result = prune_model.prune_model(task, profile, database, settings=settings, checkpoint=checkpoint)
+    untrained = prune_model.prune_model(task, profile, database)
+    assert hash_model(result.model) == hash_model(untrained.model)
+    assert result.recipe is None and result.stages == untrained.stages
+    assert "training diverged at a learning rate of 1e+30" in caplog.text
+    assert "the model stays as it was before training" in caplog.text
+    assert not checkpoint.path.exists()
+
+
+def test_only_a_model_trained_for_this_profile_counts_as_trained(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    path, pruned = tmp_path / "profile.json", tmp_path / "pruned"
+    profile_of(task, CHOICES).save(path)
+    where = task, path, tmp_path / "database", pruned
+    assert not is_trained(task, path, pruned)
+    prune_to_folder(*where)
+    assert not is_trained(task, path, pruned)
+    prune_to_folder(*where, PruneRequest(train_seconds=1.0))
+    assert is_trained(task, path, pruned)
+    replace(profile_of(task, CHOICES), target=2.5).save(path)
+    assert not is_trained(task, path, pruned)

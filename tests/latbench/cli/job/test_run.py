@@ -45,7 +45,8 @@ class Steps:
     def estimate_seconds(self) -> dict[str, float]:
         return dict.fromkeys(
             ["reading the task", "timing layers", "fitting the cost model", "searching", "pruning", "verifying",
-             "training", "verifying the trained model", "writing the report", "exporting"], 1.0,
+             "training", "exporting the trained model", "verifying the trained model", "writing the report",
+             "exporting"], 1.0,
         )  # fmt: skip
 
     def search_profile(self, tell: Any, *, refine: bool = False) -> None:
@@ -58,6 +59,12 @@ class Steps:
             met=outcome in (KEPT, TOO_FAST), is_needlessly_fast=outcome == TOO_FAST, measured_speedup=2.9,
             predicted_speedup=2.1, sentence=lambda: f"promise {outcome}", advice="do this",
         )  # fmt: skip
+
+    def is_trained(self) -> bool:
+        return "train_model" in self.done
+
+    def keep_profile(self) -> None:
+        self.done.append("keep_profile")
 
     def can_search_milder(self, verdict: Any) -> bool:
         return verdict.is_needlessly_fast and "refine" not in self.done
@@ -186,7 +193,9 @@ def test_a_kept_promise_stays_where_no_milder_profile_is_found(
             raise PromiseMissed("nothing keeps it")
 
     monkeypatch.setattr(Steps, "search_profile", refuse)
-    assert carry_out(monkeypatch, TOO_FAST).done == [*FIRST, TOO_FAST, "refine", "report", "closed"]
+    assert carry_out(monkeypatch, TOO_FAST).done == [
+        *FIRST, TOO_FAST, "refine", "keep_profile", "report", "closed"
+    ]  # fmt: skip
     assert "no milder profile was found (nothing keeps it): the one that was verified stays" in caplog.text
     assert carry_out(monkeypatch, MISSED).done[-1].startswith("nothing keeps it")
 
@@ -227,6 +236,18 @@ def test_a_model_is_trained_once_its_profile_keeps_the_promise(monkeypatch: pyte
     assert "train_model" not in carry_out(monkeypatch, *[MISSED] * MOST_TRIES, recipe="auto").done
 
 
+@pytest.mark.parametrize(
+    ("verdict", "options"), [(MISSED, {"recipe": "auto"}), (TOO_FAST, {}), (TOO_FAST, {"recipe": "auto"})]
+)
+def test_a_trained_model_is_never_given_up_for_another_profile(
+    monkeypatch: pytest.MonkeyPatch, verdict: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Steps, "is_trained", lambda steps: True)
+    steps = carry_out(monkeypatch, verdict, KEPT, **options)
+    assert "refine" not in steps.done
+    assert ("train_model" in steps.done) == (verdict == TOO_FAST and bool(options))  # unless it is up to date
+
+
 def test_a_budget_that_is_no_time_is_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="a duration is a number"):
         run("digits", train_budget="soon")
@@ -242,6 +263,9 @@ def test_the_dense_engines_of_the_promise_are_chosen_by_their_type(
 ) -> None:
     settings = carry_out(monkeypatch, KEPT, precisions=["int8"], over="float32", deploy="c").settings
     assert settings.to_options() == " --precision float32,int8 --over float32 --deploy c"
+    assert JobSettings(2.0).to_options() == ""
+    other = JobSettings(2.0, 0.8, False, "auto", train_seconds=90.0, seed=3)
+    assert other.to_options() == " --thorough --confidence 0.8 --recipe auto --train-budget 90s --seed 3"
     with Job("digits", Path("nowhere"), settings) as job:
         monkeypatch.setattr(Job, "_choose_workers", lambda *_: None)
         rivals = job._build_request().deployment.rivals

@@ -190,7 +190,7 @@ class Clock:
             yield batch
 
 
-@pytest.mark.parametrize(("budget", "most"), [(1000.0, 1000), (100.0, 150), (20.0, 80)])
+@pytest.mark.parametrize(("budget", "most"), [(1000.0, 1000), (150.0, 170), (30.0, 40)])
 def test_the_choice_fits_the_budget(budget: float, most: int, task: Task) -> None:
     """With a second a step. A budget that is too short for trials gets the shortest ones."""
     clock = Clock(task)
@@ -294,3 +294,84 @@ def test_the_trained_model_is_compared_on_training_batches(scale: float, kept: s
     losses = [stage.fresh_loss for stage in found.stages]
     assert found.selected.fresh_loss == min(losses)
     assert losses[1] == pytest.approx(np.log(3), rel=1e-6) or scale
+
+
+@pytest.mark.parametrize("mark", [-1e9, -torch.inf, torch.finfo(torch.float32).min])
+def test_marks_in_outputs_teach_nothing(mark: float, task: Task) -> None:
+    """Such as logits of tokens that cannot follow."""
+
+    class Masked(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.net(x)
+            return torch.cat([logits, torch.full_like(logits, mark)], dim=1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0])[:, :3], batch[1])
+
+    masked = with_members(task, model=lambda: Masked(task.model()).eval(), loss=loss)
+    pruned, _ = build_pruned(task)
+    [batch] = task.implementation.batches(5, 1)
+    found = DenseTeacher(masked, "outputs").compute_loss(Masked(pruned), batch)
+    assert found.item() == pytest.approx(DenseTeacher(task, "outputs").compute_loss(pruned, batch).item(), rel=1e-6)
+    found.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in pruned.parameters())
+
+
+def test_outputs_of_other_shapes_in_training_are_told_once(task: Task, caplog: pytest.LogCaptureFixture) -> None:
+    class Heads(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Any:
+            logits = self.net(x)
+            return (logits, logits) if self.training else logits
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = model(batch[0])
+        return nn.functional.cross_entropy(found[0] if isinstance(found, tuple) else found, batch[1])
+
+    heads = with_members(task, model=lambda: Heads(task.model()).eval(), loss=loss)
+    student, teacher = Heads(build_pruned(task)[0]).train(), DenseTeacher(heads, "layers")
+    for batch in task.implementation.batches(5, 2):
+        teacher.compute_loss(student, batch)
+    assert [record.message.partition(": the model learns")[2] for record in caplog.records] == [
+        " the outputs of its layers alone"
+    ]
+
+
+def test_dropout_drops_nothing_while_the_dense_model_teaches(task: Task) -> None:
+    def build(rate: float) -> tuple[nn.Module, StitchedLayers]:
+        model, start = build_pruned(task)
+        model.relu = nn.Sequential(nn.ReLU(), nn.Dropout(rate))
+        return model, start
+
+    hashes = []
+    for rate in (0.0, 0.5):
+        model, start = build(rate)
+        with_dropout = with_members(task, model=lambda rate=rate: build(rate)[0].eval())
+        recipe = Recipe(method="held", start="one_shot", steps=5, distill="layers")
+        train(with_dropout, model, TARGETS, recipe, start=start)
+        hashes.append(hash_model(model))
+    assert hashes[0] == hashes[1]
+
+
+def test_masks_among_the_buffers_have_no_average(task: Task) -> None:
+    model = task.model()
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    average = WeightAverage(model, 0.9)
+    average.update()
+    average.write({})
+    assert torch.equal(model.get_buffer("mask"), torch.full((3, 3), -torch.inf).triu(1))
+
+
+def test_a_budget_of_few_steps_has_no_trials(task: Task, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(task, 10.0)
+    chosen = choose_recipe(AutoRecipe(60.0), clock.task, TARGETS, lambda: build_pruned(task), clock=clock)
+    assert (chosen.steps, chosen.learning_rate) == (10, LONGER * RATES[2])
+    assert clock.count <= 10  # the timed steps, and the batches that compare trials
+    assert "10 steps of training take 100 s, more than the budget leaves" in caplog.text

@@ -148,7 +148,7 @@ def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, 
 
 
 def test_a_recipe_that_is_missing_is_said() -> None:
-    with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
+    with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of auto, gmp"):
         read_recipe("gone.yaml")
     with pytest.raises(BadData, match=r"no recipe maskdecay \(mask_decay\?\): give a YAML file"):
         read_recipe("maskdecay")
@@ -399,13 +399,31 @@ def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(m
         ), (pattern, transposable, stages)
 
 
-def test_training_batches_that_end_are_said(task: Task) -> None:
-    class Short(Diverging):
-        def train_batches(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-            return iter([next(self.task.train_batches(rng))])
+def test_training_batches_that_end_begin_again(task: Task) -> None:
+    class Passes:
+        passes, loss = 0, staticmethod(task.implementation.loss)
 
-    with pytest.raises(UsageError, match=r"train_batches\(\) ended at step 1 of 3"):
-        train(replace(task, implementation=Short(task, False)), task.model(), TARGETS, Recipe(steps=3))
+        def train_batches(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            return iter([next(task.implementation.train_batches(rng)) for _ in range(2)])
+
+    whole, parts, passes = task.model(), task.model(), Passes()
+    train(task, whole, TARGETS, Recipe(steps=5))
+    train(replace(task, implementation=passes), parts, TARGETS, Recipe(steps=5))
+    assert passes.passes == 3
+    assert hash_model(parts) == hash_model(whole)  # the generator goes on: each pass has another order
+
+
+def test_training_without_batches_is_said(task: Task) -> None:
+    class Once:
+        loss = staticmethod(task.implementation.loss)
+        only = iter([next(task.train_batches(np.random.default_rng(0)))])
+
+        def train_batches(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+            return self.only
+
+    with pytest.raises(UsageError, match=r"train_batches\(\) gave no batch at step 1 of 3: return batches whenever"):
+        train(replace(task, implementation=Once()), task.model(), TARGETS, Recipe(steps=3))
 
 
 def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_training_fails(
