@@ -723,6 +723,7 @@ def test_the_command_trains_within_a_budget(
 def test_a_training_that_always_diverges_leaves_the_untrained_model(
     task: Task, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING")  # OpenVINO may have left the root logger at another one
     auto = AutoRecipe(30.0, path=tmp_path / "chosen")
     auto.keep(Recipe(**{**auto.base.to_dict(), "steps": 5, "learning_rate": 1e30}))
     checkpoint = Checkpoint(tmp_path / "training", seconds=0.0)
