@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from latbench.base.deployed_forms import FORM_PHRASES, PYTHON
-from latbench.base.engine_registry import DENSE_INT8, FLOAT32, INT8, MODEL_ENGINES
+from latbench.base.engine_registry import DENSE_INT8, FLOAT32, INT8, MODEL_ENGINES, list_as_precise
 from latbench.base.number_format import format_ratio
 from search.problem.layers import Interval
 
@@ -131,7 +131,7 @@ class SpeedupVerdict:
     @property
     def rivals(self) -> str:
         """Words for the dense engines that the promise is over."""
-        return "the fastest dense engine" + (f" in {self.over} or a wider type" if self.over else "")
+        return "the fastest dense engine" + (f" in {' or '.join(list_as_precise(self.over))}" if self.over else "")
 
     @property
     def met(self) -> bool:

@@ -155,12 +155,12 @@ def prune_model(
     Returns
     -------
     PruneResult
-        All stages, and the model with the least loss on the calibration data.
+        All stages, and the model with the least loss.
 
     Raises
     ------
     BadData
-        The profile or the database is of another model, or training diverges.
+        The profile or the database is of another model, or training by a given recipe diverges.
     UsageError
         The recipe does not suit the task or the profile.
     """
@@ -183,9 +183,8 @@ def prune_model(
             best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
     if recipe is None:
         return best
-    train_model = _train_within_budget if isinstance(recipe, AutoRecipe) else _train_further
-    trained = train_model(task, profile, recipe, best, batches, checkpoint, progress)  # type: ignore[arg-type]
-    return trained if trained is best else _select_by_fresh_batches(task, best, trained)
+    trained = _train(task, profile, recipe, best, batches, checkpoint, progress)
+    return trained if trained is best else _select_by_fresh_batches(task, best, trained, recipe.seed)
 
 
 def _check_inputs(task: Task, profile: Profile, recipe: Recipe | AutoRecipe | None, model: nn.Module) -> None:
@@ -227,17 +226,19 @@ def _stitch_again(task: Task, profile: Profile, database: Database, batches: Seq
     return model
 
 
-def _train_within_budget(
+def _train(
     task: Task,
     profile: Profile,
-    auto: AutoRecipe,
+    asked: Recipe | AutoRecipe,
     best: PruneResult,
     batches: Sequence[Any],
     checkpoint: Checkpoint | None,
     progress: Progress,
 ) -> PruneResult:
-    """Choose a recipe, and train the best model by it."""
-    recipe = choose_recipe(auto, task, profile, partial(_copy_pruned, task, best), progress=progress)
+    """Train by the recipe, or by one that is chosen; return the best model itself where every training diverged."""
+    if isinstance(asked, Recipe):
+        return _train_further(task, profile, asked, best, batches, checkpoint, progress)
+    recipe = choose_recipe(asked, task, profile, partial(_copy_pruned, task, best), progress=progress)
     for _ in range(MOST_TRAININGS):
         # The longer training may diverge at a rate at which a short one did not.
         with contextlib.suppress(Diverged):
@@ -245,7 +246,7 @@ def _train_within_budget(
         rate = recipe.learning_rate
         if checkpoint is not None:
             checkpoint.remove()
-        recipe = auto.choose_slower(recipe)
+        recipe = asked.choose_slower(recipe)
         _LOG.warning(f"training diverged at a learning rate of {rate:g}")
     _LOG.warning("the model stays as it was before training, which diverged at every learning rate")
     return best
@@ -283,14 +284,12 @@ def _copy_pruned(task: Task, pruned: PruneResult) -> tuple[nn.Module, StitchedLa
     return model, StitchedLayers(dict(pruned.masks), dict(pruned.quantizations))
 
 
-def _select_by_fresh_batches(task: Task, pruned: PruneResult, trained: PruneResult) -> PruneResult:
+def _select_by_fresh_batches(task: Task, pruned: PruneResult, trained: PruneResult, seed: int) -> PruneResult:
     """Return the better one of the pruned and the trained model, by training batches in a new order.
 
     Pruning was fitted to the calibration data, so the loss there favours what was not trained.
     """
-    recipe = trained.recipe
-    assert recipe is not None
-    fresh = draw_fresh_batches(task, recipe.seed, FRESH_BATCHES) or task.calibration()
+    fresh = draw_fresh_batches(task, seed, FRESH_BATCHES) or task.calibration()
     found = []
     for result in (pruned, trained):
         with read_inputs_in_steps(result.model, result.quantizations):
@@ -301,10 +300,10 @@ def _select_by_fresh_batches(task: Task, pruned: PruneResult, trained: PruneResu
     better = min(found, key=lambda result: result.selected.fresh_loss or 0.0)
     if better.selected.score < (other := max(stage.score for stage in (before.selected, after.selected))):
         _LOG.warning(
-            f"the {better.selected.name} model is kept for its loss on training batches, but scores "
-            f"{better.selected.score:.4g}, and the other one {other:.4g}"
+            f"the model of the stage {better.selected.name} is kept, because its loss on training batches is less, "
+            f"but it scores {better.selected.score:.4g}, and the other one {other:.4g}"
         )
-    return replace(better, stages=[*stages, after.selected], recipe=recipe)
+    return replace(better, stages=[*stages, after.selected], recipe=trained.recipe)
 
 
 def compute_calibration_loss(

@@ -37,12 +37,14 @@ from runs import Row
 from scipy.stats import spearmanr
 from torch import nn
 
+from latbench.cli.job.job_steps import QUICK_OPTION_SPARSITIES
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
 from search.knapsack.arrays import Choice, Floats
+from search.loss.parallel import ParallelEvaluator, Workers
 from search.pipeline.search_request import (
     CandidateOptions,
     Promise,
@@ -68,7 +70,6 @@ from search.whole_model.end_to_end import ModelTimer
 from sparse_kernels.prunable_layers import as_weight
 
 RESULTS = Path(__file__).parent / "results"
-QUICK_SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 TIME_SHARE = 0.98
 EVALUATIONS = 100
 SHORT = 30
@@ -83,14 +84,8 @@ def draw(inputs: SearchInputs, target: float, count: int, path: Path) -> None:
     """Write profiles of equal predicted time with their cheap measures."""
     if path.exists():
         raise SystemExit(f"{path} holds profiles, whose scores would not fit to others: delete both to draw anew")
-    request = SearchRequest(
-        Promise(target), Deployment(count_cores()), CandidateOptions(sparsities=QUICK_SPARSITIES),
-        SearchPlan(evaluations=EVALUATIONS, quick=True),
-    )  # fmt: skip
-    with ModelTimer(count_cores()) as timer:
-        setup = set_up_search(inputs, request, timer, progress=lambda *_: None)
-    problem = ignore_intervals(setup.problem)
-    with setup.evaluator as evaluator:
+    problem, parallel = set_up(inputs, target, SearchPlan(evaluations=EVALUATIONS, quick=True))
+    with parallel as evaluator:
         choices = draw_choices(problem, target, count, evaluator)
         measured = measure(problem, choices, evaluator, inputs)
     records = []
@@ -102,6 +97,15 @@ def draw(inputs: SearchInputs, target: float, count: int, path: Path) -> None:
         })  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"target": target, "cpu": name_cpu(), "profiles": records}, indent=1) + "\n")
+
+
+def set_up(inputs: SearchInputs, target: float, plan: SearchPlan) -> tuple[Problem, ParallelEvaluator]:
+    """Prune the options of a job's table; return the problem by predicted times, and what evaluates its profiles."""
+    candidates = CandidateOptions(sparsities=QUICK_OPTION_SPARSITIES)
+    request = SearchRequest(Promise(target), Deployment(count_cores()), candidates, plan, Workers(count_cores()))
+    with ModelTimer(count_cores()) as timer:
+        setup = set_up_search(inputs, request, timer, progress=lambda *_: None)
+    return ignore_intervals(setup.problem), setup.evaluator
 
 
 def draw_choices(problem: Problem, target: float, count: int, evaluator: ProfileEvaluator) -> list[Choice]:

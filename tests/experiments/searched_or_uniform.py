@@ -29,7 +29,7 @@ from pathlib import Path
 
 import runs
 import torch
-from objectives import DISTILLED, QUICK_SPARSITIES, UNTRAINED, prune_and_train
+from objectives import DISTILLED, EVALUATIONS, RESULTS, UNTRAINED, prune_and_train, set_up
 from runs import Row
 
 from latbench.machines.devices import name_cpu
@@ -38,17 +38,11 @@ from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
 from search.knapsack.arrays import Choice
-from search.loss.parallel import Workers
 from search.pipeline.search_request import (
-    CandidateOptions,
-    Promise,
     SearchInputs,
     SearchPlan,
-    SearchRequest,
     read_inputs,
 )
-from search.pipeline.search_setup import set_up_search
-from search.problem.calibration import ignore_intervals
 from search.problem.layers import Option
 from search.problem.problem import Problem
 from search.strategies.evaluation_budget import ProfileEvaluator
@@ -59,22 +53,14 @@ from search.whole_model.engine_builders import build_dense_engines, build_pruned
 from search.whole_model.timed_device import find_cpu
 from sparse_kernels.patterns import Dense, parse
 
-RESULTS = Path(__file__).parent / "results"
-EVALUATIONS = 100
 UNIFORM, SEARCHED, ONE_PATTERN = "uniform", "searched", "uniform pattern"
 KINDS = (UNIFORM, SEARCHED, ONE_PATTERN)
 
 
 def search_all(inputs: SearchInputs, targets: Sequence[float], seeds: int, path: Path) -> None:
     """Write the profiles that are not there yet."""
-    request = SearchRequest(
-        Promise(max(targets)), Deployment(count_cores()), CandidateOptions(sparsities=QUICK_SPARSITIES),
-        SearchPlan("uniform", evaluations=EVALUATIONS), Workers(count_cores()),
-    )  # fmt: skip
-    with ModelTimer(count_cores()) as timer:
-        setup = set_up_search(inputs, request, timer, progress=lambda *_: None)
-    problem = ignore_intervals(setup.problem)
-    with setup.evaluator as evaluator:
+    problem, parallel = set_up(inputs, max(targets), SearchPlan(UNIFORM, evaluations=EVALUATIONS))
+    with parallel as evaluator:
         for target in targets:
             uniform = run_strategy(StrategySettings(UNIFORM, EVALUATIONS), problem, target, evaluator).choice
             for seed in range(seeds):
@@ -137,6 +123,11 @@ def describe(problem: Problem, choice: Choice, evaluator: ProfileEvaluator) -> R
     }  # fmt: skip
 
 
+def name_engine(row: Row) -> str:
+    """Return the name by which a profile is timed."""
+    return f"{row['kind']} {row['target']:g}x seed {row['seed']}"
+
+
 def read_options(row: Row) -> dict[str, Option]:
     return {name: Option(*option) for name, option in row["options"].items()}
 
@@ -167,7 +158,7 @@ def time_all(task: Task, rows: Sequence[Row], path: Path) -> None:
     if path.exists() and len(json.loads(path.read_text())["profiles"]) == len(rows):
         return
     deployment = Deployment(count_cores())
-    profiles = {f"{row['kind']} {row['target']:g}x seed {row['seed']}": read_options(row) for row in rows}
+    profiles = {name_engine(row): read_options(row) for row in rows}
     engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
     with ModelTimer(count_cores()) as timer, find_cpu().lock(lambda *_: None):
         timings = timer.time(engines, required=list(profiles))
@@ -211,7 +202,7 @@ def write_csv(folder: Path, wanted: str, file: Path) -> None:
             name, seconds = path.name.removesuffix("-times.json"), json.loads(path.read_text())["seconds"]
             dense = min(value for engine, value in seconds.items() if engine.split()[0] not in KINDS)
             for row in runs.read_rows(folder / f"{name}-scores.jsonl"):
-                engine = f"{row['kind']} {row['target']:g}x seed {row['seed']}"
+                engine = name_engine(row)
                 if engine in seconds:
                     speedup = dense / seconds[engine]
                     writer.writerow(
@@ -236,9 +227,7 @@ def show_pairs(
         if kind != UNIFORM and pairs:
             error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
             text += f", {statistics.fmean(pairs):+.4f} +- {error:.4f} over uniform ({len(pairs)} pairs)"
-        names = {
-            row["seed"]: f"{row['kind']} {target:g}x seed {row['seed']}" for row in profiles if row["kind"] == kind
-        }
+        names = {row["seed"]: name_engine(row) for row in profiles if row["kind"] == kind}
         if ratios := [
             seconds[n] / seconds[f"{UNIFORM} {target:g}x seed {s}"] for s, n in names.items() if n in seconds
         ]:

@@ -93,7 +93,7 @@ SHORT_EVALUATION_SECONDS = 20.0
 SMALL_LOSS = 0.005
 """Share of the dense score that pruning may lose before training is advised."""
 
-TRAINING_ADVICE = "`--train-budget 10m` trains the pruned model, which may win most of that back"
+TRAINING_ADVICE = "`--train-budget 10m` trains the pruned model, and may win back most of what was lost"
 
 # Seconds that steps take on two ordinary cores, as an estimate before they begin.
 _POINT_SECONDS, _OPTION_SECONDS, _LAYER_SECONDS = 0.6, 1.0, 2.0  # options of a million weights

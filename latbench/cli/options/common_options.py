@@ -121,8 +121,8 @@ RivalType = Annotated[
     typer.Option(
         "--over",
         metavar="TYPE",
-        help="Type of the dense engines that the promise is over, with those of more precise types: float32, "
-        "bfloat16 or int8. Default: the least precise of --precision.",
+        help="Least precise type of the dense engines that the promise is over: float32, bfloat16 or int8. Default: "
+        "the least precise of --precision.",
     ),
 ]
 Sessions = Annotated[

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import typer
 
 from latbench.base.engine_registry import NUMBA
+from latbench.base.recipe_names import AUTO_RECIPE
 from latbench.errors import UsageError
-
-AUTO = "auto"
-"""The recipe that is chosen for a model and a time budget."""
 
 COLUMN_VALUE = "COLUMN=VALUE,..."
 
@@ -121,8 +119,8 @@ def parse_train_budget(text: str | None, recipe: str | None) -> float | None:
     """
     if text is None:
         return None
-    if recipe not in (None, AUTO):
-        raise UsageError(f"--train-budget goes with --recipe {AUTO}, not {recipe}: a recipe has its own steps")
+    if recipe not in (None, AUTO_RECIPE):
+        raise UsageError(f"--train-budget goes with --recipe {AUTO_RECIPE}, not {recipe}: a recipe has its own steps")
     seconds = parse_duration(text)
     if seconds <= 0:
         raise UsageError(f"--train-budget is a time above 0, such as 10m, not {text}")

@@ -157,7 +157,7 @@ def build_section(points: pd.DataFrame, pairs: pd.DataFrame | None = None) -> Se
     if pairs is not None and len(pairs):
         sentences.append(
             "Differences from the uniform profile, better above zero, are means over pairs of one seed, with the 95% "
-            "interval over seeds. All seeds share the test data, and how these were drawn adds to it."
+            "interval over seeds. All seeds are scored on the same test data, so the whole uncertainty is larger."
         )
         tables.append(("Against the uniform profile of the same target", _build_pairs_table(pairs, share)))
     cells = [

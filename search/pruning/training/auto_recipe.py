@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from latbench.base.files import write_text_atomically
+from latbench.base.recipe_names import AUTO_RECIPE
 from latbench.errors import BadData
 from search.pruning.one_shot.stitch import StitchedLayers
 from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
@@ -30,9 +31,6 @@ from search.pruning.training.train import draw_batches, train
 from search.task import Task
 
 _LOG = logging.getLogger(__name__)
-
-AUTO = "auto"
-"""The name of a recipe that is chosen."""
 
 BUDGET_SECONDS = 600.0
 """The default budget."""
@@ -84,7 +82,7 @@ class AutoRecipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the choice depends on, as plain values."""
-        return {"method": AUTO, "budget_seconds": self.budget_seconds, "seed": self.seed}
+        return {"method": AUTO_RECIPE, "budget_seconds": self.budget_seconds, "seed": self.seed}
 
     def keep(self, chosen: Recipe) -> Recipe:
         """Write the choice to the file, if there is one, and return it."""
@@ -108,9 +106,9 @@ def read_training(recipe: str | None, budget_seconds: float | None = None) -> Re
     Parameters
     ----------
     recipe : str or None
-        AUTO, or what `search.pruning.training.recipe.read_recipe` reads.
+        AUTO_RECIPE, or what `search.pruning.training.recipe.read_recipe` reads.
     budget_seconds : float or None
-        Seconds above 0 for AUTO. They alone ask for it, too; a named recipe has its own length.
+        Seconds above 0 for AUTO_RECIPE. They alone ask for it, too; a named recipe has its own length.
 
     Returns
     -------
@@ -122,7 +120,7 @@ def read_training(recipe: str | None, budget_seconds: float | None = None) -> Re
     UsageError, BadData
         The recipe is wrong.
     """
-    if recipe is not None and recipe != AUTO:
+    if recipe is not None and recipe != AUTO_RECIPE:
         return read_recipe(recipe)
     if recipe is None and budget_seconds is None:
         return None
@@ -170,7 +168,7 @@ def choose_recipe(
     if steps * trials.step_seconds > 2 * max(left, 0.0):
         _LOG.warning(
             f"{steps} steps of training take {steps * trials.step_seconds:.0f} s, more than the budget leaves: "
-            "take a longer one, or smaller batches"
+            "give a longer budget, or use smaller batches"
         )
     warmup = max(1, int(WARMUP_SHARE * steps))
     return auto.keep(replace(auto.base, learning_rate=LONGER * rate, steps=steps, warmup=warmup))

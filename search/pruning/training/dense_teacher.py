@@ -54,7 +54,7 @@ class DenseTeacher:
         distances = compute_distances(outputs, {name: target for name, target in targets.items() if target})
         reason = (
             f"task {self._task.name}: its loss() does not call the model as a whole, or the model returns no float "
-            "tensor, or in training another one, so its outputs teach nothing"
+            "tensor, or tensors of other shapes in training, so its outputs teach nothing"
         )
         if not distances:
             raise UsageError(f"{reason}: take `distill: {LAYERS}`, or none")

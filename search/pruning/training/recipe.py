@@ -48,6 +48,7 @@ from latbench.base.declared_keys import (
     optional,
     suggest_name,
 )
+from latbench.base.recipe_names import AUTO_RECIPE
 from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
@@ -235,7 +236,7 @@ def read_recipe(text: str) -> Recipe:
         return Recipe(method=text)
     path = Path(text)
     if not path.is_file():
-        names = ["auto", *TRAINING_METHODS]
+        names = [AUTO_RECIPE, *TRAINING_METHODS]
         raise BadData(f"no recipe {text}{suggest_name(text, names)}: give a YAML file, or one of {', '.join(names)}")
     content = read_yaml(path)
     with named_in_errors(path):

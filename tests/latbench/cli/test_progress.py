@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from latbench.cli.progress_bar import live
+from latbench.cli.progress_bar import estimate_left, live
 
 
 def test_a_line_when_something_new_begins_and_now_and_then() -> None:
@@ -31,3 +31,17 @@ def test_a_count_without_a_total_is_not_shown() -> None:
     with live(Console(file=out)) as tell:
         tell("waiting", 0, None)
     assert out.getvalue() == "waiting\n"
+
+
+def test_the_time_left_follows_from_the_steps_of_the_same_kind() -> None:
+    """The first step told may be any: a training that goes on begins in the middle."""
+    told: list[tuple[str, int | None, int | None]] = []
+    tell = estimate_left(lambda *what: told.append(what), iter([0.0, 100.0, 101.0, 110.0, 120.0]).__next__)
+    tell("pruning", None, None)
+    for done in (40, 41, 50):
+        tell("training", done, 100)
+    tell("other", 3, 4)
+    assert told == [
+        ("pruning", None, None), ("training", 40, 100), ("training: about 59 s left", 41, 100),
+        ("training: about 50 s left", 50, 100), ("other", 3, 4),
+    ]  # fmt: skip
