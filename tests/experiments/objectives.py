@@ -1,7 +1,7 @@
 """What a search should minimize: which cheap measure of a profile predicts its score after training?
 
     python tests/experiments/objectives.py draw TASK --job FOLDER --target 2 [--profiles 24]
-    python tests/experiments/objectives.py train TASK --job FOLDER [--steps 300] [--hours 1] [--threads 1]
+    python tests/experiments/objectives.py train TASK --job FOLDER --target 2 [--steps 300] [--hours 1] [--threads 1]
     python tests/experiments/objectives.py show [TASK]
 
 FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
@@ -186,7 +186,9 @@ def weigh_changes(
     return found
 
 
-def train_all(task: Task, database: Database, profiles: Sequence[Row], path: Path, steps: int, hours: float) -> None:
+def train_all(
+    task: Task, database: Database, target: float, profiles: Sequence[Row], path: Path, steps: int, hours: float
+) -> None:
     """Add the scores that are missing, while there is time."""
     teacher, fresh = DenseTeacher(task, OUTPUTS), draw_fresh_batches(task, 0, 8)
 
@@ -204,7 +206,7 @@ def train_all(task: Task, database: Database, profiles: Sequence[Row], path: Pat
         return row
 
     keys = [
-        {"task": task.name, "profile": number, "method": method, "steps": count}
+        {"task": task.name, "target": target, "profile": number, "method": method, "steps": count}
         for method, count in zip(METHODS, (0, SHORT, steps, steps), strict=True)
         for number in range(len(profiles))
     ]
@@ -236,15 +238,15 @@ def prune_and_train(
 def show(path: Path, wanted: str | None) -> None:
     """Print rank correlations of cheap measures, and of scores after less training, with scores after training."""
     rows = runs.read_rows(path)
-    for name in dict.fromkeys(row["task"] for row in rows):
+    for name, target in dict.fromkeys((row["task"], row["target"]) for row in rows):
         if wanted not in (None, name):
             continue
-        drawn = json.loads(profiles_path(name).read_text())
+        drawn = json.loads(profiles_path(name, target).read_text())
+        own = [row for row in rows if (row["task"], row["target"]) == (name, target)]
         scores = {
-            method: {row["profile"]: row["score"] for row in rows if (row["task"], row["method"]) == (name, method)}
-            for method in METHODS
+            method: {row["profile"]: row["score"] for row in own if row["method"] == method} for method in METHODS
         }
-        steps = max(row["steps"] for row in rows if row["task"] == name)
+        steps = max(row["steps"] for row in own)
         print(f"{name}, {len(drawn['profiles'])} profiles of {drawn['target']:g}x, {steps} steps; medians and ranges")
         for method, of_method in scores.items():
             if of_method:
@@ -280,8 +282,8 @@ def correlate(a: Mapping[int, float], b: Mapping[int, float]) -> str:
     return f"{spearmanr(x, y).statistic:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
-def profiles_path(name: str) -> Path:
-    return RESULTS / "objectives" / f"{name}.json"
+def profiles_path(name: str, target: float) -> Path:
+    return RESULTS / "objectives" / f"{name}-{target:g}x.json"
 
 
 def main() -> None:
@@ -291,7 +293,7 @@ def main() -> None:
         command = commands.add_parser(name)
         command.add_argument("task")
         command.add_argument("--job", type=Path, required=True)
-    commands.choices["draw"].add_argument("--target", type=float, default=2.0)
+        command.add_argument("--target", type=float, default=2.0)
     commands.choices["draw"].add_argument("--profiles", type=int, default=24)
     commands.choices["train"].add_argument("--steps", type=int, default=300)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
@@ -307,12 +309,12 @@ def main() -> None:
         task, parse_place(given.job / "table"), given.job / "cost_model.json", given.job / "database"
     )
     if given.command == "draw":
-        draw(inputs, given.target, given.profiles, profiles_path(task.name))
+        draw(inputs, given.target, given.profiles, profiles_path(task.name, given.target))
         return
     torch.set_num_threads(given.threads)
-    drawn = json.loads(profiles_path(task.name).read_text())["profiles"]
+    drawn = json.loads(profiles_path(task.name, given.target).read_text())["profiles"]
     database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-    train_all(task, database, drawn, results, given.steps, given.hours)
+    train_all(task, database, given.target, drawn, results, given.steps, given.hours)
 
 
 if __name__ == "__main__":
