@@ -1,7 +1,8 @@
-"""Find the profile of least loss within the budget, by one of four strategies.
+"""Find the profile of least loss within the budget, by one of five strategies.
 
 - staged: an option for each layer. It learns from the losses of profiles what each layer adds.
 - spdy: an option for each layer. SPDY's coefficient search as published, a baseline.
+- evopress: an option for each layer. EvoPress's evolution of one profile, a baseline.
 - once: the profile of least total error, solved for once without any loss.
 - uniform: one pattern and sparsity in all layers, a baseline.
 """
@@ -23,10 +24,14 @@ from search.problem.problem import Problem
 from search.progress import Progress
 from search.strategies.additive_loss import build_layer_priors
 from search.strategies.evaluation_budget import BudgetExhausted, EvaluationBudget, ProfileEvaluator, SearchResult
+from search.strategies.evopress import run_evopress
 from search.strategies.spdy import run_spdy_search
 from search.strategies.staged import run_staged_search
 
-STRATEGIES = ("staged", "spdy", "once", "uniform")
+STRATEGIES = ("staged", "spdy", "evopress", "once", "uniform")
+
+PUBLISHED = ("spdy", "evopress")
+"""Strategies of other authors, which are baselines."""
 
 NOT_DRAWN = ("solve once", "uniform")
 """Values of `found_by` of profiles that were not selected for their loss."""
@@ -130,8 +135,8 @@ def run_strategy(
 
 
 def _is_result(strategy: str, found_by: str) -> bool:
-    """Return whether a strategy accepts a known profile: the published search starts only from its own."""
-    return found_by == "spdy" if strategy == "spdy" else strategy != "once"
+    """Return whether a strategy accepts a known profile: published searches start only from their own."""
+    return found_by == strategy if strategy in PUBLISHED else strategy != "once"
 
 
 def _search(
@@ -145,11 +150,26 @@ def _search(
         budget.losses([problem.solve(target).choice], found_by="solve once")
     elif settings.strategy == "spdy":
         run_spdy_search(budget, solver, build_quadratic_priors(problem), rng)
+    elif settings.strategy == "evopress":
+        start = (problem.uniform_profiles(target) or [problem.solve(target).choice])[0]
+        run_evopress(budget, start, rank_options(problem, start), lambda choice: problem.keeps(choice, target), rng)
     else:
         starts = problem.uniform_profiles(target)[:STARTS]
         sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
         priors = build_layer_priors(problem.errors, sparsities)
         run_staged_search(budget, solver, priors, rng, starts=starts)
+
+
+def rank_options(problem: Problem, start: Choice) -> list[list[int]]:
+    """Return the options of each layer from the slowest to the fastest: those of `start`, and those of an efficient
+    profile."""
+    ranked = []
+    for layer, own in zip(problem.layers, start, strict=True):
+        order = np.lexsort((layer.errors, layer.high)).tolist()  # the fastest first, of equally fast ones the best
+        least = np.minimum.accumulate(np.append(np.inf, layer.errors[order]))[:-1]
+        kept = [j for j, before in zip(order, least, strict=True) if layer.errors[j] < before or j == own]
+        ranked.append(kept[::-1])
+    return ranked
 
 
 def build_quadratic_priors(problem: Problem) -> list[Floats]:

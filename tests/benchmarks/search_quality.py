@@ -10,10 +10,10 @@ model is fast enough, there is nothing to search. The share 0.6 is searched with
 Calibration data: 512 images, 128 sentences. An evaluation is one profile on all of them; on fewer, their share.
 
 Printed, a line a target and seed: the losses of the best uniform profile, of the knapsack solved once with the
-published quadratic prior and with the measured errors, of the published search and of ours, which is also run without
-gradients; what the published one and ours spent; after how many evaluations each was as good as the published search
-was in the end; and last how often ours was no worse and needed at most half as many for it as the published search
-needed, and as it spent.
+published quadratic prior and with the measured errors, of the published search, of EvoPress's and of ours, which is
+also run without gradients; what the published one and ours spent; after how many evaluations each was as good as the
+published search was in the end; and last how often ours was no worse and needed at most half as many for it as the
+published search needed, and as it spent.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def compare(
     solved = run_strategy(StrategySettings("once", 1, 0), problem, target, evaluator).loss
     found = []
     for seed in range(seeds):
-        published, ours = (
+        published, evolved, ours = (
             run_strategy(StrategySettings(strategy, allowed, seed), problem, target, evaluator)
-            for strategy in ("spdy", "staged")
+            for strategy in ("spdy", "evopress", "staged")
         )
         without = run_strategy(
             StrategySettings("staged", allowed, seed), problem, target, WithoutGradients(evaluator)
@@ -118,8 +118,8 @@ def compare(
         found.append((*needed, published.spent))
         print(
             f"{label} {target:6.2f}x {seed:4} {uniform:9.4f} {solved_quadratic:9.4f} {solved:9.4f} "
-            f"{published.loss:9.4f} {ours.loss:9.4f} {without.loss:9.4f} {ours.loss / published.loss:6.2f} "
-            f"{published.spent:9.1f} "
+            f"{published.loss:9.4f} {evolved.loss:9.4f} {ours.loss:9.4f} {without.loss:9.4f} "
+            f"{ours.loss / published.loss:6.2f} {published.spent:9.1f} "
             f"{ours.spent:6.1f} {needed[1]:9.1f} {needed[0]:6.1f}",
             flush=True,
         )
@@ -160,8 +160,8 @@ def main() -> None:
         f"{fastest:.2f}x; {evaluator.batches} calibration batches, {given.evaluations} evaluations"
     )
     print(
-        "share target  seed   uniform quadratic  measured published      ours no gradi.  ratio evaluations spent by "
-        "each, and by each until it was as good as the published search in the end"
+        "share target  seed   uniform quadratic  measured published  evopress      ours no gradi.  ratio "
+        "evaluations spent by each, and by each until it was as good as the published search in the end"
     )
     found: list[tuple[float, float, float]] = []
     with evaluate_every, evaluator:
