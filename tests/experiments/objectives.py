@@ -73,6 +73,9 @@ RESULTS = Path(__file__).parent / "results"
 TIME_SHARE = 0.98
 EVALUATIONS = 100
 SHORT = 30
+FRESH_BATCHES = 8
+"""Training batches for the distance from the dense model, which no training sees in this order."""
+
 MEASURES = ("errors", "fisher", "alone", "loss")
 UNTRAINED, SHORTLY, DISTILLED, BY_GMP = "one-shot", "distilled shortly", "distilled", "GMP"
 METHODS = (UNTRAINED, SHORTLY, DISTILLED, BY_GMP)
@@ -190,16 +193,14 @@ def train_all(
     task: Task, database: Database, target: float, profiles: Sequence[Row], path: Path, steps: int, hours: float
 ) -> None:
     """Add the scores that are missing, while there is time."""
-    teacher, fresh = DenseTeacher(task, OUTPUTS), draw_fresh_batches(task, 0, 8)
+    teacher, fresh = DenseTeacher(task, OUTPUTS), draw_fresh_batches(task, 0, FRESH_BATCHES)
 
     def one(key: Row, rows: list[Row]) -> Row:
         began = time.process_time()
         options = {name: Option(*option) for name, option in profiles[key["profile"]]["options"].items()}
         model = prune_and_train(task, options, database, key["method"], key["steps"])
-        with torch.no_grad():
-            distances = [teacher.compute_loss(model, batch).item() for batch in fresh]
         row = {
-            **key, "score": task.score(model), "distance": float(np.mean(distances)),
+            **key, "score": task.score(model), "distance": measure_distance(teacher, model, fresh),
             "cpu_seconds": round(time.process_time() - began, 1),
         }  # fmt: skip
         print(f"{task.name} profile {key['profile']} {key['method']}: {row['score']:.4f}", flush=True)
@@ -212,6 +213,12 @@ def train_all(
     ]
     if not runs.run_missing(path, keys, one, hours):
         print("time is up: the same command goes on from here")
+
+
+def measure_distance(teacher: DenseTeacher, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Return the mean distance of a model's outputs from the dense model's."""
+    with torch.no_grad():
+        return float(np.mean([teacher.compute_loss(model, batch).item() for batch in batches]))
 
 
 def prune_and_train(

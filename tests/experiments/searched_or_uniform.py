@@ -1,7 +1,8 @@
 """Is a searched profile more accurate than the best uniform one of the same time, one-shot and after training?
 
     python tests/experiments/searched_or_uniform.py search TASK --job FOLDER [--targets 1.5,2] [--seeds 5]
-    python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--hours 1] [--threads 1]
+    python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--kinds uniform,searched]
+        [--hours 1] [--threads 1]
     python tests/experiments/searched_or_uniform.py time TASK --job FOLDER
     python tests/experiments/searched_or_uniform.py show [NAME] [--csv FILE]
 
@@ -9,27 +10,39 @@ FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers an
 `search` prunes every option of the table. Uniform profiles have one pattern and sparsity; layers for which the
 table has no such time take their fastest option that needs no more. The one with the least loss of those that reach
 a target is compared. The searched one takes at most as long as that, by prediction. `uniform pattern` is searched
-with the uniform profile's patterns alone, to tell what the choice of sparsities gives.
+with the uniform profile's patterns alone, to tell what the choice of sparsities gives. `uniform sparsity` has one
+sparsity and searched patterns: the best of all sparsities.
 
-`train` scores each profile one-shot, and after --steps steps of distillation under its masks. Seeds are those of the
-search and of the training, and pairs have the same. `time` measures all profiles in turns. `show` prints the
-differences of pairs with their standard errors. What is there is not done again.
+`train` scores each profile one-shot, and after --steps steps of distillation under its masks. It also measures how
+far its outputs are from the dense model's, on training batches. Seeds are those of the search and of the training,
+and pairs have the same. `time` measures all profiles in turns. `show` prints the differences of pairs with their
+standard errors. What is there is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import runs
 import torch
-from objectives import DISTILLED, EVALUATIONS, RESULTS, UNTRAINED, prune_and_train, set_up
+from objectives import (
+    DISTILLED,
+    EVALUATIONS,
+    FRESH_BATCHES,
+    RESULTS,
+    UNTRAINED,
+    measure_distance,
+    prune_and_train,
+    set_up,
+)
 from runs import Row
 
 from latbench.machines.devices import name_cpu
@@ -37,7 +50,7 @@ from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
 from search.artifacts.layer_database import Database
 from search.deployment import Deployment
-from search.knapsack.arrays import Choice
+from search.knapsack.arrays import Choice, Infeasible
 from search.pipeline.search_request import (
     SearchInputs,
     SearchPlan,
@@ -45,6 +58,8 @@ from search.pipeline.search_request import (
 )
 from search.problem.layers import Option
 from search.problem.problem import Problem
+from search.pruning.training.auto_recipe import draw_fresh_batches
+from search.pruning.training.dense_teacher import OUTPUTS, DenseTeacher
 from search.strategies.evaluation_budget import ProfileEvaluator
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.task import Task, load_task
@@ -53,8 +68,8 @@ from search.whole_model.engine_builders import build_dense_engines, build_pruned
 from search.whole_model.timed_device import find_cpu
 from sparse_kernels.patterns import Dense, parse
 
-UNIFORM, SEARCHED, ONE_PATTERN = "uniform", "searched", "uniform pattern"
-KINDS = (UNIFORM, SEARCHED, ONE_PATTERN)
+UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY = "uniform", "searched", "uniform pattern", "uniform sparsity"
+KINDS = (UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY)
 
 
 def search_all(inputs: SearchInputs, targets: Sequence[float], seeds: int, path: Path) -> None:
@@ -77,18 +92,30 @@ def find_profile(problem: Problem, uniform: Choice, kind: str, seed: int, evalua
     if kind == UNIFORM:
         return uniform
     target = problem.dense.value / problem.predict(uniform).value * (1 - 1e-9)  # roundings
-    patterns = {layer.options[j].pattern for layer, j in zip(problem.layers, uniform, strict=True)}
-    allowed = problem if kind == SEARCHED else select_patterns(problem, {"dense", *patterns})
-    found = run_strategy(
-        StrategySettings("staged", EVALUATIONS, seed), allowed, target, _Renumbered(evaluator, problem, allowed)
-    )
-    return translate(found.choice, allowed, problem)
+    options = [layer.options[j] for layer, j in zip(problem.layers, uniform, strict=True)]
+    if kind == ONE_PATTERN:
+        patterns = {"dense", *(option.pattern for option in options)}
+        allowed = [select_options(problem, lambda option: option.pattern in patterns)]
+    elif kind == ONE_SPARSITY:
+        sparsities = {option.sparsity for layer in problem.layers for option in layer.options if option.sparsity > 0}
+        allowed = [select_options(problem, lambda it, s=s: it.sparsity == s) for s in sorted(sparsities)]  # type: ignore[misc]
+    else:
+        allowed = [problem]
+    found = []
+    for part in allowed:
+        renumbered = _Renumbered(evaluator, problem, part)
+        with contextlib.suppress(Infeasible):  # at so low a sparsity
+            result = run_strategy(StrategySettings("staged", EVALUATIONS, seed), part, target, renumbered)
+            found.append((result.loss, translate(result.choice, part, problem)))
+    return min(found)[1]
 
 
-def select_patterns(problem: Problem, patterns: set[str]) -> Problem:
-    """Return the problem with these patterns alone."""
+def select_options(problem: Problem, allowed: Callable[[Option], bool]) -> Problem:
+    """Return the problem with these options alone; a layer without any of them keeps all."""
     return problem.change_layers(
-        lambda layer: layer.take([j for j, option in enumerate(layer.options) if option.pattern in patterns])
+        lambda layer: layer.take(
+            [j for j, option in enumerate(layer.options) if allowed(option)] or range(len(layer.options))
+        )
     )
 
 
@@ -135,14 +162,17 @@ def read_options(row: Row) -> dict[str, Option]:
 def train_all(task: Task, database: Database, rows: Sequence[Row], path: Path, steps: int, hours: float) -> None:
     """Add the scores that are missing, while there is time. One-shot scores have no seed but the profile's."""
     names = ("task", "kind", "target", "seed")
+    teacher, fresh = DenseTeacher(task, OUTPUTS), draw_fresh_batches(task, 0, FRESH_BATCHES)
 
     def one(key: Row, _: list[Row]) -> Row:
         began = time.process_time()
         profile = next(row for row in rows if {n: key[n] for n in names}.items() <= row.items())
         model = prune_and_train(task, read_options(profile), database, key["method"], key["steps"], key["seed"])
-        score = task.score(model)
-        print(f"{key}: {score:.4f}", flush=True)
-        return key | {"score": score, "cpu_seconds": round(time.process_time() - began, 1)}
+        score, distance = task.score(model), measure_distance(teacher, model, fresh)
+        print(f"{key}: {score:.4f}, distance {distance:.4f}", flush=True)
+        return key | {
+            "score": score, "distance": distance, "cpu_seconds": round(time.process_time() - began, 1)
+        }  # fmt: skip
 
     keys = [
         {name: row[name] for name in names} | {"method": method, "steps": count}
@@ -183,12 +213,8 @@ def show(folder: Path, wanted: str) -> None:
             }
             print(f"{name}, {target:g}x: uniform is {' and '.join(' at '.join(each) for each in sorted(kinds))}")
             for method in (UNTRAINED, DISTILLED):
-                found = {
-                    (row["kind"], row["seed"]): row["score"]
-                    for row in scores
-                    if row["target"] == target and row["method"] == method
-                }
-                show_pairs(method, found, own, seconds, target)
+                of_method = [row for row in scores if row["target"] == target and row["method"] == method]
+                show_pairs(method, of_method, own, seconds, target)
 
 
 def write_csv(folder: Path, wanted: str, file: Path) -> None:
@@ -211,28 +237,36 @@ def write_csv(folder: Path, wanted: str, file: Path) -> None:
 
 
 def show_pairs(
-    method: str,
-    scores: Mapping[tuple[str, int], float],
-    profiles: Sequence[Row],
-    seconds: Mapping[str, float],
-    target: float,
+    method: str, rows: Sequence[Row], profiles: Sequence[Row], seconds: Mapping[str, float], target: float
 ) -> None:
     """Print the scores of each kind, and their differences from the uniform profile's."""
+    scored = {(row["kind"], row["seed"]): row for row in rows}
     for kind in KINDS:
-        of_kind = [score for (other, _), score in scores.items() if other == kind]
+        of_kind = [row for row in rows if row["kind"] == kind]
         if not of_kind:
             continue
-        pairs = [scores[kind, s] - scores[UNIFORM, s] for k, s in scores if k == kind and (UNIFORM, s) in scores]
-        text = f"  {method:10} {kind:16} {statistics.fmean(of_kind):.4f}"
+        pairs = [(row, scored[UNIFORM, row["seed"]]) for row in of_kind if (UNIFORM, row["seed"]) in scored]
+        text = f"  {method:10} {kind:16} {statistics.fmean(row['score'] for row in of_kind):.4f}"
         if kind != UNIFORM and pairs:
-            error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-            text += f", {statistics.fmean(pairs):+.4f} +- {error:.4f} over uniform ({len(pairs)} pairs)"
+            differences = average([row["score"] - uniform["score"] for row, uniform in pairs])
+            text += f", {differences} over uniform ({len(pairs)} pairs)"
+        with_distance = [(a["distance"], b["distance"]) for a, b in pairs if "distance" in a and "distance" in b]
+        if with_distance:
+            text += f", distance {statistics.fmean(own for own, _ in with_distance):.4f}"
+        if kind != UNIFORM and with_distance:
+            text += f", {average([own / uniform - 1 for own, uniform in with_distance])} of uniform's"
         names = {row["seed"]: name_engine(row) for row in profiles if row["kind"] == kind}
         if ratios := [
             seconds[n] / seconds[f"{UNIFORM} {target:g}x seed {s}"] for s, n in names.items() if n in seconds
         ]:
             text += f", {min(ratios):.3f} to {max(ratios):.3f} of its measured time"
         print(text)
+
+
+def average(values: Sequence[float]) -> str:
+    """Return the mean and its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.fmean(values):+.4f} +- {error:.4f}"
 
 
 def main() -> None:
@@ -247,6 +281,7 @@ def main() -> None:
     )
     commands.choices["search"].add_argument("--seeds", type=int, default=5)
     commands.choices["train"].add_argument("--steps", type=int, default=150)
+    commands.choices["train"].add_argument("--kinds", type=lambda text: text.split(","), default=KINDS)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
     commands.add_parser("show").add_argument("name", nargs="?", default="*", help="of the task; default: all")
@@ -268,9 +303,8 @@ def main() -> None:
     elif given.command == "train":
         torch.set_num_threads(given.threads)
         database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-        train_all(
-            task, database, runs.read_rows(path), folder / f"{task.name}-scores.jsonl", given.steps, given.hours
-        )
+        rows = [row for row in runs.read_rows(path) if row["kind"] in given.kinds]
+        train_all(task, database, rows, folder / f"{task.name}-scores.jsonl", given.steps, given.hours)
     else:
         time_all(task, runs.read_rows(path), folder / f"{task.name}-times.json")
 

@@ -53,7 +53,6 @@ from sparse_kernels.patterns import NM, Unstructured, parse
 
 RESULTS = Path(__file__).parent / "results" / "translation.jsonl"
 PAD, START, END, UNKNOWN = range(4)
-WIDTH, HIDDEN, HEADS, LAYERS = 128, 512, 4, 2
 LONGEST = 40
 TOKENS = 1024  # of a batch, in the longer language, padding among them
 ROUND = 4  # lengths are multiples of it
@@ -86,40 +85,50 @@ BASELINE = "SR-STE"  # differences are from it
 KeysValues = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Size:
+    """Widths of a Transformer, its heads, and its layers on either side."""
+
+    width: int = 128
+    hidden: int = 512
+    heads: int = 4
+    layers: int = 2
+
+
 class Attention(nn.Module):
     """Written out: torch's own takes several times as long for sentences of a dozen words on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.size = size
+        self.query, self.key, self.value, self.out = (nn.Linear(size.width, size.width) for _ in range(4))
 
     def keys_values(self, memory: Tensor) -> KeysValues:
-        return _heads(self.key(memory)), _heads(self.value(memory))
+        return self._split(self.key(memory)), self._split(self.value(memory))
 
     def forward(self, x: Tensor, memory: KeysValues, hidden: Tensor | None) -> Tensor:
-        """What x (n, t, WIDTH) finds in the memory (n, HEADS, s, .), but where it is `hidden`."""
+        """What x (n, t, width) finds in the memory (n, heads, s, .), but where it is `hidden`."""
         keys, values = memory
-        scores = (WIDTH // HEADS) ** -0.5 * _heads(self.query(x)) @ keys.transpose(2, 3)
+        scores = (self.size.width // self.size.heads) ** -0.5 * self._split(self.query(x)) @ keys.transpose(2, 3)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -1e9)
         found: Tensor = self.out((scores.softmax(dim=3) @ values).transpose(1, 2).flatten(2))
         return found
 
-
-def _heads(y: Tensor) -> Tensor:
-    heads: Tensor = y.unflatten(2, (HEADS, -1))
-    return heads.transpose(1, 2)
+    def _split(self, y: Tensor) -> Tensor:
+        heads: Tensor = y.unflatten(2, (self.size.heads, -1))
+        return heads.transpose(1, 2)
 
 
 class Layer(nn.Module):
     """Pre-norm attention and FFN; a decoder's looks at the memory between them."""
 
-    def __init__(self, decoder: bool) -> None:
+    def __init__(self, size: Size, decoder: bool) -> None:
         super().__init__()
-        self.own = Attention()
-        self.cross = Attention() if decoder else None
-        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3 if decoder else 2))
+        self.own = Attention(size)
+        self.cross = Attention(size) if decoder else None
+        self.fc1, self.fc2 = nn.Linear(size.width, size.hidden), nn.Linear(size.hidden, size.width)
+        self.norms = nn.ModuleList(nn.LayerNorm(size.width) for _ in range(3 if decoder else 2))
 
     def remember(self, memory: Tensor) -> KeysValues:
         """Keys and values of the memory that a decoder's layer looks at."""
@@ -149,18 +158,19 @@ class Layer(nn.Module):
 
 
 class Translator(nn.Module):
-    """Word numbers (n, s) and (n, t) to states (n, t, WIDTH); `target.weight` is the last layer, too."""
+    """Word numbers (n, s) and (n, t) to states (n, t, width); `target.weight` is the last layer, too."""
 
-    def __init__(self, source_words: int, target_words: int) -> None:
+    def __init__(self, source_words: int, target_words: int, size: Size = Size()) -> None:
         super().__init__()
-        self.source, self.target = nn.Embedding(source_words, WIDTH), nn.Embedding(target_words, WIDTH)
+        width = size.width
+        self.source, self.target = nn.Embedding(source_words, width), nn.Embedding(target_words, width)
         for embedding in (self.source, self.target):
-            nn.init.normal_(embedding.weight, std=WIDTH**-0.5)
-        self.encoder = nn.ModuleList(Layer(decoder=False) for _ in range(LAYERS))
-        self.decoder = nn.ModuleList(Layer(decoder=True) for _ in range(LAYERS))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        place, wave = torch.arange(LONGEST + 2)[:, None], torch.arange(0, WIDTH, 2)
-        angle = place * torch.exp(-math.log(10_000) / WIDTH * wave)
+            nn.init.normal_(embedding.weight, std=width**-0.5)
+        self.encoder = nn.ModuleList(Layer(size, decoder=False) for _ in range(size.layers))
+        self.decoder = nn.ModuleList(Layer(size, decoder=True) for _ in range(size.layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        place, wave = torch.arange(LONGEST + 2)[:, None], torch.arange(0, width, 2)
+        angle = place * torch.exp(-math.log(10_000) / width * wave)
         self.register_buffer("places", torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1))
 
     def encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
@@ -190,14 +200,18 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         return self.decode(target, *self.encode(source))
 
+    def guess_words(self, states: Tensor) -> Tensor:
+        """States (..., width) to logits (..., words)."""
+        return states @ self.target.weight.T
+
     def _embedded(self, embedding: nn.Embedding, words: Tensor, first: int = 0) -> Tensor:
         places = self.get_buffer("places")
         embedded: Tensor = embedding(words)
-        return math.sqrt(WIDTH) * embedded + places[first : first + words.shape[1]]
+        return math.sqrt(embedding.embedding_dim) * embedded + places[first : first + words.shape[1]]
 
 
 class WordLoss(torch.autograd.Function):
-    """Mean cross-entropy of words (n,), but PAD, from states x (n, WIDTH) and embeddings (words, WIDTH).
+    """Mean cross-entropy of words (n,), but PAD, from states x (n, width) and embeddings (words, width).
 
     The gradients are made with the loss, from one softmax: log_softmax and its derivative pass over the logits,
     by far the largest array of a step, four times more.
@@ -300,7 +314,7 @@ def mean_loss(model: Translator, data: Data, part: str) -> float:
     for start in range(0, len(pairs), 100):
         source, target = (padded(side) for side in zip(*pairs[start : start + 100], strict=True))
         words = target[:, 1:].flatten()
-        logits = model(source, target[:, :-1]).flatten(0, 1) @ model.target.weight.T
+        logits = model.guess_words(model(source, target[:, :-1]).flatten(0, 1))
         total += cross_entropy(logits, words, ignore_index=PAD, reduction="sum").item()
         count += int((words != PAD).sum())
     return total / count
@@ -317,7 +331,7 @@ def translations(model: Translator, data: Data) -> list[str]:
     found: list[list[int]] = []
     ended = torch.zeros(len(sources), dtype=torch.bool)
     while len(found) < LONGEST and not ended.all():
-        words = (model.decode(words, memories, hidden, pasts) @ model.target.weight.T).argmax(dim=2)
+        words = model.guess_words(model.decode(words, memories, hidden, pasts)).argmax(dim=2)
         ended |= words[:, 0] == END
         found.append(words[:, 0].tolist())
     sentences = (itertools.takewhile(lambda word: word != END, column) for column in zip(*found, strict=True))

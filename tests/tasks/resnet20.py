@@ -48,16 +48,16 @@ class Block(nn.Module):
         return relu(y + shortcut)
 
 
-class ResNet20(nn.Module):
-    """Three stages of three blocks, with 16, 32 and 64 channels."""
+class ResNet(nn.Module):
+    """Three stages of as many blocks, with 16, 32 and 64 channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(Block(16, 16, 1), Block(16, 16, 1), Block(16, 16, 1))
-        self.layer2 = nn.Sequential(Block(16, 32, 2), Block(32, 32, 1), Block(32, 32, 1))
-        self.layer3 = nn.Sequential(Block(32, 64, 2), Block(64, 64, 1), Block(64, 64, 1))
+        self.layer1 = nn.Sequential(*(Block(16, 16, 1) for _ in range(blocks)))
+        self.layer2 = nn.Sequential(Block(16, 32, 2), *(Block(32, 32, 1) for _ in range(blocks - 1)))
+        self.layer3 = nn.Sequential(Block(32, 64, 2), *(Block(64, 64, 1) for _ in range(blocks - 1)))
         self.linear = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -67,8 +67,13 @@ class ResNet20(nn.Module):
 
 
 def model() -> nn.Module:
-    checkpoint = torch.load(DATA / "resnet_cifar10" / "resnet20-12fca82f.th", weights_only=True, map_location="cpu")
-    network = ResNet20()
+    return load_network(3, "resnet20-12fca82f.th")
+
+
+def load_network(blocks: int, file: str) -> nn.Module:
+    """Return a network with its pretrained weights."""
+    checkpoint = torch.load(DATA / "resnet_cifar10" / file, weights_only=True, map_location="cpu")
+    network = ResNet(blocks)
     network.load_state_dict({key.removeprefix("module."): value for key, value in checkpoint["state_dict"].items()})
     return network.eval()
 
