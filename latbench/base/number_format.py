@@ -101,3 +101,9 @@ def format_bytes(value: float) -> str:
 def choose_time_unit(value: float) -> tuple[float, str]:
     """Return the unit for an axis around `value` seconds: its size in seconds and its name."""
     return _unit(value)
+
+
+def format_score(value: float, name: str) -> str:
+    """Return a score as text: a percentage for an accuracy, else four significant digits."""
+    is_share = 0 <= value <= 1 and "accuracy" in name.lower()
+    return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"

@@ -24,6 +24,7 @@ from search.artifacts.profile import Profile, read_profile
 
 if TYPE_CHECKING:
     from cost_models.model_file import ModelFile
+    from search.pipeline.milder_targets import MilderTargets
     from search.pipeline.speedup_verdict import SpeedupVerdict
 
 # The columns that a report shows.
@@ -64,6 +65,8 @@ class ReportFiles:
         Layer database of the search.
     accuracy : Path or None
         Results of experiments, as `sections.accuracy` reads them.
+    milder : Path or None
+        What milder targets would keep, from `latbench run`.
     """
 
     cost_model: Path | None = None
@@ -73,6 +76,7 @@ class ReportFiles:
     workload: str | None = None
     database: Path | None = None
     accuracy: Path | None = None
+    milder: Path | None = None
 
     def by_role(self) -> dict[str, Path]:
         """Return the path of each given file by its role in the report."""
@@ -84,6 +88,7 @@ class ReportFiles:
             "layer database": self.database and self.database / "database.json",
             "workload": find_workload_file(self.workload) if self.workload else None,
             "accuracies": self.accuracy,
+            "milder targets": self.milder,
         }
         return {role: path for role, path in paths.items() if path}
 
@@ -106,6 +111,8 @@ class ReportInputs:
         The frame of `sections.trade_off`.
     results : DataFrame or None
         The rows of `sections.accuracy.read_results`.
+    milder : MilderTargets or None
+        What milder targets would keep.
     sources : tuple of SourceFile
         The files, the table first.
     """
@@ -120,6 +127,7 @@ class ReportInputs:
     verdict: SpeedupVerdict | None = None
     trade_offs: pd.DataFrame | None = None
     results: pd.DataFrame | None = None
+    milder: MilderTargets | None = None
     sources: tuple[SourceFile, ...] = field(default=())
 
 
@@ -165,6 +173,7 @@ def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
         profile=read_profile(given.profile) if given.profile else None,
         verdict=_read_verdict(given.verify / "verify.json") if given.verify else None,
         results=accuracy.read_results(given.accuracy) if given.accuracy else None,
+        milder=_read_milder_targets(given.milder) if given.milder else None,
         sources=(SourceFile("table", table, table_hash),),
     )
     if given.pruned:
@@ -181,6 +190,12 @@ def _read_model(path: Path) -> ModelFile:
     from cost_models.model_file import read
 
     return read(path)
+
+
+def _read_milder_targets(path: Path) -> MilderTargets:
+    from search.pipeline.milder_targets import read_milder_targets
+
+    return read_milder_targets(path)
 
 
 def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:

@@ -7,8 +7,7 @@ from typing import Any
 import rich.table
 from rich.markup import escape
 
-from latbench.base.number_format import format_bytes, format_ratio, format_seconds
-from latbench.report.pages import overview
+from latbench.base.number_format import format_bytes, format_ratio, format_score, format_seconds
 from latbench.report.report_inputs import ReportInputs
 
 KEYS = (
@@ -43,7 +42,7 @@ def build_summary_table(inputs: ReportInputs, path: str, score_advice: str = "")
         shown.add_row("aimed at", format_ratio(inputs.profile.aimed))
     if verdict:
         name = verdict.score_name or "score"
-        dense, pruned = (overview.format_score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
+        dense, pruned = (format_score(value, name) for value in (verdict.score_dense, verdict.score_pruned))
         shown.add_row(escape(name), f"{dense} dense, {pruned} pruned")
         if score_advice:
             shown.add_row("", score_advice)
@@ -57,7 +56,7 @@ def build_summary_table(inputs: ReportInputs, path: str, score_advice: str = "")
         gain = format_ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)
         shown.add_row("measured", f"{gain} faster, {format_seconds(verdict.measured_seconds)}{verdict.where}")
         if (over := verdict.over_int8) is not None:
-            scored = f", {overview.format_score(verdict.score_int8, name)}" if verdict.score_int8 is not None else ""
+            scored = f", {format_score(verdict.score_int8, name)}" if verdict.score_int8 is not None else ""
             shown.add_row("dense in int8", f"{format_seconds(over[0])}{scored}; {verdict.beside_int8}")
             if verdict.int8_advice:
                 shown.add_row("", verdict.int8_advice)

@@ -10,29 +10,21 @@ number, so a score that decides about a release should come from other data.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from latbench.errors import PromiseMissed, UsageError
-from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
-from search.knapsack.arrays import Choice, Infeasible
+from search.knapsack.arrays import Infeasible
 from search.pipeline import search_job
+from search.pipeline.profile_scorer import ProfileScorer
 from search.pipeline.search_job import NearestProfile
 from search.pipeline.search_request import SearchInputs, SearchRequest
 from search.pipeline.search_setup import set_up_search
 from search.problem.calibration import ignore_intervals
-from search.problem.layers import Option, expand_choice
-from search.problem.problem import Problem
 from search.progress import Progress
-from search.pruning.one_shot.stitch import stitch
-from search.pruning.prune_model import tune_norms
-from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
 from search.strategies.run_strategy import StrategySettings, run_strategy
 from search.whole_model.end_to_end import ModelTimer
 
@@ -107,7 +99,7 @@ def search_fastest(
     """
     # Options for any speedup are needed, not only those near one target.
     request = replace(request, plan=replace(request.plan, quick=False))
-    scorer = _Scorer(inputs)
+    scorer = ProfileScorer(inputs)
     least = drop.least(scorer.dense)
     setup = set_up_search(inputs, with_target(request, LEAST_TARGET), timer, progress=progress)
     problem = ignore_intervals(setup.problem)
@@ -196,27 +188,3 @@ def _search_nearest(inputs: SearchInputs, request: SearchRequest, timer: ModelTi
         return search_job.search(inputs, request, timer=timer, progress=progress)
     except NearestProfile as error:
         return error.profile
-
-
-class _Scorer:
-    """Scores models that are stitched from the database."""
-
-    def __init__(self, inputs: SearchInputs) -> None:
-        self._inputs = inputs
-        self._database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-        self._batches = inputs.task.calibration()
-        with torch.no_grad():
-            self.dense = inputs.task.score(inputs.model)
-
-    def score(self, problem: Problem, choice: Choice) -> float:
-        """Return the score of a profile."""
-        return self.score_options(expand_choice(problem.layers, choice))
-
-    def score_options(self, options: Mapping[str, Option]) -> float:
-        """Return the score of the model with these options by layer."""
-        model = copy.deepcopy(self._inputs.model)
-        stitched = stitch(model, options, self._database)
-        with read_inputs_in_steps(model, stitched.quantizations):
-            tune_norms(self._inputs.task, model, self._batches)
-            with torch.no_grad():
-                return self._inputs.task.score(model)

@@ -58,6 +58,7 @@ def test_the_demo_keeps_its_promise_and_a_second_run_reuses_it() -> None:
     summary = json.loads((DEMO / "summary.json").read_text())
     assert summary["score_dense"] >= 0.97  # trained by the first command that needed the network
     check_summary(DEMO, 2.0, summary["score_dense"] - 0.02)
+    assert "What milder targets keep" in (DEMO / "report.html").read_text()
 
     made = {path: path.stat().st_mtime_ns for path in DEMO.rglob("*") if path.is_file()}
     demo()

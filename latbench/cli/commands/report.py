@@ -11,6 +11,7 @@ from latbench.cli.options.report_options import (
     Against,
     FiguresFolder,
     HtmlOutput,
+    MilderTargetsFile,
     ReportDatabase,
     ReportModel,
     ReportProfile,
@@ -36,6 +37,7 @@ def report(
     database: ReportDatabase = None,
     workload: ReportWorkload = None,
     accuracy: AccuracyFile = None,
+    milder_targets: MilderTargetsFile = None,
     against: Against = None,
     figures: FiguresFolder = None,
     summary: SummaryFile = None,
@@ -56,7 +58,7 @@ def report(
 
     console, command = Console(), ["latbench", *map(hide_secrets, sys.argv[1:])]
     if against is not None:
-        if any((model, profile, pruned, verify, database, workload, accuracy, summary)):
+        if any((model, profile, pruned, verify, database, workload, accuracy, milder_targets, summary)):
             raise UsageError("--against compares two tables and goes with --output and --figures alone")
         with live() as tell:
             tell(f"comparing {hide_secrets(table)} with {hide_secrets(against)}", None, None)
@@ -64,7 +66,7 @@ def report(
         drawn = "" if figures is None else f", and the figures in {figures}"
         console.print(f"{output} is written{drawn}", highlight=False, soft_wrap=True, markup=False)
         return
-    files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy)
+    files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy, milder_targets)
     with live() as tell:
         tell(f"reading {hide_secrets(table)} and drawing the report", None, None)
         inputs = report_inputs.read_inputs(parse_place(table), files)

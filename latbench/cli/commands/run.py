@@ -114,6 +114,7 @@ def _carry_out(job: Job) -> JobResult:
         ):  # fmt: skip
             step(steps.start(what))
         verdict = _prune_and_train(job, steps)
+        job.score_milder_targets(steps.start("scoring milder targets"))
         return job.write_report(steps.start("writing the report"), verdict)
 
 

@@ -8,6 +8,7 @@ profile.json     the options of all layers, and the promise.
 pruned/          the pruned model.
 deploy/          the exported model, of a job that deploys one.
 verify/          the verdict.
+milder_targets.json  what milder targets would keep.
 report.html      everything, on one page.
 summary.json     the main figures.
 """
@@ -34,7 +35,7 @@ from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
 from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
-from latbench.base.files import write_text_atomically
+from latbench.base.files import hash_file, write_text_atomically
 from latbench.cli.progress_bar import Tell
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
@@ -57,7 +58,7 @@ from search.export.export_model import check_can_export, export_model
 from search.export.export_steps import ExportRequest
 from search.export.model_to_export import read_pruned_model
 from search.loss.parallel import MOST_PROCESSES, Workers
-from search.pipeline import promising_points, search_job
+from search.pipeline import milder_targets, promising_points, search_job
 from search.pipeline import verify as verification
 from search.pipeline.prune_to_folder import PruneRequest, is_trained, prune_to_folder
 from search.pipeline.search_history import SearchHistory
@@ -99,6 +100,7 @@ TRAINING_ADVICE = "`--train-budget 10m` trains the pruned model, and may win bac
 _POINT_SECONDS, _OPTION_SECONDS, _LAYER_SECONDS = 0.6, 1.0, 2.0  # options of a million weights
 _START_SECONDS, _ROUND_SECONDS, _ROUNDS, _VERIFY_SECONDS = 25.0, 15.0, 3, 40.0
 _STEP_SECONDS = 0.3  # of training
+_MILDER_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ class Job:
             **export,
             "verifying": _VERIFY_SECONDS,
             **training,
+            "scoring milder targets": _MILDER_SECONDS,
             "writing the report": 3.0,
         }
 
@@ -416,11 +419,20 @@ class Job:
         known = verification.read_current_verdict(self.task, folder, output)
         return known or verification.verify(self.task, folder, output, timer=self._timer, progress=tell)
 
+    def score_milder_targets(self, tell: Tell) -> None:
+        """Score profiles for milder targets, unless the file holds those of this profile."""
+        path, profile = self._path("milder_targets.json"), self._path("profile.json")
+        if self.settings.target < milder_targets.LEAST_TARGET or _goes_with(path, profile):
+            return
+        inputs, request = self._read_inputs(), self._build_request()
+        milder_targets.score_milder_targets(inputs, request, profile, self._timer, tell).save(path)
+
     def write_report(self, tell: Tell, verdict: SpeedupVerdict) -> JobResult:
         """Write the report and the summary."""
         files = report_inputs.ReportFiles(
             self._path("cost_model.json"), self._path("profile.json"), self._path("pruned"), self._path("verify"),
             str(self._path("workload.yaml")), self._path("database"),
+            milder=None if self.settings.target < milder_targets.LEAST_TARGET else self._path("milder_targets.json"),
         )  # fmt: skip
         inputs = report_inputs.read_inputs(self._table, files)
         page = html_page.build_page(inputs, report_data.build_report_data(inputs), ["latbench", *sys.argv[1:]])
@@ -435,6 +447,14 @@ def _holds(path: Path, workload: Workload) -> bool:
     """Return whether a file holds this very workload."""
     try:
         return path.exists() and read_workload(path) == workload
+    except BadData:
+        return False
+
+
+def _goes_with(path: Path, profile: Path) -> bool:
+    """Return whether a file has the milder targets of this very profile."""
+    try:
+        return path.exists() and milder_targets.read_milder_targets(path).profile == hash_file(profile)
     except BadData:
         return False
 

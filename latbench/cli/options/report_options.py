@@ -44,6 +44,12 @@ AccuracyFile = Annotated[
         help="CSV or Parquet file with the columns pattern, method, speedup, accuracy, seed. Default: none.",
     ),
 ]
+MilderTargetsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--milder-targets", metavar="FILE", help="File milder_targets.json from latbench run. Default: none."
+    ),
+]
 Against = Annotated[
     str | None,
     typer.Option(

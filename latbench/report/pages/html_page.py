@@ -24,7 +24,7 @@ from latbench.report.pages import common_sections as sections
 from latbench.report.pages import overview, speedup_map
 from latbench.report.report_data import ReportData
 from latbench.report.report_inputs import ReportInputs
-from latbench.report.sections import accuracy, trade_off
+from latbench.report.sections import accuracy, target_costs, trade_off
 from latbench.report.sections import roofline_chart as roofline
 
 SHAPES = 400  # shown in tables and charts, 4 to 10 kB each
@@ -68,6 +68,7 @@ def build_page(inputs: ReportInputs, content: ReportData, command: Sequence[str]
         if chosen and content.trade_offs is not None
         else None,
         sections.build_pruned(inputs.manifest) if inputs.manifest else None,
+        target_costs.build_section(inputs.milder) if inputs.milder else None,
         accuracy.build_section(content.accuracy, content.accuracy_pairs) if content.accuracy is not None else None,
         overview.build_section(content, places, pays if verdict else None),
         speedup_map.build_section(content, places),

@@ -18,6 +18,7 @@ from latbench.base.number_format import (
     format_percent,
     format_percent_rounded_up,
     format_ratio,
+    format_score,
     format_seconds,
 )
 from latbench.report import point_frames
@@ -210,12 +211,6 @@ def build_promise_headline(verdict: SpeedupVerdict, profile: Profile | None) -> 
         beside = f"all of them, packed; {format_bytes(weights.most)} allowed, {format_bytes(weights.dense)} dense"
         tiles.append(FigureTile("Weights", format_bytes(weights.packed), beside))
     return Headline(title, lead, tiles, (verdict.outcome, f"promise {verdict.outcome}"))
-
-
-def format_score(value: float, name: str) -> str:
-    """Return a score as text: a percentage for an accuracy, else four significant digits."""
-    is_share = 0 <= value <= 1 and "accuracy" in name.lower()
-    return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"
 
 
 def build_verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[tuple[str, str]]) -> Table:

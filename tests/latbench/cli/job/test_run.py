@@ -45,8 +45,8 @@ class Steps:
     def estimate_seconds(self) -> dict[str, float]:
         return dict.fromkeys(
             ["reading the task", "timing layers", "fitting the cost model", "searching", "pruning", "verifying",
-             "training", "exporting the trained model", "verifying the trained model", "writing the report",
-             "exporting"], 1.0,
+             "training", "exporting the trained model", "verifying the trained model", "scoring milder targets",
+             "writing the report", "exporting"], 1.0,
         )  # fmt: skip
 
     def search_profile(self, tell: Any, *, refine: bool = False) -> None:
@@ -93,11 +93,12 @@ def carry_out(monkeypatch: pytest.MonkeyPatch, *outcomes: str, load: str | None 
 TOO_FAST = "kept, far above the target"
 
 FIRST = ["trace_layers", "time_layers", "fit_cost_model", "search", "prune_model"]
+LAST = ["score_milder_targets", "report", "closed"]
 
 
 def test_a_job_whose_promise_is_kept_has_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = carry_out(monkeypatch, KEPT)
-    assert steps.done == [*FIRST, KEPT, "report", "closed"]
+    assert steps.done == [*FIRST, KEPT, *LAST]
     assert steps.folder == Path("latbench-jobs/digits")
     assert (steps.settings.target, steps.settings.quick, steps.settings.confidence) == (2.0, True, 0.9)
 
@@ -105,7 +106,7 @@ def test_a_job_whose_promise_is_kept_has_each_step_once(monkeypatch: pytest.Monk
 def test_a_model_that_leaves_python_is_exported_before_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = carry_out(monkeypatch, MISSED, KEPT, deploy="c")
     again = ["refine", "prune_model", "export_pruned", KEPT]
-    assert steps.done == [*FIRST, "export_pruned", MISSED, *again, "report", "closed"]
+    assert steps.done == [*FIRST, "export_pruned", MISSED, *again, *LAST]
     assert steps.settings.form == "c" and steps.settings.is_exported
     with pytest.raises(UsageError, match="unknown form 'java' to deploy: known are python, openvino, torch, c"):
         run("digits", deploy="java")
@@ -164,7 +165,7 @@ def test_the_layers_are_those_of_the_task_as_it_is_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize("outcome", [MISSED, INCONCLUSIVE])
 def test_a_verification_that_was_not_kept_corrects_the_search(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
     steps = carry_out(monkeypatch, outcome, KEPT)
-    assert steps.done == [*FIRST, outcome, "refine", "prune_model", KEPT, "report", "closed"]
+    assert steps.done == [*FIRST, outcome, "refine", "prune_model", KEPT, *LAST]
 
 
 @pytest.mark.parametrize("then", [KEPT, TOO_FAST])
@@ -172,14 +173,14 @@ def test_a_model_that_is_needlessly_fast_is_searched_once_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, then: str
 ) -> None:
     steps = carry_out(monkeypatch, TOO_FAST, then)
-    assert steps.done == [*FIRST, TOO_FAST, "refine", "prune_model", then, "report", "closed"]
+    assert steps.done == [*FIRST, TOO_FAST, "refine", "prune_model", then, *LAST]
     assert "2.90x measured, and the search predicted 2.10x: a milder profile is searched" in caplog.text
 
 
 def test_a_milder_profile_that_misses_is_corrected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     again = ["refine", "prune_model"]
     steps = carry_out(monkeypatch, TOO_FAST, MISSED, MISSED, KEPT)
-    assert steps.done == [*FIRST, TOO_FAST, *again, MISSED, *again, MISSED, *again, KEPT, "report", "closed"]
+    assert steps.done == [*FIRST, TOO_FAST, *again, MISSED, *again, MISSED, *again, KEPT, *LAST]
 
 
 def test_a_kept_promise_stays_where_no_milder_profile_is_found(
@@ -194,7 +195,7 @@ def test_a_kept_promise_stays_where_no_milder_profile_is_found(
 
     monkeypatch.setattr(Steps, "search_profile", refuse)
     assert carry_out(monkeypatch, TOO_FAST).done == [
-        *FIRST, TOO_FAST, "refine", "keep_profile", "report", "closed"
+        *FIRST, TOO_FAST, "refine", "keep_profile", *LAST
     ]  # fmt: skip
     assert "no milder profile was found (nothing keeps it): the one that was verified stays" in caplog.text
     assert carry_out(monkeypatch, MISSED).done[-1].startswith("nothing keeps it")
@@ -227,11 +228,11 @@ def test_a_model_is_trained_once_its_profile_keeps_the_promise(monkeypatch: pyte
     """Training changes no time, and may take long."""
     steps = carry_out(monkeypatch, MISSED, KEPT, KEPT, train_budget="5m")
     again = ["refine", "prune_model", KEPT, "train_model", KEPT]
-    assert steps.done == [*FIRST, MISSED, *again, "report", "closed"]
+    assert steps.done == [*FIRST, MISSED, *again, *LAST]
     assert steps.settings.training == AutoRecipe(300.0)
     exported = carry_out(monkeypatch, KEPT, KEPT, recipe="auto", deploy="c")
     assert exported.done[len(FIRST) :] == [
-        "export_pruned", KEPT, "train_model", "export_pruned", KEPT, "report", "closed"
+        "export_pruned", KEPT, "train_model", "export_pruned", KEPT, *LAST
     ]  # fmt: skip
     assert "train_model" not in carry_out(monkeypatch, *[MISSED] * MOST_TRIES, recipe="auto").done
 
@@ -291,7 +292,7 @@ def test_training_is_advised_where_much_was_lost(pruned: float, advised: bool, c
 def test_a_promise_that_is_never_kept_has_a_report_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = carry_out(monkeypatch, *[MISSED] * MOST_TRIES)
     assert steps.done.count(MISSED) == MOST_TRIES
-    assert steps.done[-3:-1] == ["report", "closed"]
+    assert steps.done[-4:-1] == LAST
     assert steps.done[-1] == "promise missed; the same command goes on from there"
 
 

@@ -1,0 +1,121 @@
+"""What milder targets would keep: the scores of profiles for lower speedups, beside the one that was chosen.
+
+A search prunes options near its own target. Only these are used here, so that nothing is pruned and nothing is timed.
+A search for the milder target itself may find a profile that keeps more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from latbench.base.files import hash_file, write_text_atomically
+from latbench.errors import BadData
+from search.artifacts.profile import read_profile
+from search.pipeline.profile_scorer import ProfileScorer
+from search.pipeline.search_request import SearchInputs, SearchRequest
+from search.pipeline.search_setup import set_up_search
+from search.problem.calibration import ignore_intervals
+from search.progress import Progress
+from search.strategies.run_strategy import StrategySettings, run_strategy
+from search.whole_model.end_to_end import ModelTimer
+
+VERSION = 1
+
+SHARES = (0.25, 0.5, 0.75)
+"""Milder targets, as shares of the way from 1x to the target."""
+
+EVALUATIONS = 20
+"""Profiles that are tried for each, at most."""
+
+LEAST_TARGET = 1.2
+"""Below it, milder targets are not worth a search."""
+
+
+@dataclass(frozen=True)
+class ScoredTarget:
+    """A target, the predicted speedup of its profile, and the score of that before training."""
+
+    target: float
+    speedup: float
+    score: float
+
+
+@dataclass(frozen=True)
+class MilderTargets:
+    """The content of milder_targets.json.
+
+    Attributes
+    ----------
+    score_name
+        Name of the score.
+    dense_score
+        The score of the dense model.
+    targets
+        The milder targets, and last the target of the profile itself.
+    profile
+        Hash of that profile's file.
+    """
+
+    score_name: str
+    dense_score: float
+    targets: tuple[ScoredTarget, ...]
+    profile: str
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        write_text_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
+
+
+def score_milder_targets(
+    inputs: SearchInputs, request: SearchRequest, profile: Path, timer: ModelTimer, progress: Progress
+) -> MilderTargets:
+    """Search and score a profile for each milder target, after a search.
+
+    Parameters
+    ----------
+    inputs, request
+        Those of the search.
+    profile
+        The file with the profile that it found.
+    timer
+        Times whole models. After a search there is nothing to time.
+    progress
+        Called with the current step.
+    """
+    chosen, scorer = read_profile(profile), ProfileScorer(inputs)
+    setup = set_up_search(inputs, request, timer, progress=progress)
+    problem, plan = ignore_intervals(setup.problem), request.plan
+    found = []
+    with setup.evaluator:
+        for share in SHARES:
+            target = 1 + share * (chosen.target - 1)
+            progress(f"scoring a milder target, {target:.2f}x", None, None)
+            settings = StrategySettings("staged", EVALUATIONS, plan.seed, plan.batches)
+            choice = run_strategy(settings, problem, target, setup.evaluator).choice
+            speedup = problem.speedup(problem.predict(choice)).value
+            found.append(ScoredTarget(target, speedup, scorer.score(problem, choice)))
+    found.append(ScoredTarget(chosen.target, chosen.speedup[0], scorer.score_options(chosen.options)))
+    return MilderTargets(inputs.task.score_name, scorer.dense, tuple(found), hash_file(profile))
+
+
+def read_milder_targets(path: Path) -> MilderTargets:
+    """Read the file. Raises BadData if it is missing, damaged or of another version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, Mapping) or content["version"] != VERSION:
+            raise ValueError("it has another version")
+        targets = tuple(
+            ScoredTarget(**{key: float(value) for key, value in row.items()}) for row in content["targets"]
+        )
+        dense, name, profile = float(content["dense_score"]), str(content["score_name"]), str(content["profile"])
+        if not targets or not all(math.isfinite(it.target) and math.isfinite(it.speedup) for it in targets):
+            raise ValueError("a target is missing")
+    except OSError as error:
+        raise BadData(f"{path}: {error.strerror}; latbench run writes it") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadData(f"{path} is not what latbench run writes ({error}); delete it and run again") from error
+    return MilderTargets(name, dense, targets, profile)

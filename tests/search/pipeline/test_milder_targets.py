@@ -1,0 +1,147 @@
+"""What milder targets would keep, on a toy whose layers take known times, and without a second timing."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from latbench.base.files import hash_file
+from latbench.errors import BadData
+from latbench.report.sections import target_costs
+from search.artifacts.layer_database import Database, hash_model
+from search.artifacts.profile import LayerChoice, Profile
+from search.deployment import Deployment
+from search.inputs.problem_builder import build_problem
+from search.loss.cache import LossCache
+from search.loss.parallel import ParallelEvaluator, Workers
+from search.pipeline import milder_targets
+from search.pipeline.milder_targets import (
+    SHARES,
+    MilderTargets,
+    ScoredTarget,
+    read_milder_targets,
+    score_milder_targets,
+)
+from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
+from search.pipeline.search_setup import SearchSetup
+from search.problem.layers import DENSE, LayerOptions, Option
+from search.pruning.one_shot.fill_database import fill_database
+from search.task import load_task
+
+OPTIONS = (Option(DENSE, 0.0), Option("vector:4", 0.5), Option("vector:4", 0.75), Option("unstructured", 0.9))
+SECONDS = np.array([1.0, 0.6, 0.35, 0.2])
+TASK = """
+import torch
+name, score_name = "toy", "agreement"
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+    ).eval()
+dense = model()
+def example(): return (torch.linspace(-1, 1, 64 * 16).mul(7).sin().view(64, 16),)
+def calibration(): return [example()]
+def loss(model, batch): return (model(*batch) - dense(*batch)).square().mean()
+def score(model):
+    with torch.no_grad():
+        return 1 - float(loss(model, example()) / dense(*example()).square().mean())
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> SearchInputs:
+    (tmp_path / "toy.py").write_text(TASK)
+    task = load_task(str(tmp_path / "toy.py"))
+    return SearchInputs(task, task.model(), None, None, tmp_path, hash_model(task.model()), "t", "by hand")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def profile(tmp_path: Path, inputs: SearchInputs) -> Path:
+    names = ["0", "2", "4"]
+    Profile(
+        task="toy", backend="numba", threads=1, batch=64, target=3.0, confidence=0.9, dense_engine="torch",
+        dense_seconds=3.0, dense_seconds_low=3.0, dense_seconds_high=3.0,
+        predicted_seconds=0.9, predicted_low=0.8, predicted_high=1.0, fixed_seconds=0.0,
+        fixed_seconds_low=0.0, fixed_seconds_high=0.0, loss=0.1, error=0.9, bound=0.9, ceiling=None,
+        additivity_before=0.0, additivity_after=0.0, strategy="staged", seed=0, table_hash="t",
+        model_hash=inputs.model_hash, inputs="i", device="d",
+        layers={name: LayerChoice("vector:4", 0.75, 0.3, 0.3, 0.3, 0.3) for name in names},
+    ).save(tmp_path / "profile.json")  # fmt: skip
+    return tmp_path / "profile.json"
+
+
+def set_up(inputs: SearchInputs) -> SearchSetup:
+    names, database = ["0", "2", "4"], Database(inputs.database, inputs.model_hash, inputs.provenance)
+    fill_database(inputs.task, inputs.model, dict.fromkeys(names, OPTIONS[1:]), database)
+    errors = [np.array([0.0, *(database.get(name, it).error for it in OPTIONS[1:])]) for name in names]
+    layers = [
+        LayerOptions(name, OPTIONS, SECONDS, SECONDS, SECONDS, own) for name, own in zip(names, errors, strict=True)
+    ]
+    problem = build_problem(layers)
+    cache = LossCache(names, inputs.database / "trials.jsonl", "key")
+    evaluator = ParallelEvaluator(inputs.task, inputs.model, problem.layers, database, cache, Workers(1))
+    return SearchSetup(problem, evaluator, tuple(layers), None, None)  # type: ignore[arg-type]
+
+
+REQUEST = SearchRequest(Promise(3.0), Deployment(1), CandidateOptions(), SearchPlan(), Workers(1))
+
+
+def test_milder_targets_keep_more_and_are_scored_as_the_profile_is(
+    inputs: SearchInputs, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(milder_targets, "set_up_search", lambda inputs, *_, **__: set_up(inputs))
+    said: list[str] = []
+    found = score_milder_targets(inputs, REQUEST, profile, None, lambda what, *_: said.append(what))  # type: ignore[arg-type]
+    assert [it.target for it in found.targets] == [1.5, 2.0, 2.5, 3.0]
+    assert all(it.speedup >= it.target for it in found.targets)
+    scores = [it.score for it in found.targets]
+    assert found.dense_score == 1.0 > scores[0] > scores[2] > scores[3]
+    assert scores[1] >= scores[2]
+    # The last one is the model that one-shot pruning makes of the profile.
+    model, database = inputs.task.model(), Database(inputs.database, inputs.model_hash, inputs.provenance)
+    for name in ("0", "2", "4"):
+        model.get_submodule(name).weight = torch.nn.Parameter(database.get(name, OPTIONS[2]).weight)
+    assert scores[3] == pytest.approx(inputs.task.score(model), abs=1e-6)
+    assert found.profile == hash_file(profile) and found.score_name == "agreement"
+    assert said == [f"scoring a milder target, {1 + share * 2:.2f}x" for share in SHARES]
+
+
+MILDER = MilderTargets(
+    "test accuracy", 0.95, (ScoredTarget(1.5, 1.52, 0.955), ScoredTarget(2.0, 2.01, 0.9)), "0123"
+)  # fmt: skip
+
+
+def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    MILDER.save(tmp_path / "milder_targets.json")
+    assert read_milder_targets(tmp_path / "milder_targets.json") == MILDER
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 9}, {"targets": []}, {"targets": [{"target": 2.0}]}, {"dense_score": "many"}, None]
+)
+def test_another_file_is_refused_with_what_to_do(tmp_path: Path, change: Mapping[str, Any] | None) -> None:
+    path = tmp_path / "milder_targets.json"
+    MILDER.save(path)
+    path.write_text("[]" if change is None else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadData, match=r"is not what latbench run writes .*; delete it and run again"):
+        read_milder_targets(path)
+    with pytest.raises(BadData, match="No such file or directory; latbench run writes it"):
+        read_milder_targets(tmp_path / "nothing.json")
+
+
+def test_the_section_says_what_the_target_cost_and_what_others_keep() -> None:
+    shown = target_costs.build_section(MILDER)
+    assert "The target of 2.00× costs 5.00% of the 95.00% of the dense model" in shown.sentences[0]
+    [(_, table)] = shown.tables
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["dense", "1.00×", "95.00%", "–"],
+        ["1.50×", "1.52×", "95.50%", "-0.50%"],
+        ["2.00×", "2.01×", "90.00%", "5.00%"],
+    ]
+    cosine = target_costs.build_section(replace(MILDER, score_name="cosine"))
+    assert "costs 0.05 of the 0.95" in cosine.sentences[0]
