@@ -170,11 +170,14 @@ def _convert_copy(
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
     run = _record_run(model, example)
+    for module in chosen:
+        if names[module] not in run.called:
+            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
     conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune, traces)
     converted = conversion.of(model, "")
-    for module in chosen:
+    for module in chosen:  # a part's other methods may call it, such as one that makes keys and values
         if module not in conversion.done:
-            raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
+            raise _NotProven(f"layer {names[module]!r}: the model does not call it as a part of a module")
     if backend not in GPU_BACKENDS or _lies_on_gpu([example.inputs, example.keywords]):
         _prove(converted, example, run.calls[""].result)
     _freeze(converted)
@@ -471,11 +474,12 @@ class _ExampleRun:
     """What a run on the example inputs shows.
 
     calls: the first call of each module that has children, by path. changed: modules whose buffers or attributes are
-    others after it.
+    others after it. called: names of all modules that were called.
     """
 
     calls: dict[str, _Call]
     changed: set[nn.Module]
+    called: set[str]
 
 
 def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
@@ -484,8 +488,10 @@ def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     before = {module: _find_state(module) for module in model.modules()}
     changed: set[nn.Module] = set()
+    called: set[str] = set()
     handles = []
     for name, module in model.named_modules(remove_duplicate=False):
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
         if not any(True for _ in module.children()) and name:
             continue
 
@@ -505,7 +511,7 @@ def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
     finally:
         for handle in handles:
             handle.remove()
-    return _ExampleRun(calls, changed)
+    return _ExampleRun(calls, changed, called)
 
 
 def _find_changed(before: Mapping[nn.Module, dict[str, Any]]) -> set[nn.Module]:

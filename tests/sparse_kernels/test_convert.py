@@ -495,6 +495,37 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class Keys(nn.Module):
+    """Its caller asks for keys, and then calls it with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def keys(self, memory: Tensor) -> Tensor:
+        found: Tensor = self.key(memory)
+        return found
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        return self.query(x) @ keys.transpose(1, 2)
+
+
+@torch.no_grad()
+def test_a_layer_that_another_method_of_its_module_calls_is_swapped(rng: np.random.Generator) -> None:
+    class Caller(Resists):
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.layers[0](x, self.layers[0].keys(x))
+            return scores if scores.sum() > -1e9 else -scores  # which cannot be traced
+
+    model, x = Caller(Keys()), torch.randn(2, 3, 8)
+    choices = _choices(model)
+    converted = convert(model, choices, (x,))
+    expected = _masked(model, choices)(x.double()).float()
+    torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+    sparse = {name for name, module in converted.named_modules() if isinstance(module, SparseLinear)}
+    assert sparse == {"layers.0.key", "layers.0.query"}
+
+
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8))
     model[0].register_forward_hook(lambda module, inputs, result: 2 * result)
