@@ -1,6 +1,7 @@
 """Is a searched profile more accurate than the best uniform one of the same time, one-shot and after training?
 
     python tests/experiments/searched_or_uniform.py search TASK --job FOLDER [--targets 1.5,2] [--seeds 5]
+        [--kinds uniform,searched] [--evaluations 100]
     python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--kinds uniform,searched]
         [--hours 1] [--threads 1]
     python tests/experiments/searched_or_uniform.py time TASK --job FOLDER
@@ -45,6 +46,7 @@ from objectives import (
 )
 from runs import Row
 
+from latbench.cli.job.job_steps import ENOUGH_BATCHES
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import count_cores
 from latbench.tables.storage import parse_place
@@ -72,22 +74,28 @@ UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY = "uniform", "searched", "uniform p
 KINDS = (UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY)
 
 
-def search_all(inputs: SearchInputs, targets: Sequence[float], seeds: int, path: Path) -> None:
+def search_all(
+    inputs: SearchInputs, targets: Sequence[float], seeds: int, kinds: Sequence[str], evaluations: int, path: Path
+) -> None:
     """Write the profiles that are not there yet."""
-    problem, parallel = set_up(inputs, max(targets), SearchPlan(UNIFORM, evaluations=EVALUATIONS))
+    problem, parallel = set_up(inputs, max(targets), SearchPlan(UNIFORM, evaluations=evaluations))
     with parallel as evaluator:
+        batches = evaluator.batches if evaluator.batches < ENOUGH_BATCHES else -(-evaluator.batches // 2)
         for target in targets:
-            uniform = run_strategy(StrategySettings(UNIFORM, EVALUATIONS), problem, target, evaluator).choice
+            uniform = run_strategy(StrategySettings(UNIFORM, evaluations), problem, target, evaluator).choice
             for seed in range(seeds):
-                for kind in KINDS:
+                settings = StrategySettings("staged", evaluations, seed, batches)
+                for kind in kinds:
                     key = {"task": inputs.task.name, "kind": kind, "target": target, "seed": seed}
                     if not any(key.items() <= row.items() for row in runs.read_rows(path)):
-                        choice = find_profile(problem, uniform, kind, seed, evaluator)
+                        choice = find_profile(problem, uniform, kind, settings, evaluator)
                         runs.add_row(path, key | describe(problem, choice, evaluator))
                         print(key, flush=True)
 
 
-def find_profile(problem: Problem, uniform: Choice, kind: str, seed: int, evaluator: ProfileEvaluator) -> Choice:
+def find_profile(
+    problem: Problem, uniform: Choice, kind: str, settings: StrategySettings, evaluator: ProfileEvaluator
+) -> Choice:
     """Return the uniform profile, or one that is searched and takes at most as long."""
     if kind == UNIFORM:
         return uniform
@@ -105,7 +113,7 @@ def find_profile(problem: Problem, uniform: Choice, kind: str, seed: int, evalua
     for part in allowed:
         renumbered = _Renumbered(evaluator, problem, part)
         with contextlib.suppress(Infeasible):  # at so low a sparsity
-            result = run_strategy(StrategySettings("staged", EVALUATIONS, seed), part, target, renumbered)
+            result = run_strategy(settings, part, target, renumbered)
             found.append((result.loss, translate(result.choice, part, problem)))
     return min(found)[1]
 
@@ -280,8 +288,10 @@ def main() -> None:
         "--targets", type=lambda text: [float(each) for each in text.split(",")], default=[1.5, 2.0]
     )
     commands.choices["search"].add_argument("--seeds", type=int, default=5)
+    commands.choices["search"].add_argument("--evaluations", type=int, default=EVALUATIONS)
     commands.choices["train"].add_argument("--steps", type=int, default=150)
-    commands.choices["train"].add_argument("--kinds", type=lambda text: text.split(","), default=KINDS)
+    for name in ("search", "train"):
+        commands.choices[name].add_argument("--kinds", type=lambda text: text.split(","), default=KINDS)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
     commands.add_parser("show").add_argument("name", nargs="?", default="*", help="of the task; default: all")
@@ -299,7 +309,7 @@ def main() -> None:
     inputs = read_inputs(task, place, model, given.job / "database")
     path = folder / f"{task.name}-profiles.jsonl"
     if given.command == "search":
-        search_all(inputs, given.targets, given.seeds, path)
+        search_all(inputs, given.targets, given.seeds, given.kinds, given.evaluations, path)
     elif given.command == "train":
         torch.set_num_threads(given.threads)
         database = Database(inputs.database, inputs.model_hash, inputs.provenance)

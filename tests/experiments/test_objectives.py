@@ -21,6 +21,7 @@ from search.pipeline.search_request import SearchInputs
 from search.problem.layers import LayerOptions, Option
 from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import fill_database
+from search.strategies.run_strategy import StrategySettings
 from search.task import load_task
 from sparse_kernels.prunable_layers import as_matrix, weight_matrix
 from sparse_kernels.shapes import LinearShape
@@ -127,13 +128,17 @@ def test_correlations_have_bootstrap_intervals(objectives: ModuleType, rng: np.r
 def test_a_searched_profile_takes_no_longer_than_the_uniform_one(comparison: ModuleType) -> None:
     problem = build_example()
     uniform = tuple([OPTIONS.index(Option("unstructured", 0.75))] * LAYERS)
-    found = {kind: comparison.find_profile(problem, uniform, kind, 0, Formula()) for kind in comparison.KINDS}
+    settings = StrategySettings("staged", 100)
+    found = {kind: comparison.find_profile(problem, uniform, kind, settings, Formula()) for kind in comparison.KINDS}
     assert found[comparison.UNIFORM] == uniform
-    for kind in (comparison.SEARCHED, comparison.ONE_PATTERN):
+    for kind in (comparison.SEARCHED, comparison.ONE_PATTERN, comparison.ONE_SPARSITY):
         assert problem.predict(found[kind]).value <= problem.predict(uniform).value
+        assert Formula().losses([found[kind]], 4) <= Formula().losses([uniform], 4)
+    for kind in (comparison.SEARCHED, comparison.ONE_PATTERN):
         assert Formula().losses([found[kind]], 4) < Formula().losses([uniform], 4)
     patterns = {OPTIONS[j].pattern for j in found[comparison.ONE_PATTERN]}
     assert patterns <= {"dense", "unstructured"}
+    assert len({OPTIONS[j].sparsity for j in found[comparison.ONE_SPARSITY]}) == 1
     assert {OPTIONS[j].pattern for j in found[comparison.SEARCHED]} >= {"vector:4"}
 
 
