@@ -16,7 +16,7 @@ import copy
 import inspect
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,15 +169,15 @@ def _convert_copy(
     _leave_fast_paths(model, chosen)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items() if module in chosen}
-    run = _record_run(model, example)
+    run = _record_run(model, example, chosen)
     for module in chosen:
         if names[module] not in run.called:
             raise ValueError(f"layer {names[module]!r}: the model does not call it on the example inputs")
     conversion = _Conversion(chosen, Counter(modules.values()), run, backend, tune, traces)
     converted = conversion.of(model, "")
-    for module in chosen:  # a part's other methods may call it, such as one that makes keys and values
+    for module in chosen:
         if module not in conversion.done:
-            raise _NotProven(f"layer {names[module]!r}: the model does not call it as a part of a module")
+            raise _NotProven(f"layer {names[module]!r} was not reached")
     if backend not in GPU_BACKENDS or _lies_on_gpu([example.inputs, example.keywords]):
         _prove(converted, example, run.calls[""].result)
     _freeze(converted)
@@ -350,10 +350,13 @@ class _Conversion:
             traced = _trace(part, self.run.calls[path])
             if traced is not None:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
+                before = dict(self.done)
                 swapped = _swap(traced, choices, self.backend, self.tune)
                 self.done |= {inside[name]: layer for name, layer in swapped.items()}
                 self._enter_leaves(traced, part, path)
-                return take_turns(traced) if self.backend == "numba" else traced
+                if all(module in self.done for module in inside.values()):
+                    return take_turns(traced) if self.backend == "numba" else traced
+                self.done = before  # others call layers in it, through a method that the graph has not
         for name, child in part._modules.items():
             if child is not None:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
@@ -474,7 +477,7 @@ class _ExampleRun:
     """What a run on the example inputs shows.
 
     calls: the first call of each module that has children, by path. changed: modules whose buffers or attributes are
-    others after it. called: names of all modules that were called.
+    others after it. called: names of the chosen layers that were called.
     """
 
     calls: dict[str, _Call]
@@ -482,7 +485,7 @@ class _ExampleRun:
     called: set[str]
 
 
-def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
+def _record_run(model: nn.Module, example: _Example, chosen: Collection[nn.Module]) -> _ExampleRun:
     """Run the model on the example inputs, and return what that shows."""
     calls: dict[str, _Call] = {}
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -491,7 +494,8 @@ def _record_run(model: nn.Module, example: _Example) -> _ExampleRun:
     called: set[str] = set()
     handles = []
     for name, module in model.named_modules(remove_duplicate=False):
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+        if module in chosen:
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
         if not any(True for _ in module.children()) and name:
             continue
 

@@ -105,5 +105,13 @@ def choose_time_unit(value: float) -> tuple[float, str]:
 
 def format_score(value: float, name: str) -> str:
     """Return a score as text: a percentage for an accuracy, else four significant digits."""
-    is_share = 0 <= value <= 1 and "accuracy" in name.lower()
-    return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"
+    return f"{100 * value:.2f}%" if _is_share(value, name) else f"{value:.4g}"
+
+
+def format_score_change(change: float, score: float, name: str) -> str:
+    """Return a change of `score` as text with its sign: in points for an accuracy that is shown as a percentage."""
+    return f"{100 * change:+.2f} points" if _is_share(score, name) else f"{change:+.4g}"
+
+
+def _is_share(value: float, name: str) -> bool:
+    return 0 <= value <= 1 and "accuracy" in name.lower()

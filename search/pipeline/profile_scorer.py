@@ -1,9 +1,10 @@
-"""The scores of profiles, one-shot: a model is stitched from the layer database, and the task scores it."""
+"""One-shot scores of profiles: a model is stitched from the layer database, and the task scores it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -18,7 +19,7 @@ from search.pruning.quantization.rounded_inputs import read_inputs_in_steps
 
 
 class ProfileScorer:
-    """Scores profiles. `dense` is the score of the dense model.
+    """Scores profiles.
 
     Parameters
     ----------
@@ -30,8 +31,12 @@ class ProfileScorer:
         self._inputs = inputs
         self._database = Database(inputs.database, inputs.model_hash, inputs.provenance)
         self._batches = inputs.task.calibration()
+
+    @cached_property
+    def dense(self) -> float:
+        """The score of the dense model."""
         with torch.no_grad():
-            self.dense = inputs.task.score(inputs.model)
+            return self._inputs.task.score(self._inputs.model)
 
     def score(self, problem: Problem, choice: Choice) -> float:
         """Return the score of a profile."""

@@ -5,14 +5,15 @@ becomes slower and better by a level, and others become faster until the budget 
 several steps: all of them on few batches, the best of those on more, and the last one on all, against its parent. A
 parent is replaced by a better one only (section 3, algorithm 1).
 
-Three things differ from the published search. A level there is a sparsity, and levels cost the same in all layers.
-Here levels are a layer's options in the order of their seconds, so a switch may make several layers faster. Free time
-is used: where the budget is kept anyway, no layer becomes faster. And each profile is drawn once.
+It differs from the published search in what other strategies share. A level there is a sparsity, and levels cost the
+same in all layers. Here levels are a layer's options in the order of their seconds, so a switch may make several
+layers faster. Free time is used: where the budget is kept anyway, no layer becomes faster. What is minimised is the
+task's loss on the first calibration batches, and not on batches that are drawn anew. Each profile is drawn once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -26,7 +27,7 @@ MOST_SWITCHES = 3
 """The switches of an offspring are the smaller one of two draws from 1 to this number."""
 
 MOST_DRAWS = 40
-"""Draws for each offspring. Where they give too few new profiles, the search ends."""
+"""Draws for each offspring. Where all of them give no new profile, the search ends."""
 
 Levels = Sequence[Sequence[int]]
 """For each layer its options from the slowest to the fastest."""
@@ -59,9 +60,10 @@ def run_evopress(
     BudgetExhausted
         The evaluations or the time are used up.
     """
-    parent = start
+    parent, drawn = start, {start}
     [parent_loss] = evaluations.losses([parent], found_by="evopress")
-    while offspring := _draw_offspring(parent, levels, keeps_budget, rng, evaluations):
+    while offspring := _draw_offspring(parent, levels, keeps_budget, rng, drawn):
+        drawn.update(offspring)
         for size, divisor in SELECTION:
             batches = max(1, evaluations.batches // divisor)
             offspring = offspring[:size]
@@ -74,15 +76,15 @@ def run_evopress(
 
 def _draw_offspring(
     parent: Choice, levels: Levels, keeps_budget: Callable[[Choice], bool], rng: np.random.Generator,
-    evaluations: EvaluationBudget,
+    drawn: Collection[Choice],
 ) -> list[Choice]:  # fmt: skip
-    """Return different profiles that were not evaluated yet."""
+    """Return different profiles that were not drawn yet."""
     wanted, found = SELECTION[0][0], list[Choice]()
     for _ in range(MOST_DRAWS * wanted):
         child = parent
         for _ in range(rng.integers(1, MOST_SWITCHES + 1, 2).min()):
             child = switch_levels(child, levels, keeps_budget, rng)
-        if child not in found and child not in evaluations.known:
+        if child not in found and child not in drawn:
             found.append(child)
         if len(found) == wanted:
             break

@@ -151,7 +151,8 @@ def _search(
     elif settings.strategy == "spdy":
         run_spdy_search(budget, solver, build_quadratic_priors(problem), rng)
     elif settings.strategy == "evopress":
-        start = (problem.uniform_profiles(target) or [problem.solve(target).choice])[0]
+        uniform = problem.uniform_profiles(target) or [problem.solve(target).choice]
+        start = budget.best.choice if budget.known else uniform[0]  # a later round goes on
         run_evopress(budget, start, rank_options(problem, start), lambda choice: problem.keeps(choice, target), rng)
     else:
         starts = problem.uniform_profiles(target)[:STARTS]
@@ -161,14 +162,15 @@ def _search(
 
 
 def rank_options(problem: Problem, start: Choice) -> list[list[int]]:
-    """Return the options of each layer from the slowest to the fastest: those of `start`, and those of an efficient
-    profile."""
+    """Return the options of each layer from the slowest to the fastest.
+
+    Left out are those that another option beats in everything that counts, unless `start` has them.
+    """
+    efficient = problem.without_dominated(by_errors=True)
     ranked = []
-    for layer, own in zip(problem.layers, start, strict=True):
-        order = np.lexsort((layer.errors, layer.high)).tolist()  # the fastest first, of equally fast ones the best
-        least = np.minimum.accumulate(np.append(np.inf, layer.errors[order]))[:-1]
-        kept = [j for j, before in zip(order, least, strict=True) if layer.errors[j] < before or j == own]
-        ranked.append(kept[::-1])
+    for layer, left, own in zip(problem.layers, efficient.layers, start, strict=True):
+        kept = [j for j, option in enumerate(layer.options) if option in left.options or j == own]
+        ranked.append(sorted(kept, key=lambda j, layer=layer: (-layer.high[j], layer.errors[j])))  # type: ignore[misc]
     return ranked
 
 

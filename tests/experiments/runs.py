@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ def add_row(path: Path, row: Row) -> None:
         file.write((("" if whole else "\n") + json.dumps(row) + "\n").encode())
 
 
-def missing(keys: Sequence[Row], rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    """(number, key) of the runs that have no row."""
-    return [(i, key) for i, key in enumerate(keys) if not any(key.items() <= row.items() for row in rows)]
+def missing(keys: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The keys of the runs that have no row."""
+    return [key for key in keys if not any(key.items() <= row.items() for row in rows)]
 
 
 def run_missing(
@@ -50,16 +51,17 @@ def run_missing(
     """Do what is missing in the order of `keys`, for so long; returns whether nothing was left.
 
     `run` and `ready` are given a key and the rows so far. A run that another process is at, or that is not ready
-    before another's is done, is passed over. A process has its run locked (a byte of PATH.lock) for as long as it
-    lives: what was killed is free again.
+    before another's is done, is passed over. A process has its run locked (a byte of PATH.lock, by its key) for as
+    long as it lives: what was killed is free again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 3600 * hours
     with path.with_suffix(".lock").open("w") as locks:
 
-        def claimed(number: int) -> bool:
+        def claimed(key: Row) -> bool:
+            place = zlib.crc32(json.dumps(key, sort_keys=True).encode())
             try:
-                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
             except OSError:
                 return False
             return True
@@ -69,9 +71,9 @@ def run_missing(
             left = missing(keys, rows)
             if not left:
                 return True
-            for number, key in left:
+            for key in left:
                 # It may have been done since, by one that has ended.
-                if ready(key, rows) and claimed(number) and missing([key], read_rows(path)):
+                if ready(key, rows) and claimed(key) and missing([key], read_rows(path)):
                     add_row(path, run(key, rows))
                     break
             else:

@@ -12,7 +12,9 @@ FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers an
 table has no such time take their fastest option that needs no more. The one with the least loss of those that reach
 a target is compared. The searched one takes at most as long as that, by prediction. `uniform pattern` is searched
 with the uniform profile's patterns alone, to tell what the choice of sparsities gives. `uniform sparsity` has one
-sparsity and searched patterns: the best of all sparsities.
+sparsity and searched patterns, and layers for which the table has no such time have any: it is the best of all
+sparsities, each of which gets as many evaluations as the others. Profiles are tried on half of many calibration
+batches, as jobs do. What was searched with other --evaluations is kept.
 
 `train` scores each profile one-shot, and after --steps steps of distillation under its masks. It also measures how
 far its outputs are from the dense model's, on training batches. Seeds are those of the search and of the training,
@@ -247,10 +249,11 @@ def write_csv(folder: Path, wanted: str, file: Path) -> None:
 def show_pairs(
     method: str, rows: Sequence[Row], profiles: Sequence[Row], seconds: Mapping[str, float], target: float
 ) -> None:
-    """Print the scores of each kind, and their differences from the uniform profile's."""
-    scored = {(row["kind"], row["seed"]): row for row in rows}
+    """Print the scores of each kind, and their differences from the uniform profile's; of the longest training."""
+    longest = max((row["steps"] for row in rows), default=0)
+    scored = {(row["kind"], row["seed"]): row for row in rows if row["steps"] == longest}
     for kind in KINDS:
-        of_kind = [row for row in rows if row["kind"] == kind]
+        of_kind = [row for (other, _), row in scored.items() if other == kind]
         if not of_kind:
             continue
         pairs = [(row, scored[UNIFORM, row["seed"]]) for row in of_kind if (UNIFORM, row["seed"]) in scored]
@@ -269,6 +272,14 @@ def show_pairs(
         ]:
             text += f", {min(ratios):.3f} to {max(ratios):.3f} of its measured time"
         print(text)
+
+
+def parse_kinds(text: str) -> Sequence[str]:
+    """Return the kinds that are named. `uniform` is always among them: others are compared with it."""
+    named = [UNIFORM, *text.split(",")]
+    if unknown := set(named) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {', '.join(KINDS)}")
+    return [kind for kind in KINDS if kind in named]
 
 
 def average(values: Sequence[float]) -> str:
@@ -291,7 +302,7 @@ def main() -> None:
     commands.choices["search"].add_argument("--evaluations", type=int, default=EVALUATIONS)
     commands.choices["train"].add_argument("--steps", type=int, default=150)
     for name in ("search", "train"):
-        commands.choices[name].add_argument("--kinds", type=lambda text: text.split(","), default=KINDS)
+        commands.choices[name].add_argument("--kinds", type=parse_kinds, default=KINDS)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
     commands.add_parser("show").add_argument("name", nargs="?", default="*", help="of the task; default: all")

@@ -5,6 +5,7 @@ and vocabularies are those of `translation.py`. A batch is a pair of word number
 (n, t + 1), of which the model gets all but the last. It returns logits (n, t, words).
 """
 
+import hashlib
 from collections.abc import Iterator
 from functools import cache
 
@@ -15,7 +16,19 @@ from sacrebleu import corpus_bleu
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from translation import LONGEST, PAD, Data, Size, Translator, WordLoss, batches, padded, read_data, translations
+from translation import (
+    LONGEST,
+    PAD,
+    TOKENS,
+    Data,
+    Size,
+    Translator,
+    WordLoss,
+    batches,
+    padded,
+    read_data,
+    translations,
+)
 
 from latbench.base.files import find_cache_folder, write_atomically
 
@@ -47,7 +60,8 @@ class WithHead(Translator):
 
 
 def model() -> nn.Module:
-    path = find_cache_folder() / "tasks" / f"{name}-{STEPS}-{RATE}-{SEED}.safetensors"
+    depends = repr((SIZE, STEPS, RATE, SEED, TOKENS, _data().source_words, len(_data().target_words))).encode()
+    path = find_cache_folder() / "tasks" / f"{name}-{hashlib.sha256(depends).hexdigest()[:12]}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_suffix(".lock")):
         if not path.exists():

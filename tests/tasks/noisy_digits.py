@@ -4,6 +4,7 @@
 folder. A batch is (images, labels); images are float32 rows of 64 pixels.
 """
 
+import hashlib
 from collections.abc import Iterator
 from functools import cache
 
@@ -32,7 +33,8 @@ CALIBRATION_BATCHES, REPEATS = 12, 10
 
 
 def model() -> nn.Module:
-    path = find_cache_folder() / "tasks" / f"{name}-{NOISE}-{MOVED}-{STEPS}-{SEED}.safetensors"
+    depends = repr((digits.TRAINING, NOISE, MOVED, STEPS, BATCH, SEED)).encode()
+    path = find_cache_folder() / "tasks" / f"{name}-{hashlib.sha256(depends).hexdigest()[:12]}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

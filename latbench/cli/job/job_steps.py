@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -35,9 +36,9 @@ from cost_models.refusals import BadModel
 from cost_models.rows.training_rows import read_training_rows
 from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
-from latbench.base.files import hash_file, write_text_atomically
+from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
-from latbench.errors import BadData, PromiseMissed, UsageError
+from latbench.errors import BadData, LatbenchError, PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import select_threads
 from latbench.report import report_data, report_inputs
@@ -79,6 +80,8 @@ from search.task import Task, load_task
 from search.traced_layers import list_prunable_layers
 from search.whole_model.end_to_end import ModelTimer
 from sparse_kernels.patterns import ShflBW
+
+_LOG = logging.getLogger(__name__)
 
 QUICK_SETTINGS = replace(CPU_SETTINGS, rel_error=0.02, max_seconds=0.2)
 """A verdict is measured on whole models; the times of layers only guide the search."""
@@ -271,6 +274,7 @@ class Job:
             if self.settings.is_exported:
                 training["exporting the trained model"] = _START_SECONDS
             training["verifying the trained model"] = _VERIFY_SECONDS
+        milder = {"scoring milder targets": _MILDER_SECONDS} if self._wants_milder_targets else {}
         export = {"exporting": _START_SECONDS} if self.settings.is_exported else {}
         rounds = _ROUNDS * (_ROUND_SECONDS + sum(export.values()))
         return {
@@ -282,7 +286,7 @@ class Job:
             **export,
             "verifying": _VERIFY_SECONDS,
             **training,
-            "scoring milder targets": _MILDER_SECONDS,
+            **milder,
             "writing the report": 3.0,
         }
 
@@ -420,19 +424,41 @@ class Job:
         return known or verification.verify(self.task, folder, output, timer=self._timer, progress=tell)
 
     def score_milder_targets(self, tell: Tell) -> None:
-        """Score profiles for milder targets, unless the file holds those of this profile."""
+        """Score profiles for milder targets, unless the file holds those of this profile.
+
+        They are an addition to the report: where they cannot be scored, a warning says why.
+        """
         path, profile = self._path("milder_targets.json"), self._path("profile.json")
-        if self.settings.target < milder_targets.LEAST_TARGET or _goes_with(path, profile):
+        if not self._wants_milder_targets or self._has_milder_targets():
             return
         inputs, request = self._read_inputs(), self._build_request()
-        milder_targets.score_milder_targets(inputs, request, profile, self._timer, tell).save(path)
+        try:
+            milder_targets.score_milder_targets(
+                inputs, request, profile, self._path("pruned"), self._timer, tell
+            ).save(path)
+        except LatbenchError as error:
+            _LOG.warning(f"the report leaves out milder targets: {error}")
+
+    @property
+    def _wants_milder_targets(self) -> bool:
+        return self.settings.target >= milder_targets.LEAST_TARGET
+
+    def _has_milder_targets(self) -> bool:
+        """Return whether the file holds the milder targets of the profile that there is."""
+        path = self._path("milder_targets.json")
+        try:
+            return path.exists() and milder_targets.read_milder_targets(path).is_of(
+                self.task, self._path("profile.json")
+            )
+        except BadData:
+            return False
 
     def write_report(self, tell: Tell, verdict: SpeedupVerdict) -> JobResult:
         """Write the report and the summary."""
         files = report_inputs.ReportFiles(
             self._path("cost_model.json"), self._path("profile.json"), self._path("pruned"), self._path("verify"),
             str(self._path("workload.yaml")), self._path("database"),
-            milder=None if self.settings.target < milder_targets.LEAST_TARGET else self._path("milder_targets.json"),
+            milder=self._path("milder_targets.json") if self._has_milder_targets() else None,
         )  # fmt: skip
         inputs = report_inputs.read_inputs(self._table, files)
         page = html_page.build_page(inputs, report_data.build_report_data(inputs), ["latbench", *sys.argv[1:]])
@@ -447,14 +473,6 @@ def _holds(path: Path, workload: Workload) -> bool:
     """Return whether a file holds this very workload."""
     try:
         return path.exists() and read_workload(path) == workload
-    except BadData:
-        return False
-
-
-def _goes_with(path: Path, profile: Path) -> bool:
-    """Return whether a file has the milder targets of this very profile."""
-    try:
-        return path.exists() and milder_targets.read_milder_targets(path).profile == hash_file(profile)
     except BadData:
         return False
 

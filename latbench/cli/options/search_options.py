@@ -146,8 +146,7 @@ Strategy = Annotated[
         "--strategy",
         metavar="NAME",
         help="Search strategy. staged learns each layer's part in the loss. For comparison: spdy and evopress, "
-        "published searches; once, by layer errors alone; uniform, one pattern and sparsity for all layers. "
-        "Default: staged.",
+        "published searches; once, by layer errors alone; uniform, one pattern and sparsity for all layers.",
     ),
 ]
 SearchBudget = Annotated[

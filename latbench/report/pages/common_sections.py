@@ -418,6 +418,13 @@ def check_sources(inputs: ReportInputs) -> list[tuple[str, bool]]:
         ("profile", "was made from", "table", inputs.profile and inputs.profile.table_hash, inputs.table_hash),
         ("pruned model", "follows", "profile", followed, digests.get("profile")),
         ("verification", "is of", "pruned model", inputs.verdict and inputs.verdict.inputs, inputs.manifest_hash),
+        (
+            "list of milder targets",
+            "is of",
+            "profile",
+            inputs.milder and inputs.milder.profile,
+            digests.get("profile"),
+        ),
     ]
     found = [
         (f"The {one} {verb} {'this very' if theirs == ours else 'another'} {other}.", theirs == ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.base.number_format import NOTHING, format_ratio, format_score
+from latbench.base.number_format import NOTHING, format_ratio, format_score, format_score_change
 from latbench.report.elements import Cell, Section, build_table
 
 if TYPE_CHECKING:
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
 
 def build_section(milder: MilderTargets) -> Section:
     """Build the section: a row for the dense model, and one for each target."""
-    name, dense = milder.score_name, milder.dense_score
-    lost = [dense - it.score for it in milder.targets]
+    name, dense, own = milder.score_name, milder.dense_score, milder.targets[-1]
+
+    def change(score: float) -> str:
+        return format_score_change(score - dense, dense, name)
+
     sentences = [
-        f"The target of {format_ratio(milder.targets[-1].target)} costs {_format_loss(lost[-1], name)} of the "
-        f"{format_score(dense, name)} of the dense model, before any training. Milder targets cost what the table "
-        "shows. Their profiles are mixtures of the layers that were pruned for this target: a search for a milder "
-        "target may find one that keeps more. Speedups are predicted."
+        f"At {format_ratio(own.target)}, {name} changes from {format_score(dense, name)} to "
+        f"{format_score(own.score, name)} ({change(own.score)}), by one-shot pruning alone. The table shows what "
+        "milder targets would keep, by one-shot pruning alone, too. Joint tuning and training come on top. Speedups "
+        "are predicted. The profiles are mixtures of the layers that were pruned for this target, so a search for a "
+        "milder target may find one that keeps more."
     ]
-    rows = [[Cell("dense"), Cell(format_ratio(1.0), 1.0), Cell(format_score(dense, name), dense), Cell(NOTHING, 0.0)]]
-    for it, loss in zip(milder.targets, lost, strict=True):
+    rows = [
+        [Cell("dense, in float32"), Cell(NOTHING, 1.0), Cell(format_score(dense, name), dense), Cell(NOTHING, 0.0)]
+    ]
+    for it in milder.targets:
         rows.append([
             Cell(format_ratio(it.target), it.target), Cell(format_ratio(it.speedup), it.speedup),
-            Cell(format_score(it.score, name), it.score), Cell(_format_loss(loss, name), loss),
+            Cell(format_score(it.score, name), it.score), Cell(change(it.score), it.score - dense),
         ])  # fmt: skip
-    heads = ["#target", "#predicted speedup", f"#{name}, before training", "#lost"]
+    heads = ["#target", "#predicted speedup", f"#{name}, one-shot", "#change"]
     return Section("milder", "What milder targets keep", sentences, [], [("Targets", build_table(heads, rows))])
-
-
-def _format_loss(loss: float, name: str) -> str:
-    """Return a difference of scores as text; what was won has a minus."""
-    return ("-" if loss < 0 else "") + format_score(abs(loss), name)

@@ -1,4 +1,4 @@
-"""What milder targets would keep, on a toy whose layers take known times, and without a second timing."""
+"""What milder targets would keep, on a toy whose layers take known times."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from latbench.base.files import hash_file
 from latbench.errors import BadData
+from latbench.report import point_frames
+from latbench.report.pages import common_sections
+from latbench.report.report_inputs import ReportInputs, SourceFile
 from latbench.report.sections import target_costs
 from search.artifacts.layer_database import Database, hash_model
-from search.artifacts.profile import LayerChoice, Profile
+from search.artifacts.profile import LayerChoice, Profile, read_profile
 from search.deployment import Deployment
 from search.inputs.problem_builder import build_problem
 from search.loss.cache import LossCache
@@ -27,6 +30,7 @@ from search.pipeline.milder_targets import (
     read_milder_targets,
     score_milder_targets,
 )
+from search.pipeline.prune_to_folder import PruneRequest, prune_to_folder
 from search.pipeline.search_request import CandidateOptions, Promise, SearchInputs, SearchPlan, SearchRequest
 from search.pipeline.search_setup import SearchSetup
 from search.problem.layers import DENSE, LayerOptions, Option
@@ -91,28 +95,50 @@ def set_up(inputs: SearchInputs) -> SearchSetup:
 REQUEST = SearchRequest(Promise(3.0), Deployment(1), CandidateOptions(), SearchPlan(), Workers(1))
 
 
+@pytest.fixture
+def setup(inputs: SearchInputs, monkeypatch: pytest.MonkeyPatch) -> SearchSetup:
+    found = set_up(inputs)
+    monkeypatch.setattr(milder_targets, "set_up_search", lambda *_, **__: found)
+    return found
+
+
 def test_milder_targets_keep_more_and_are_scored_as_the_profile_is(
-    inputs: SearchInputs, profile: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: SearchInputs, profile: Path, setup: SearchSetup
 ) -> None:
-    monkeypatch.setattr(milder_targets, "set_up_search", lambda inputs, *_, **__: set_up(inputs))
     said: list[str] = []
-    found = score_milder_targets(inputs, REQUEST, profile, None, lambda what, *_: said.append(what))  # type: ignore[arg-type]
+    pruned = profile.parent / "pruned"
+    prune_to_folder(inputs.task, profile, inputs.database, pruned, PruneRequest())
+    found = score_milder_targets(inputs, REQUEST, profile, pruned, None, lambda what, *_: said.append(what))  # type: ignore[arg-type]
     assert [it.target for it in found.targets] == [1.5, 2.0, 2.5, 3.0]
     assert all(it.speedup >= it.target for it in found.targets)
     scores = [it.score for it in found.targets]
-    assert found.dense_score == 1.0 > scores[0] > scores[2] > scores[3]
-    assert scores[1] >= scores[2]
+    assert found.dense_score == 1.0 > scores[0] > scores[3]
+    assert scores[0] >= scores[1] >= scores[2] >= scores[3] - 1e-6
     # The last one is the model that one-shot pruning makes of the profile.
     model, database = inputs.task.model(), Database(inputs.database, inputs.model_hash, inputs.provenance)
     for name in ("0", "2", "4"):
         model.get_submodule(name).weight = torch.nn.Parameter(database.get(name, OPTIONS[2]).weight)
     assert scores[3] == pytest.approx(inputs.task.score(model), abs=1e-6)
-    assert found.profile == hash_file(profile) and found.score_name == "agreement"
+    assert found.score_name == "agreement" and found.is_of(inputs.task, profile)
     assert said == [f"scoring a milder target, {1 + share * 2:.2f}x" for share in SHARES]
+    profile.write_text(profile.read_text() + " ")
+    assert not found.is_of(inputs.task, profile)
+
+
+def test_speedups_are_predicted_as_that_of_the_profile_was(profile: Path, setup: SearchSetup) -> None:
+    chosen = read_profile(profile)
+    problem, known = milder_targets._calibrate_to(setup.problem, chosen)
+    [choice] = known
+    assert setup.problem.speedup(setup.problem.predict(choice)).value < 3.0  # layer by layer, before it was measured
+    assert problem.speedup(problem.predict(choice)).value == pytest.approx(chosen.speedup[0])
+    assert problem.predict(choice).low == problem.predict(choice).high
+    other = replace(chosen, layers={**chosen.layers, "0": replace(chosen.layers["0"], sparsity=0.6)})
+    problem, known = milder_targets._calibrate_to(setup.problem, other)
+    assert not known and problem.predict(choice).value == setup.problem.predict(choice).value
 
 
 MILDER = MilderTargets(
-    "test accuracy", 0.95, (ScoredTarget(1.5, 1.52, 0.955), ScoredTarget(2.0, 2.01, 0.9)), "0123"
+    "test accuracy", 0.95, (ScoredTarget(1.5, 1.52, 0.955), ScoredTarget(2.0, 2.01, 0.9)), "0123", "4567"
 )  # fmt: skip
 
 
@@ -136,12 +162,30 @@ def test_another_file_is_refused_with_what_to_do(tmp_path: Path, change: Mapping
 
 def test_the_section_says_what_the_target_cost_and_what_others_keep() -> None:
     shown = target_costs.build_section(MILDER)
-    assert "The target of 2.00× costs 5.00% of the 95.00% of the dense model" in shown.sentences[0]
+    assert "At 2.00×, test accuracy changes from 95.00% to 90.00% (-5.00 points)" in shown.sentences[0]
     [(_, table)] = shown.tables
     assert [[cell.text for cell in row] for row in table.rows] == [
-        ["dense", "1.00×", "95.00%", "–"],
-        ["1.50×", "1.52×", "95.50%", "-0.50%"],
-        ["2.00×", "2.01×", "90.00%", "5.00%"],
+        ["dense, in float32", "–", "95.00%", "–"],
+        ["1.50×", "1.52×", "95.50%", "+0.50 points"],
+        ["2.00×", "2.01×", "90.00%", "-5.00 points"],
     ]
-    cosine = target_costs.build_section(replace(MILDER, score_name="cosine"))
-    assert "costs 0.05 of the 0.95" in cosine.sentences[0]
+    hundreds = (ScoredTarget(2.0, 2.0, 75.6),)
+    for name, other in (
+        ("cosine", replace(MILDER, score_name="cosine")),
+        ("top-1 accuracy", MilderTargets("top-1 accuracy", 76.0, hundreds, "", "")),
+    ):
+        own, dense = other.targets[-1].score, other.dense_score
+        said = f"{name} changes from {dense:.4g} to {own:.4g} ({own - dense:+.4g})"
+        assert said in target_costs.build_section(other).sentences[0]
+
+
+def test_a_report_names_a_list_of_another_profile(profile: Path) -> None:
+    sources = (SourceFile("profile", profile, "0123"),)
+    inputs = ReportInputs(pd.DataFrame(), "t", [], milder=MILDER, sources=sources)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(point_frames, "summarise_settings", lambda table: {})
+        assert common_sections.check_sources(inputs) == [
+            ("The list of milder targets is of this very profile.", True)
+        ]
+        other = replace(inputs, milder=replace(MILDER, profile="89"))
+        assert common_sections.check_sources(other)[0][1] is False

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from latbench.errors import UsageError
 from search.inputs.problem_builder import build_problem
 from search.knapsack.arrays import Choice
 from search.problem.layers import LayerOptions, Option
+from search.problem.second_budget import SecondBudget
 from search.strategies.evaluation_budget import BudgetExhausted, EvaluationBudget, SearchResult
 from search.strategies.evopress import SELECTION, run_evopress, switch_levels
-from search.strategies.run_strategy import rank_options
+from search.strategies.run_strategy import StrategySettings, rank_options, run_strategy
 from sparse_kernels.shapes import LinearShape
 
 LAYERS, OPTIONS = 7, 4
@@ -136,8 +138,23 @@ def test_it_ends_where_no_new_profile_comes_up(rng: np.random.Generator) -> None
 
 
 def test_a_loss_that_is_infinite_never_wins(rng: np.random.Generator) -> None:
-    found = search(rng, Judge(lambda choice: math.inf if choice == START else sensitive(choice)))
-    assert math.isfinite(found.loss)
+    found = search(rng, Judge(lambda choice: math.inf if sum(choice) % 4 else sensitive(choice)))
+    assert sum(START) % 4 == 2 and math.isfinite(found.loss)
+
+
+def test_a_second_round_goes_on_from_the_first(rng: np.random.Generator) -> None:
+    options = (Option("dense", 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))
+    errors = np.array([0.0, 0.1, 0.3, 1.0])
+    problem = build_problem([LayerOptions(f"fc{i}", options, own, own, own, errors) for i, own in enumerate(SECONDS)])
+    first = run_strategy(StrategySettings("evopress", 30), problem, 2.0, Judge())
+    known = {it.choice: it.found_by for it in first.trace}
+    second = run_strategy(StrategySettings("evopress", 30), problem, 2.0, Judge(), known=known)
+    fresh = {it.choice for it in second.trace} - set(known)
+    assert fresh and second.loss <= first.loss
+    assert all(problem.keeps(choice, 2.0) for choice in fresh)
+    # The first generation has children of the best profile, and not of the uniform one.
+    near = [choice for choice in fresh if sum(max(0, a - b) for a, b in zip(first.choice, choice, strict=True)) <= 3]
+    assert near
 
 
 def test_levels_are_efficient_options_and_those_of_the_start() -> None:
@@ -149,4 +166,9 @@ def test_levels_are_efficient_options_and_those_of_the_start() -> None:
         LayerOptions(name, options, seconds, seconds, seconds, errors, shape=LinearShape(8, 8, 8)) for name in "ab"
     ]
     # Blocks are slower than vectors, and lose more: one of them is a level where the start has it.
-    assert rank_options(build_problem(layers), (1, 3)) == [[0, 1, 2, 3], [0, 2, 3]]
+    problem = build_problem(layers)
+    assert rank_options(problem, (1, 3)) == [[0, 1, 2, 3], [0, 2, 3]]
+    # Under a budget of bytes, options count that take fewer of them.
+    costs = {name: {it: 1 - it.sparsity - 0.1 * (it.pattern == "block:8x4") for it in options} for name in "ab"}
+    limited = replace(problem, second_budget=SecondBudget(costs, 1.0))
+    assert rank_options(limited, (1, 3)) == [[0, 1, 2, 4, 3], [0, 2, 4, 3]]

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from rich.table import Table
 
+from latbench.base.files import hash_file
 from latbench.cli.commands.run import MOST_TRIES, run
 from latbench.cli.job import job_steps, job_threads
 from latbench.cli.job.job_steps import Job, JobResult, JobSettings
@@ -20,6 +21,8 @@ from latbench.cli.job.job_threads import choose_threads
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines.processors import count_cores
 from latbench.tables.writer import write_part
+from search.loss.cache import hash_score_code
+from search.pipeline.milder_targets import MilderTargets, ScoredTarget
 from search.pipeline.speedup_verdict import INCONCLUSIVE, KEPT, MISSED
 from search.pruning.training.auto_recipe import AutoRecipe
 
@@ -364,3 +367,46 @@ def test_a_job_goes_on_with_the_threads_that_it_began_with(
     assert "goes on with 2 threads, as it began; --threads 4 uses all" in caplog.text
     monkeypatch.setattr(job_threads, "count_cores", lambda: 1)  # another machine, or another affinity
     assert choose_threads(None, tmp_path) == 1
+
+
+def test_milder_targets_are_scored_once_and_never_cost_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "little.py").write_text(TASK)
+    (tmp_path / "job").mkdir()
+    profile, path = tmp_path / "job/profile.json", tmp_path / "job/milder_targets.json"
+    profile.write_text("{}")
+    scored: list[Path] = []
+
+    def score(inputs: Any, request: Any, profile: Path, pruned: Path, *_: Any) -> MilderTargets:
+        if profile.read_text() == "hard":
+            raise PromiseMissed("target 1.5x is infeasible")
+        scored.append(pruned)
+        rows = (ScoredTarget(2.0, 2.1, 0.9),)
+        return MilderTargets("score", 1.0, rows, hash_file(profile), hash_score_code(job.task))
+
+    def read(job: Job) -> Path | None:
+        """What the report is given."""
+        return job._path("milder_targets.json") if job._has_milder_targets() else None
+
+    monkeypatch.setattr(Job, "_read_inputs", lambda job: None)
+    monkeypatch.setattr("search.pipeline.milder_targets.score_milder_targets", score)
+    tell = lambda what, done, total: None  # noqa: E731
+    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(2.0)) as job:
+        assert "scoring milder targets" in job.estimate_seconds()
+        for content, times in (("{}", 1), ("{}", 1), ("{ }", 2)):
+            profile.write_text(content)
+            job.score_milder_targets(tell)
+            assert len(scored) == times and read(job) == path
+        path.write_text("damaged")
+        assert read(job) is None
+        job.score_milder_targets(tell)
+        assert len(scored) == 3 and read(job) == path
+        profile.write_text("hard")
+        job.score_milder_targets(tell)
+        assert "the report leaves out milder targets: target 1.5x is infeasible" in caplog.text
+        assert read(job) is None  # the file is of another profile
+    with Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(1.1)) as job:
+        assert "scoring milder targets" not in job.estimate_seconds()
+        job.score_milder_targets(tell)
+        assert len(scored) == 3
