@@ -4,7 +4,7 @@
         [--kinds uniform,searched] [--evaluations 100]
     python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--kinds uniform,searched]
         [--hours 1] [--threads 1]
-    python tests/experiments/searched_or_uniform.py time TASK --job FOLDER
+    python tests/experiments/searched_or_uniform.py time TASK --job FOLDER [--kinds uniform,searched]
     python tests/experiments/searched_or_uniform.py show [NAME] [--csv FILE]
 
 FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
@@ -194,16 +194,19 @@ def train_all(task: Task, database: Database, rows: Sequence[Row], path: Path, s
 
 
 def time_all(task: Task, rows: Sequence[Row], path: Path) -> None:
-    """Measure all profiles in turns, and write their seconds."""
+    """Measure all profiles in turns, equal ones once, and write the seconds of each."""
     if path.exists() and len(json.loads(path.read_text())["profiles"]) == len(rows):
         return
     deployment = Deployment(count_cores())
-    profiles = {name_engine(row): read_options(row) for row in rows}
+    first = {json.dumps(row["options"]): name_engine(row) for row in reversed(rows)}
+    profiles = {name_engine(row): read_options(row) for row in rows if name_engine(row) in first.values()}
     engines = build_dense_engines(task, deployment) | build_pruned_engines(task, deployment, profiles)
     with ModelTimer(count_cores()) as timer, find_cpu().lock(lambda *_: None):
         timings = timer.time(engines, required=list(profiles))
     seconds = {name: timings.seconds(name, 0.9).value for name in timings.blocks}
-    path.write_text(json.dumps({"cpu": name_cpu(), "profiles": list(profiles), "seconds": seconds}, indent=1) + "\n")
+    seconds |= {name_engine(row): seconds[first[json.dumps(row["options"])]] for row in rows}
+    names = [name_engine(row) for row in rows]
+    path.write_text(json.dumps({"cpu": name_cpu(), "profiles": names, "seconds": seconds}, indent=1) + "\n")
 
 
 def show(folder: Path, wanted: str) -> None:
@@ -301,7 +304,7 @@ def main() -> None:
     commands.choices["search"].add_argument("--seeds", type=int, default=5)
     commands.choices["search"].add_argument("--evaluations", type=int, default=EVALUATIONS)
     commands.choices["train"].add_argument("--steps", type=int, default=150)
-    for name in ("search", "train"):
+    for name in ("search", "train", "time"):
         commands.choices[name].add_argument("--kinds", type=parse_kinds, default=KINDS)
     commands.choices["train"].add_argument("--hours", type=float, default=1.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
@@ -319,15 +322,15 @@ def main() -> None:
     place, model = parse_place(given.job / "table"), given.job / "cost_model.json"
     inputs = read_inputs(task, place, model, given.job / "database")
     path = folder / f"{task.name}-profiles.jsonl"
+    rows = [row for row in runs.read_rows(path) if row["kind"] in given.kinds]
     if given.command == "search":
         search_all(inputs, given.targets, given.seeds, given.kinds, given.evaluations, path)
     elif given.command == "train":
         torch.set_num_threads(given.threads)
         database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-        rows = [row for row in runs.read_rows(path) if row["kind"] in given.kinds]
         train_all(task, database, rows, folder / f"{task.name}-scores.jsonl", given.steps, given.hours)
     else:
-        time_all(task, runs.read_rows(path), folder / f"{task.name}-times.json")
+        time_all(task, rows, folder / f"{task.name}-times.json")
 
 
 if __name__ == "__main__":
