@@ -43,6 +43,7 @@ from sparse_kernels.fx_graphs import (
 from sparse_kernels.graph_passes.image_turns import take_turns
 from sparse_kernels.graph_passes.pad_propagation import keep_frames
 from sparse_kernels.graph_passes.pooling import swap_poolings
+from sparse_kernels.graph_passes.traced_call import trace_call
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
@@ -357,9 +358,12 @@ class _Conversion:
                 if all(module in self.done for module in inside.values()):
                     return take_turns(traced) if self.backend == "numba" else traced
                 self.done = before  # others call layers in it, through a method that the graph has not
+        traceable = self.traces and self.backend == "numba" and path in self.run.calls and not self._loses_state(part)
         for name, child in part._modules.items():
             if child is not None:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
+        if traceable:
+            _trace_calls(part, self.run.calls[path])
         return part
 
     def _loses_state(self, part: nn.Module) -> bool:
@@ -578,6 +582,29 @@ def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
     return None
 
 
+def _trace_calls(part: nn.Module, call: _Call) -> None:
+    """Let a converted part compute calls like the example's by a graph, if that is faster. In place.
+
+    Other calls stay as they are.
+    """
+    traced = trace_call(part, call.args, call.kwargs)
+    if traced is None:
+        return
+    arguments = copy.deepcopy((call.args, call.kwargs))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = type(part).forward(part, *copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
+        torch.manual_seed(0)
+        result = traced(*arguments[0], **arguments[1])
+    if not same_results(result, expected, FOLDED):
+        return
+    drop_identities(traced.graph)
+    _speed_up(traced.graph, dict(traced.graph.named_modules(remove_duplicate=False)))
+    tidy(traced.graph)
+    if any(node.target is attention or "keep" in node.kwargs for node in traced.graph.graph.nodes):
+        part.forward = traced
+
+
 # ------------------------------------------------------------------------------------------------ folding
 
 
@@ -633,12 +660,17 @@ def _swap(
         if not node.users:
             traced.graph.erase_node(node)
     if choices and backend == "numba":
-        _swap_attention(traced, modules | swapped)
-        _keep_tiles(traced)
-        keep_frames(traced)
-        swap_poolings(traced)
+        _speed_up(traced, modules | swapped)
     tidy(traced)
     return swapped
+
+
+def _speed_up(traced: fx.GraphModule, modules: Mapping[str, nn.Module]) -> None:
+    """Run attention and pooling on kernels of ours, and keep what is laid out for them. In place."""
+    _swap_attention(traced, modules)
+    _keep_tiles(traced)
+    keep_frames(traced)
+    swap_poolings(traced)
 
 
 def _reads_fact(node: fx.Node) -> bool:

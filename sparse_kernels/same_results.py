@@ -29,7 +29,7 @@ def same_results(a: Any, b: Any, tolerance: float) -> bool:
         What two models returned.
     tolerance : float
         Relative to each number; a tenth of it counts relative to the largest number of the tensor. Up to FOLDED, what
-        cannot be compared counts as different, above as equal.
+        cannot be compared counts as different, and a list is no tuple, nor a dict one of a class of its own.
     """
     return _same(a, b, tolerance, set())
 
@@ -37,6 +37,8 @@ def same_results(a: Any, b: Any, tolerance: float) -> bool:
 def _same(a: Any, b: Any, tolerance: float, seen: _Seen) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b, tolerance)
+    if isinstance(a, tuple | list | Mapping) and tolerance <= FOLDED and type(a) is not type(b):
+        return False
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_same(x, y, tolerance, seen) for x, y in zip(a, b, strict=True))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -5,6 +5,7 @@
     python tests/experiments/searched_or_uniform.py train TASK --job FOLDER [--steps 150] [--kinds uniform,searched]
         [--hours 1] [--threads 1]
     python tests/experiments/searched_or_uniform.py time TASK --job FOLDER [--kinds uniform,searched]
+    python tests/experiments/searched_or_uniform.py equalize TASK --job FOLDER [--evaluations 100]
     python tests/experiments/searched_or_uniform.py show [NAME] [--csv FILE]
 
 FOLDER is that of a `latbench run TASK`: its table, cost model, pruned layers and timings of whole models are used.
@@ -18,8 +19,9 @@ batches, as jobs do. What was searched with other --evaluations is kept.
 
 `train` scores each profile one-shot, and after --steps steps of distillation under its masks. It also measures how
 far its outputs are from the dense model's, on training batches. Seeds are those of the search and of the training,
-and pairs have the same. `time` measures all profiles in turns. `show` prints the differences of pairs with their
-standard errors. What is there is not done again.
+and pairs have the same. `time` measures all profiles in turns. Where profiles were measured to take over 2% longer
+than the uniform one, `equalize` searches them again with as much less predicted time, and drops their scores: `train`
+and `time` follow. `show` prints the differences of pairs with their standard errors. What is there is not done again.
 """
 
 from __future__ import annotations
@@ -73,6 +75,9 @@ from search.whole_model.timed_device import find_cpu
 from sparse_kernels.patterns import Dense, parse
 
 UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY = "uniform", "searched", "uniform pattern", "uniform sparsity"
+LONGER = 1.02
+"""Measured time over the uniform profile's from which profiles are not of equal time."""
+
 KINDS = (UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY)
 
 
@@ -80,28 +85,62 @@ def search_all(
     inputs: SearchInputs, targets: Sequence[float], seeds: int, kinds: Sequence[str], evaluations: int, path: Path
 ) -> None:
     """Write the profiles that are not there yet."""
+    keys = [
+        {"task": inputs.task.name, "kind": kind, "target": target, "seed": seed}
+        for target in targets
+        for seed in range(seeds)
+        for kind in kinds
+    ]
+    search_rows(inputs, [key | {"share": 1.0} for key in runs.missing(keys, runs.read_rows(path))], evaluations, path)
+
+
+def search_rows(inputs: SearchInputs, wanted: Sequence[Row], evaluations: int, path: Path) -> None:
+    """Search the profiles of these keys, each in its `share` of the uniform profile's predicted time."""
+    targets = dict.fromkeys(key["target"] for key in wanted)
+    if not targets:
+        return
     problem, parallel = set_up(inputs, max(targets), SearchPlan(UNIFORM, evaluations=evaluations))
     with parallel as evaluator:
         batches = evaluator.batches if evaluator.batches < ENOUGH_BATCHES else -(-evaluator.batches // 2)
         for target in targets:
             uniform = run_strategy(StrategySettings(UNIFORM, evaluations), problem, target, evaluator).choice
-            for seed in range(seeds):
-                settings = StrategySettings("staged", evaluations, seed, batches)
-                for kind in kinds:
-                    key = {"task": inputs.task.name, "kind": kind, "target": target, "seed": seed}
-                    if not any(key.items() <= row.items() for row in runs.read_rows(path)):
-                        choice = find_profile(problem, uniform, kind, settings, evaluator)
-                        runs.add_row(path, key | describe(problem, choice, evaluator))
-                        print(key, flush=True)
+            for key in (key for key in wanted if key["target"] == target):
+                settings = StrategySettings("staged", evaluations, key["seed"], batches)
+                choice = find_profile(problem, uniform, key["kind"], settings, evaluator, key["share"])
+                runs.add_row(path, key | describe(problem, choice, evaluator))
+                print(key, flush=True)
+
+
+def equalize(inputs: SearchInputs, evaluations: int, folder: Path) -> None:
+    """Search profiles again that were measured to take longer than the uniform ones, in less predicted time."""
+    path, scored, times = (
+        folder / f"{inputs.task.name}-{name}" for name in ("profiles.jsonl", "scores.jsonl", "times.json")
+    )
+    rows, scores, seconds = runs.read_rows(path), runs.read_rows(scored), json.loads(times.read_text())["seconds"]
+    again = []
+    for kind, target in dict.fromkeys((row["kind"], row["target"]) for row in rows):
+        own = [row for row in rows if (row["kind"], row["target"]) == (kind, target) and name_engine(row) in seconds]
+        ratios = [seconds[name_engine(row)] / seconds[name_engine({**row, "kind": UNIFORM})] for row in own]
+        if ratios and (ratio := statistics.fmean(ratios)) > LONGER:
+            names = ("task", "kind", "target", "seed")
+            again += [{n: row[n] for n in names} | {"share": row.get("share", 1.0) / ratio} for row in own]
+    dropped = [{name: value for name, value in key.items() if name != "share"} for key in again]
+    for file, kept in ((path, rows), (scored, scores)):
+        left = [row for row in kept if not any(key.items() <= row.items() for key in dropped)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in left))
+    if again:
+        times.unlink()
+    search_rows(inputs, again, evaluations, path)
 
 
 def find_profile(
-    problem: Problem, uniform: Choice, kind: str, settings: StrategySettings, evaluator: ProfileEvaluator
-) -> Choice:
-    """Return the uniform profile, or one that is searched and takes at most as long."""
+    problem: Problem, uniform: Choice, kind: str, settings: StrategySettings, evaluator: ProfileEvaluator,
+    share: float = 1.0,
+) -> Choice:  # fmt: skip
+    """Return the uniform profile, or one that is searched and takes at most a share of its predicted time."""
     if kind == UNIFORM:
         return uniform
-    target = problem.dense.value / problem.predict(uniform).value * (1 - 1e-9)  # roundings
+    target = problem.dense.value / problem.predict(uniform).value / share * (1 - 1e-9)  # roundings
     options = [layer.options[j] for layer, j in zip(problem.layers, uniform, strict=True)]
     if kind == ONE_PATTERN:
         patterns = {"dense", *(option.pattern for option in options)}
@@ -285,6 +324,10 @@ def parse_kinds(text: str) -> Sequence[str]:
     return [kind for kind in KINDS if kind in named]
 
 
+def select_rows(path: Path, kinds: Sequence[str]) -> list[Row]:
+    return [row for row in runs.read_rows(path) if row["kind"] in kinds]
+
+
 def average(values: Sequence[float]) -> str:
     """Return the mean and its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -294,7 +337,7 @@ def average(values: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("search", "train", "time"):
+    for name in ("search", "train", "time", "equalize"):
         command = commands.add_parser(name)
         command.add_argument("task")
         command.add_argument("--job", type=Path, required=True)
@@ -302,7 +345,8 @@ def main() -> None:
         "--targets", type=lambda text: [float(each) for each in text.split(",")], default=[1.5, 2.0]
     )
     commands.choices["search"].add_argument("--seeds", type=int, default=5)
-    commands.choices["search"].add_argument("--evaluations", type=int, default=EVALUATIONS)
+    for name in ("search", "equalize"):
+        commands.choices[name].add_argument("--evaluations", type=int, default=EVALUATIONS)
     commands.choices["train"].add_argument("--steps", type=int, default=150)
     for name in ("search", "train", "time"):
         commands.choices[name].add_argument("--kinds", type=parse_kinds, default=KINDS)
@@ -322,15 +366,23 @@ def main() -> None:
     place, model = parse_place(given.job / "table"), given.job / "cost_model.json"
     inputs = read_inputs(task, place, model, given.job / "database")
     path = folder / f"{task.name}-profiles.jsonl"
-    rows = [row for row in runs.read_rows(path) if row["kind"] in given.kinds]
     if given.command == "search":
         search_all(inputs, given.targets, given.seeds, given.kinds, given.evaluations, path)
+    elif given.command == "equalize":
+        equalize(inputs, given.evaluations, folder)
     elif given.command == "train":
         torch.set_num_threads(given.threads)
         database = Database(inputs.database, inputs.model_hash, inputs.provenance)
-        train_all(task, database, rows, folder / f"{task.name}-scores.jsonl", given.steps, given.hours)
+        train_all(
+            task,
+            database,
+            select_rows(path, given.kinds),
+            folder / f"{task.name}-scores.jsonl",
+            given.steps,
+            given.hours,
+        )
     else:
-        time_all(task, rows, folder / f"{task.name}-times.json")
+        time_all(task, select_rows(path, given.kinds), folder / f"{task.name}-times.json")
 
 
 if __name__ == "__main__":
