@@ -195,7 +195,7 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     ("options", "code", "said"),
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, deepsparse"),
-        (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
+        (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, evopress, once, uniform"),
         (["--cost-model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
         ([], 2, "--cost-model is missing: give the cost model that `latbench fit` makes of the table"),
         (
