@@ -43,7 +43,7 @@ from sparse_kernels.fx_graphs import (
 from sparse_kernels.graph_passes.image_turns import take_turns
 from sparse_kernels.graph_passes.pad_propagation import keep_frames
 from sparse_kernels.graph_passes.pooling import swap_poolings
-from sparse_kernels.graph_passes.traced_call import trace_call
+from sparse_kernels.graph_passes.traced_call import find_form, follow_call, trace_call
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.nn.sparse_conv import SparseConv1d, SparseConv2d
 from sparse_kernels.nn.sparse_layer import GPU_BACKENDS, INT8, SparseLayer
@@ -590,19 +590,17 @@ def _trace_calls(part: nn.Module, call: _Call) -> None:
     traced = trace_call(part, call.args, call.kwargs)
     if traced is None:
         return
-    arguments = copy.deepcopy((call.args, call.kwargs))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        expected = type(part).forward(part, *copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
-        torch.manual_seed(0)
-        result = traced(*arguments[0], **arguments[1])
+    tensors: list[torch.Tensor] = []
+    find_form(call.args, call.kwargs, tensors)
+    expected = _run(part, call.args, call.kwargs)
+    result = _run(traced.graph, tuple(tensors), {})
     if not same_results(result, expected, FOLDED):
         return
     drop_identities(traced.graph)
     _speed_up(traced.graph, dict(traced.graph.named_modules(remove_duplicate=False)))
     tidy(traced.graph)
     if any(node.target is attention or "keep" in node.kwargs for node in traced.graph.graph.nodes):
-        part.forward = traced
+        follow_call(part, traced)
 
 
 # ------------------------------------------------------------------------------------------------ folding

@@ -8,7 +8,8 @@ of the graph has the example's value beside it:
 - Shapes are as long as the example's; their sizes stay open.
 - A comparison has the example's answer, and the graph asks for the same answer in each call.
 
-A call of another form, or with another answer, is done by the module itself. So nothing that worked before fails.
+A call of another form, or with another answer, is done by the module's own code, which is left as it was. Tracers and
+compilers see that code, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -38,31 +42,49 @@ def require(answer: Any, expected: bool) -> None:
         raise _OtherWay
 
 
+@dataclass(frozen=True)
 class TracedCall:
-    """What a module does when it is called: a graph for calls of one form, its own code for others.
+    """A graph of what a module computes from the tensors of a call of this form."""
 
-    Parameters
-    ----------
-    module : nn.Module
-        The module.
-    graph : fx.GraphModule
-        What the module computes from the tensors of a call.
-    form : Form
-        The form of these calls.
+    graph: fx.GraphModule
+    form: Form
+
+
+def follow_call(module: nn.Module, call: TracedCall) -> None:
+    """Let a module compute calls of the traced form by the graph, and others by its own code. In place.
+
+    The module gets a class that is derived from its own. Who traces or compiles it sees its own code.
     """
+    module.__dict__["traced_call"] = call  # no part of the module: its layers are
+    module.__class__ = _derive_class(type(module))  # type: ignore[arg-type]
 
-    def __init__(self, module: nn.Module, graph: fx.GraphModule, form: Form) -> None:
-        self.module, self.graph, self.form = module, graph, form
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
+@cache
+def _derive_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of modules that follow a call, derived from their own."""
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: TracedCall = self.__dict__["traced_call"]
         tensors: list[torch.Tensor] = []
-        if find_form(args, kwargs, tensors) == self.form:
-            try:
-                return self.graph(*tensors)
-            except _OtherWay:
-                pass
-        return type(self.module).forward(self.module, *args, **kwargs)
+        is_followed = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if not is_followed and find_form(args, kwargs, tensors) == call.form:
+            with suppress(_OtherWay):
+                return call.graph(*tensors)
+        return kind.forward(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = nn.Module.__reduce_ex__(self, protocol)
+        return _create, (kind,), *reduced[2:]
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": reduce})
+
+
+def _create(kind: type[nn.Module]) -> nn.Module:
+    """Return a module without state that follows a call, for copies and pickles."""
+    derived = _derive_class(kind)  # type: ignore[arg-type]
+    return derived.__new__(derived)
 
 
 def trace_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TracedCall | None:
@@ -91,7 +113,7 @@ def trace_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     for node in asked:
         node.meta["is_wrapped"] = True  # a pickled graph is traced anew
     graph._tracer_cls = None  # by a tracer without an example
-    return TracedCall(module, fx.GraphModule(module, graph, type(module).__name__), form)
+    return TracedCall(fx.GraphModule(module, graph, type(module).__name__), form)
 
 
 def find_form(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Form:

@@ -1,6 +1,7 @@
 """Parts that torch.fx alone cannot trace are graphs for calls like the example, and themselves for all others."""
 
 import copy
+import inspect
 import io
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.graph_passes.traced_call import TracedCall, trace_call
+from sparse_kernels.graph_passes.traced_call import TracedCall, follow_call, trace_call
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.patterns import Unstructured
@@ -79,7 +80,7 @@ def build(rng: np.random.Generator) -> tuple[nn.Module, nn.Module, dict[str, Lay
 
 def traced(model: nn.Module) -> dict[str, TracedCall]:
     """The calls that are graphs, by the names of their modules."""
-    held = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    held = {name: vars(module).get("traced_call") for name, module in model.named_modules()}
     return {name: call for name, call in held.items() if isinstance(call, TracedCall)}
 
 
@@ -177,9 +178,11 @@ def test_what_hangs_on_values_has_no_graph(what: str, can: bool) -> None:
     found = trace_call(module, (x,), {})
     assert torch.equal(x, before) and (found is not None) is can
     if found is not None:
-        more = torch.randn(5, 4)
-        torch.testing.assert_close(found(more), module(more))
-        torch.testing.assert_close(found(x=more), module(more))  # another form
+        more, own = torch.randn(5, 4), copy.deepcopy(module)
+        follow_call(module, found)
+        torch.testing.assert_close(module(more), own(more))
+        torch.testing.assert_close(module(x=more), own(more))  # another form
+        assert isinstance(module, Asks) and inspect.signature(module.forward) == inspect.signature(own.forward)
 
 
 @torch.no_grad()
@@ -190,11 +193,13 @@ def test_arguments_that_are_no_plain_values_have_no_graph() -> None:
 
     x = torch.ones(2)
     assert trace_call(Adds(), (x, OrderedDict()), {}) is None
-    found = trace_call(Adds(), (x, (x, [x])), {})
+    module = Adds()
+    found = trace_call(module, (x, (x, [x])), {})
     assert found is not None
-    torch.testing.assert_close(found(x, (3 * x, [x])), 4 * x)
-    torch.testing.assert_close(found(x), x)
-    torch.testing.assert_close(found(x.double(), [3 * x.double()]), 4 * x.double())
+    follow_call(module, found)
+    torch.testing.assert_close(module(x, (3 * x, [x])), 4 * x)
+    torch.testing.assert_close(module(x), x)
+    torch.testing.assert_close(module(x.double(), [3 * x.double()]), 4 * x.double())
 
 
 @torch.no_grad()
