@@ -99,8 +99,8 @@ def trace_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     tensors: list[torch.Tensor] = []
     form = find_form(args, kwargs, tensors)
-    if _UNKNOWN in form:
-        return None
+    if form != find_form(args, kwargs, []):
+        return None  # an argument is no plain value, and a graph would keep this one
     tracer = _ExampleTracer(copy.deepcopy(args), copy.deepcopy(dict(kwargs)))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -108,7 +108,7 @@ def trace_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     except Exception:  # noqa: BLE001 - tracing runs foreign code on stand-in values: any failure means "cannot"
         return None
     asked = [node for node in graph.nodes if node.target is require]
-    if asked and any(map(_changes_values, graph.nodes)):
+    if asked and any(_changes_values(node, module) for node in graph.nodes):
         return None  # the module would begin with values that the graph has changed
     for node in asked:
         node.meta["is_wrapped"] = True  # a pickled graph is traced anew
@@ -117,7 +117,10 @@ def trace_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def find_form(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Form:
-    """Return the form of a call, and add its tensors to `tensors` in their order."""
+    """Return the form of a call, and add its tensors to `tensors` in their order.
+
+    With an argument that is no plain value, such as a cache, no two calls have the same form.
+    """
 
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -125,27 +128,22 @@ def find_form(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[to
             return torch.Tensor, value.ndim, value.dtype
         if isinstance(value, tuple | list) and type(value) in (tuple, list):
             return type(value), *map(describe, value)
-        return (type(value), value) if type(value) in _CONSTANTS else _UNKNOWN
+        return (type(value), value) if type(value) in _CONSTANTS else object()
 
     return (*map(describe, args), *((name, describe(value)) for name, value in kwargs.items()))
 
 
-class _Unknown:
-    """The form of what is no argument of a graph: it is equal to nothing."""
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = object.__hash__
-
-
-_UNKNOWN = _Unknown()
-
-
-def _changes_values(node: fx.Node) -> bool:
+def _changes_values(node: fx.Node, module: nn.Module) -> bool:
     """Return whether a node changes a value in place."""
-    name = str(node.target) if node.op == "call_method" else ""
-    return node.target in (operator.setitem, setattr) or (name.endswith("_") and not name.endswith("__"))
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return (
+        node.target in (operator.setitem, setattr)
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+        or "out" in node.kwargs
+    )
 
 
 class _KnownProxy(fx.Proxy):

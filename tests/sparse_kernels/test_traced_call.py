@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.graph_passes.traced_call import TracedCall, follow_call, trace_call
+from sparse_kernels.graph_passes.traced_call import TracedCall, find_form, follow_call, trace_call
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.nn.attention_operator import attention
 from sparse_kernels.patterns import Unstructured
@@ -156,7 +156,7 @@ class Asks(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.fc, self.what = nn.Linear(4, 4), what
+        self.fc, self.silu, self.what = nn.Linear(4, 4), nn.SiLU(inplace=True), what
 
     def forward(self, x: Tensor) -> Any:
         y = self.fc(x)
@@ -164,14 +164,20 @@ class Asks(nn.Module):
             return y if y.sum() > 0 else -y
         if self.what == "length":
             return y * len(y)
-        if self.what == "changed":
-            x.add_(1)
-            return y if x.shape[0] > 1 else x
+        if self.what in ("method", "function", "argument", "module"):
+            changed = {
+                "method": lambda: x.add_(1), "function": lambda: torch.relu_(x),
+                "argument": lambda: F.silu(x, inplace=True), "module": lambda: self.silu(x),
+            }[self.what]()  # fmt: skip
+            return y if changed.shape[0] > 1 else changed
         return OrderedDict(y=y) if self.what == "own dict" else y * x.shape[0]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("what", "can"), [("values", False), ("length", False), ("changed", False), ("size", True)])
+@pytest.mark.parametrize(
+    ("what", "can"),
+    [*dict.fromkeys(["values", "length", "method", "function", "argument", "module"], False).items(), ("size", True)],
+)
 def test_what_hangs_on_values_has_no_graph(what: str, can: bool) -> None:
     module, x = Asks(what).eval(), torch.randn(3, 4)
     before = x.clone()
@@ -192,7 +198,10 @@ def test_arguments_that_are_no_plain_values_have_no_graph() -> None:
             return x if other is None else x + other[0]
 
     x = torch.ones(2)
-    assert trace_call(Adds(), (x, OrderedDict()), {}) is None
+    cache = OrderedDict([(0, x)])
+    for args, kwargs in (((x, cache), {}), ((x,), {"other": cache}), ((x, [x, cache]), {})):
+        assert trace_call(Adds(), args, kwargs) is None
+        assert find_form(args, kwargs, []) != find_form(args, kwargs, [])  # another cache may be given
     module = Adds()
     found = trace_call(module, (x, (x, [x])), {})
     assert found is not None

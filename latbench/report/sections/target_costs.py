@@ -20,10 +20,10 @@ def build_section(milder: MilderTargets) -> Section:
 
     sentences = [
         f"At {format_ratio(own.target)}, {name} changes from {format_score(dense, name)} to "
-        f"{format_score(own.score, name)} ({change(own.score)}), by one-shot pruning alone. The table shows what "
-        "milder targets would keep, by one-shot pruning alone, too. Joint tuning and training come on top. Speedups "
-        "are predicted. The profiles are mixtures of the layers that were pruned for this target, so a search for a "
-        "milder target may find one that keeps more."
+        f"{format_score(own.score, name)} ({change(own.score)}) by one-shot pruning alone. The table shows the "
+        "same for milder targets, with predicted speedups. Joint tuning and training usually win back a part. The "
+        "profiles use only layers that were pruned for this target, so a search for a milder target may find one "
+        "that keeps more."
     ]
     rows = [
         [Cell("dense, in float32"), Cell(NOTHING, 1.0), Cell(format_score(dense, name), dense), Cell(NOTHING, 0.0)]
