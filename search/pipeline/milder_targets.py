@@ -42,6 +42,8 @@ EVALUATIONS = 20
 LEAST_TARGET = 1.2
 """Below it, milder targets are not worth a search."""
 
+_WANTED = "give milder_targets.json of a latbench run"
+
 
 @dataclass(frozen=True)
 class ScoredTarget:
@@ -146,8 +148,8 @@ def read_milder_targets(path: Path) -> MilderTargets:
         if not targets or not all(math.isfinite(it.target) and math.isfinite(it.speedup) for it in targets):
             raise ValueError("a target is missing")
     except OSError as error:
-        raise BadData(f"{path}: {error.strerror}; latbench run writes it") from error
+        raise BadData(f"{path} cannot be read ({error.strerror}): {_WANTED}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadData(f"{path} is not what latbench run writes ({error}); delete it and run again") from error
+        raise BadData(f"{path} is no list of milder targets ({error}): {_WANTED}") from error
     name, profile, code = texts
     return MilderTargets(name, dense, targets, profile, code)

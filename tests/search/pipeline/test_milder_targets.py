@@ -154,9 +154,11 @@ def test_another_file_is_refused_with_what_to_do(tmp_path: Path, change: Mapping
     path = tmp_path / "milder_targets.json"
     MILDER.save(path)
     path.write_text("[]" if change is None else json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(BadData, match=r"is not what latbench run writes .*; delete it and run again"):
+    with pytest.raises(
+        BadData, match=r"is no list of milder targets \(.*\): give milder_targets\.json of a latbench run"
+    ):
         read_milder_targets(path)
-    with pytest.raises(BadData, match="No such file or directory; latbench run writes it"):
+    with pytest.raises(BadData, match=r"cannot be read \(No such file or directory\): give milder_targets\.json"):
         read_milder_targets(tmp_path / "nothing.json")
 
 
