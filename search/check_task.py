@@ -186,7 +186,7 @@ def check_layer_gradients(task: Task, model: nn.Module) -> None:
         reason = "runs without gradients, as under torch.no_grad" if found else "calls no layer of the model"
         raise UsageError(
             f"task {task.name}: loss() {reason}, and the joint tuning of all layers needs gradients; change loss(), "
-            "or prune with --no-global"
+            "or use `latbench prune --no-global`"
         )
 
 

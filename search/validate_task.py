@@ -75,6 +75,8 @@ class TaskFindings:
     ----------
     functions
         The functions that were found.
+    deploy_device
+        Where the pruned model will run: "cpu" or "cuda".
     kind, parameters
         Class of the model, and the number of its parameters.
     inputs, batch_place, batch
@@ -92,6 +94,7 @@ class TaskFindings:
     """
 
     functions: list[str] = field(default_factory=list)
+    deploy_device: str | None = None
     kind: str | None = None
     parameters: int | None = None
     inputs: dict[str, str] = field(default_factory=dict)
@@ -154,7 +157,7 @@ class _Steps:
         self.example: ExampleInputs | None = None
         self.hash_of_data: str | None = None
         names = [name for name in (*REQUIRED, *OPTIONAL) if callable(getattr(task.implementation, name, None))]
-        self.found.functions = names
+        self.found.functions, self.found.deploy_device = names, task.deploy_device
         faults = list_interface_faults(task.implementation)
         self.usable = set(names) - set(faults)
         for member, sentence in faults.items():

@@ -114,11 +114,10 @@ def build_predicted_layers(
         if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
             wanted = _make_covered_rows(model, engine.rows, shape, sparsities)
         if DENSE not in set(wanted["pattern"]):
-            on_gpu = " --gpu NAME" if runs_on_gpu(engine.backend) else ""
             raise BadData(
                 f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {engine.backend} "
                 f"with {engine.threads} threads, and the cost model knows none: sweep its workload on this machine "
-                f"(latbench trace, then latbench sweep{on_gpu} --workload)"
+                f"(latbench trace, then latbench sweep {_name_device(engine)} --workload)"
             )
         low, high = model.predict_interval(wanted, coverage)
         return _build_layer(wanted, np.asarray(model.predict(wanted)), low, high, shape)
@@ -135,8 +134,13 @@ def check_precisions(layers: Sequence[LayerOptions], engine: EngineRows) -> None
         if precision not in known:
             raise BadData(
                 f"the table holds no time of these layers in {precision} on {engine.backend} with {engine.threads} "
-                f"threads: `latbench sweep{SWEPT_BY[precision]}` of their workload adds it"
+                f"threads: `latbench sweep {_name_device(engine)}{SWEPT_BY[precision]}` of their workload adds it"
             )
+
+
+def _name_device(engine: EngineRows) -> str:
+    """Return the option of a sweep that names the engine's device."""
+    return "--gpu NAME" if runs_on_gpu(engine.backend) else "--cpu"
 
 
 def build_network_layers(

@@ -74,6 +74,6 @@ def _as_raised_there(error: TaskFailed | WorkerDied) -> LatbenchError:
     """Return the error that a worker raised, as if this process had raised it; say what helps if memory ran out."""
     why = error.kind if isinstance(error, TaskFailed) else error.reason
     if why in ("MemoryError", "oom"):
-        return EnvironmentUnusable(f"{error}; fewer --processes need less memory")
+        return EnvironmentUnusable(f"{error}; fewer processes need less memory (`latbench search --processes`)")
     kind = getattr(errors, why, None)
     return kind(error.message) if kind and isinstance(error, TaskFailed) else error

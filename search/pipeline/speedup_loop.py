@@ -326,7 +326,7 @@ def _explain_miss(problem: Problem, measured: Mapping[Choice, MeasuredSpeedup], 
     if fastest in measured:
         limits = calibrate_to(problem, fastest, measured[fastest]).describe_remaining_time()
         sentence += f"; it is out of reach: the fastest possible profile was among them{limits}"
-    return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
+    return sentence + "; ask for less, or repeat the search when the machine is quiet"
 
 
 def is_verdict_clear(speedup: Interval, target: float) -> bool:

@@ -255,7 +255,7 @@ def test_a_loss_without_gradients_is_said_where_they_are_needed(tmp_path: Path) 
     joint = failed(tmp_path, NO_GRAD, ["layer_gradients"])
     assert (
         "loss() runs without gradients, as under torch.no_grad, and the joint" in joint
-        and "prune with --no-global" in joint
+        and "latbench prune --no-global" in joint
     )
     trained = failed(tmp_path, NO_GRAD, ["training"])
     assert "loss() returned a tensor without a gradient, and training needs one" in trained
@@ -350,7 +350,7 @@ def pruning(tmp_path: Path) -> Callable[..., None]:
 
 
 def test_prune_checks_what_its_stages_need(pruning: Callable[..., None], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="prune with --no-global"):
+    with pytest.raises(UsageError, match="use `latbench prune --no-global`"):
         pruning(NO_GRAD)
     assert not (tmp_path / "pruned").exists()
     pruning(NO_GRAD, joint=False)

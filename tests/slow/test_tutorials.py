@@ -27,7 +27,7 @@ MISSED = 1
 MOST_TRIES = 2
 """Further commands, at most, until a job has a pruned model: on a busy machine the one advised may miss, too."""
 
-ADVICE = re.compile(r"`(latbench run [^`]+)` takes the best profile found")
+ADVICE = re.compile(r"`(latbench run [^`]+)` searches for that")
 
 
 class Block(NamedTuple):

@@ -127,7 +127,7 @@ def describe_old_kernels(table: pd.DataFrame, place: str | Place) -> str | None:
         parts = {} if version is None else version.parts
         families |= {name for name, digits in parts.items() if fingerprint_cpu_family(name) != digits} or {"unknown"}
     named = hide_secrets(str(place))
-    advice = "" if is_bundled(place) else f"; `latbench sweep --refresh {named}` tells which have moved"
+    advice = "" if is_bundled(place) else f"; `latbench sweep --cpu --refresh {named}` tells which have moved"
     return (
         f"{len(old)} of {len(own)} times of latbench's kernels are of other versions than the installed ones "
         f"({', '.join(sorted(families))}){advice}"

@@ -31,7 +31,10 @@ def check(task: TaskArgument, threads: Threads = None, as_json: Json = False) ->
         count = f"{len(found.faults)} faults" if len(found.faults) > 1 else "1 fault"
         raise UsageError(f"{task}: {count}; correct what is listed, then type `latbench check {task}` again")
     if not as_json:
-        typer.echo(f"\nThe task is ready. Next: latbench run {task} --target 2")
+        # A job measures CPUs; on a GPU its steps are commands.
+        on_gpu = found.deploy_device == "cuda"
+        following = f"trace {task} -o my_layers.yaml" if on_gpu else f"run {task} --target 2"
+        typer.echo(f"\nThe task is ready. Next: latbench {following}")
 
 
 def _describe(found: TaskFindings) -> dict[str, object]:

@@ -317,7 +317,7 @@ def _warn_of_old_times(folder: Place, device: SweepDevice) -> None:
         _LOG.warning(
             f"{old} times of {folder} are of other versions of engines or kernels than the installed ones: where "
             "this sweep names their points, they are measured again "
-            f"(`latbench sweep --refresh {folder}` tells which have moved)"
+            f"(`latbench sweep {'--gpu NAME' if device.gpu else '--cpu'} --refresh {folder}` tells which have moved)"
         )
 
 

@@ -343,7 +343,7 @@ class Job:
             except search_job.NearestProfile as error:
                 raise PromiseMissed(
                     f"{error}; `latbench run {self._reference} --target {error.profile.target:g} -o {self.folder}"
-                    f"{settings.to_options()}` takes the best profile found"
+                    f"{settings.to_options()}` searches for that"
                 ) from error
 
     def keep_profile(self) -> None:

@@ -116,6 +116,12 @@ def test_check_lists_facts_and_says_what_comes_next(latbench: Any, tmp_path: Pat
     } < lines
 
 
+def test_check_names_the_first_command_of_a_task_for_a_gpu(latbench: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK + '\ndeploy_device = "cuda"\n')
+    ran = latbench("check", tmp_path / "mine.py", "--threads", 1)
+    assert f"Next: latbench trace {tmp_path / 'mine.py'} -o my_layers.yaml" in ran.out
+
+
 def test_check_lists_every_fault_and_exits_with_2(latbench: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     text = TASK.replace("(torch.ones(3, 4),)", "torch.ones(3, 4)").replace("[torch.ones(2, 4)]", "None")

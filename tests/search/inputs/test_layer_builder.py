@@ -91,7 +91,7 @@ def test_options_in_bfloat16_are_those_that_were_multiplied_so() -> None:
         (LINEAR, "dense", 0.0, 1.9, BFLOAT16 | {"backend": "torch", "point_id": "x"}),
     )
     with pytest.raises(
-        BadData, match=r"no time of these layers in int8 on numba with 2 threads: `latbench sweep --int8`"
+        BadData, match=r"no time of these layers in int8 on numba with 2 threads: `latbench sweep --cpu --int8`"
     ):
         build_predicted_layers(Doubling(), on_engine(t, "bfloat16", "int8"), {"x": LINEAR})
     t = pd.concat([t, table((LINEAR, "dense", 0.0, 2.0, BFLOAT16 | {"point_id": "y"}))])

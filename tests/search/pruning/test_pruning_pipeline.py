@@ -272,7 +272,7 @@ def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: 
     model = task.model()
     masks = stitch(model, OPTIONS, database).masks
     model.get_parameter("fc.bias").register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: prune with --no-global"):
+    with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: use `latbench prune --no-global`"):
         run_global_adaprune(task, model, masks, task.calibration(), settings=TuningSettings(steps=1))
 
 

@@ -74,7 +74,7 @@ def test_old_kernels_are_counted_in_words() -> None:
         ("torch", "ok", "1.0"),
     )  # fmt: skip
     said = "2 of 3 times of latbench's kernels are of other versions than the installed ones (token_blocks, unknown)"
-    assert describe_old_kernels(table, "t") == f"{said}; `latbench sweep --refresh t` tells which have moved"
+    assert describe_old_kernels(table, "t") == f"{said}; `latbench sweep --cpu --refresh t` tells which have moved"
     for bundled in ("bundled://amd-epyc-zen5-2-threads", find_bundled_table("amd-epyc-zen5-2-threads")):
         assert describe_old_kernels(table, bundled) == said
     assert describe_old_kernels(table[:1], "t") is None and describe_old_kernels(rows(), "t") is None
