@@ -18,10 +18,11 @@ sparsities, each of which gets as many evaluations as the others. Profiles are t
 batches, as jobs do. What was searched with other --evaluations is kept.
 
 `train` scores each profile one-shot, and after --steps steps of distillation under its masks. It also measures how
-far its outputs are from the dense model's, on training batches. Seeds are those of the search and of the training,
-and pairs have the same. `time` measures all profiles in turns. Where profiles were measured to take over 2% longer
-than the uniform one, `equalize` searches them again with as much less predicted time, and drops their scores: `train`
-and `time` follow. `show` prints the differences of pairs with their standard errors. What is there is not done again.
+far its outputs are from the dense model's, on training batches, and a task's `ranking(model)`. Seeds are those of the
+search and of the training, and pairs have the same. `time` measures all profiles in turns. Where the measured time of
+profiles differs by over 2% from the uniform one's, `equalize` searches them again with as much less or more predicted
+time, and drops their scores: `train` and `time` follow. `show` prints the differences of pairs with their standard
+errors. What is there is not done again.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ from search.whole_model.timed_device import find_cpu
 from sparse_kernels.patterns import Dense, parse
 
 UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY = "uniform", "searched", "uniform pattern", "uniform sparsity"
-LONGER = 1.02
-"""Measured time over the uniform profile's from which profiles are not of equal time."""
+EQUAL = 1.02
+"""Measured times that differ by a larger factor are not equal."""
 
 KINDS = (UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY)
 
@@ -84,14 +85,19 @@ KINDS = (UNIFORM, SEARCHED, ONE_PATTERN, ONE_SPARSITY)
 def search_all(
     inputs: SearchInputs, targets: Sequence[float], seeds: int, kinds: Sequence[str], evaluations: int, path: Path
 ) -> None:
-    """Write the profiles that are not there yet."""
+    """Write the profiles that are not there yet, in the share of time that `equalize` found for other seeds."""
+    known = runs.read_rows(path)
+    shares = {(row["kind"], row["target"]): row.get("share", 1.0) for row in known}
     keys = [
         {"task": inputs.task.name, "kind": kind, "target": target, "seed": seed}
         for target in targets
         for seed in range(seeds)
         for kind in kinds
     ]
-    search_rows(inputs, [key | {"share": 1.0} for key in runs.missing(keys, runs.read_rows(path))], evaluations, path)
+    wanted = [
+        key | {"share": shares.get((key["kind"], key["target"]), 1.0)} for key in runs.missing(keys, known)
+    ]  # fmt: skip
+    search_rows(inputs, wanted, evaluations, path)
 
 
 def search_rows(inputs: SearchInputs, wanted: Sequence[Row], evaluations: int, path: Path) -> None:
@@ -112,18 +118,19 @@ def search_rows(inputs: SearchInputs, wanted: Sequence[Row], evaluations: int, p
 
 
 def equalize(inputs: SearchInputs, evaluations: int, folder: Path) -> None:
-    """Search profiles again that were measured to take longer than the uniform ones, in less predicted time."""
+    """Search profiles again whose measured time is not the uniform ones', in as much less or more predicted time."""
     path, scored, times = (
         folder / f"{inputs.task.name}-{name}" for name in ("profiles.jsonl", "scores.jsonl", "times.json")
     )
     rows, scores, seconds = runs.read_rows(path), runs.read_rows(scored), json.loads(times.read_text())["seconds"]
     again = []
-    for kind, target in dict.fromkeys((row["kind"], row["target"]) for row in rows):
-        own = [row for row in rows if (row["kind"], row["target"]) == (kind, target) and name_engine(row) in seconds]
+    for kind, target, share in dict.fromkeys(map(searched_alike, rows)):
+        own = [row for row in rows if searched_alike(row) == (kind, target, share) and name_engine(row) in seconds]
         ratios = [seconds[name_engine(row)] / seconds[name_engine({**row, "kind": UNIFORM})] for row in own]
-        if ratios and (ratio := statistics.fmean(ratios)) > LONGER:
+        if ratios and not 1 / EQUAL <= (ratio := statistics.fmean(ratios)) <= EQUAL:
             names = ("task", "kind", "target", "seed")
-            again += [{n: row[n] for n in names} | {"share": row.get("share", 1.0) / ratio} for row in own]
+            # Measured times change about twice as much as the share: the search then takes other patterns, too.
+            again += [{n: row[n] for n in names} | {"share": share / math.sqrt(ratio)} for row in own]
     dropped = [{name: value for name, value in key.items() if name != "share"} for key in again]
     for file, kept in ((path, rows), (scored, scores)):
         left = [row for row in kept if not any(key.items() <= row.items() for key in dropped)]
@@ -131,6 +138,11 @@ def equalize(inputs: SearchInputs, evaluations: int, folder: Path) -> None:
     if again:
         times.unlink()
     search_rows(inputs, again, evaluations, path)
+
+
+def searched_alike(row: Row) -> tuple[str, float, float]:
+    """Return what is the same for all seeds of a search."""
+    return row["kind"], row["target"], row.get("share", 1.0)
 
 
 def find_profile(
@@ -217,11 +229,11 @@ def train_all(task: Task, database: Database, rows: Sequence[Row], path: Path, s
         began = time.process_time()
         profile = next(row for row in rows if {n: key[n] for n in names}.items() <= row.items())
         model = prune_and_train(task, read_options(profile), database, key["method"], key["steps"], key["seed"])
-        score, distance = task.score(model), measure_distance(teacher, model, fresh)
-        print(f"{key}: {score:.4f}, distance {distance:.4f}", flush=True)
-        return key | {
-            "score": score, "distance": distance, "cpu_seconds": round(time.process_time() - began, 1)
-        }  # fmt: skip
+        measured = {"score": task.score(model), "distance": measure_distance(teacher, model, fresh)}
+        if rank := getattr(task.implementation, "ranking", None):
+            measured["ranking"] = rank(model)
+        print(f"{key}: {measured}", flush=True)
+        return key | measured | {"cpu_seconds": round(time.process_time() - began, 1)}
 
     keys = [
         {name: row[name] for name in names} | {"method": method, "steps": count}
@@ -303,6 +315,8 @@ def show_pairs(
         if kind != UNIFORM and pairs:
             differences = average([row["score"] - uniform["score"] for row, uniform in pairs])
             text += f", {differences} over uniform ({len(pairs)} pairs)"
+        if kind != UNIFORM and pairs and all("ranking" in row for pair in pairs for row in pair):
+            text += f", ranking {average([row['ranking'] - uniform['ranking'] for row, uniform in pairs])}"
         with_distance = [(a["distance"], b["distance"]) for a, b in pairs if "distance" in a and "distance" in b]
         if with_distance:
             text += f", distance {statistics.fmean(own for own, _ in with_distance):.4f}"

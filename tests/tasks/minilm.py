@@ -28,6 +28,7 @@ DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared"
 SENTENCES, TOKENS = 32, 16
 CALIBRATION_BATCHES = 16
 SCORED_SENTENCES = 512
+NEAREST = 10
 
 Batch = tuple[Tensor, Tensor]
 
@@ -140,6 +141,19 @@ def score(model: nn.Module) -> float:
     with torch.no_grad():
         cosines = [(model(tokens) * embeddings).sum(dim=1) for tokens, embeddings in _test_batches()]
     return torch.cat(cosines).double().mean().item()
+
+
+def ranking(model: nn.Module) -> float:
+    """Share of the NEAREST test sentences nearest to each by dense embeddings that the model's embeddings keep."""
+    with torch.no_grad():
+        pairs = [(model(tokens), embeddings) for tokens, embeddings in _test_batches()]
+    own, dense = (_nearest(torch.cat(parts)) for parts in zip(*pairs, strict=True))
+    return (own[:, :, None] == dense[:, None, :]).sum().item() / dense.numel()
+
+
+def _nearest(embeddings: Tensor) -> Tensor:
+    """The numbers of the NEAREST other sentences of each, (n, NEAREST)."""
+    return (embeddings @ embeddings.T).fill_diagonal_(-torch.inf).topk(NEAREST).indices
 
 
 def train_batches(rng: np.random.Generator) -> Iterator[Batch]:
