@@ -16,8 +16,9 @@ search tried, from its best to its worst. It computes the cheap measures of each
 
 `train` adds the score of each profile after METHODS: one-shot pruning alone; SHORT or --steps steps of distillation
 under the one-shot masks; and GMP from the dense weights by the task's own loss. `show` prints Spearman's rank
-correlations with a bootstrap interval, also among the half of the profiles with the least loss. Results are kept as
-data. What is there is not done again, and several `train` may run at once.
+correlations with a bootstrap interval, also among the half of the profiles with the least loss, and those of the
+one-shot model's distance from the dense outputs. Results are kept as data. What is there is not done again, and several
+`train` may run at once.
 """
 
 from __future__ import annotations
@@ -266,6 +267,8 @@ def show(path: Path, wanted: str | None) -> None:
         }
         best = np.median([-loss for loss in better["loss"].values()])
         better["loss, better half"] = {i: loss for i, loss in better["loss"].items() if -loss <= best}
+        distances = {row["profile"]: row["distance"] for row in own if row["method"] == UNTRAINED}
+        better["distance from dense"] = {i: -distance for i, distance in distances.items()}
         better |= {method: scores[method] for method in (UNTRAINED, SHORTLY, DISTILLED) if scores[method]}
         for measure, values_of in better.items():
             cells = (correlate(values_of, scores[method]) if method != measure else "" for method in outcomes)
