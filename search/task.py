@@ -186,18 +186,26 @@ class Task:
         return loss
 
     def score(self, model: torch.nn.Module) -> float:
-        """Return the score on held-out data; higher is better."""
+        """Return the score on held-out data; higher is better. Raises BadData where it is not finite."""
+        score = self._compute_score(model)
+        if not math.isfinite(score):
+            raise BadData(f"task {self.name}: score() returned {score}")
+        return score
+
+    def score_or_nan(self, model: torch.nn.Module) -> float:
+        """Return the score; NaN where it is not finite, as some are of a model that answers all alike."""
+        score = self._compute_score(model)
+        return score if math.isfinite(score) else math.nan
+
+    def _compute_score(self, model: torch.nn.Module) -> float:
         import torch
 
         with torch.no_grad():
             found = self._call("score", lambda: self.implementation.score(model))
         try:
-            score = float(found)
+            return float(found)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"task {self.name}: score() must return one number, not {_kind(found)}") from error
-        if not math.isfinite(score):
-            raise BadData(f"task {self.name}: score() returned {score}")
-        return score
 
     @property
     def can_train(self) -> bool:

@@ -7,6 +7,7 @@ that multiplies its inputs; `as_matrix` and `as_weight` know how the weight hold
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def survey_layers(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.flo
     for module, name in names.items():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners[id(parameter)].append(name)
+                owners[_locate(parameter)].append(name)
     taken: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
     for module, name in names.items():
@@ -76,10 +77,18 @@ def survey_layers(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.flo
     return LayerSurvey(taken, left_out)
 
 
+def _locate(parameter: nn.Parameter) -> int:
+    """Return where a parameter is: in memory, as two may be views of the same weights, or as an object."""
+    if not is_lazy(parameter) and parameter.layout == torch.strided and not parameter.is_meta:
+        with contextlib.suppress(RuntimeError):  # of tensors without data
+            return parameter.data_ptr() or id(parameter)
+    return id(parameter)
+
+
 def _refuse_shared(module: nn.Module, name: str, owners: Mapping[int, list[str]]) -> str | None:
-    """Return which other modules own one of its matrices, or None; owners: paths by the identity of a parameter."""
+    """Return which other modules own one of its matrices, or None; owners: paths by the place of a parameter."""
     matrices = [it for it in module._parameters.values() if it is not None and not is_lazy(it) and it.ndim > 1]
-    if others := [other for matrix in matrices for other in owners[id(matrix)] if other != name]:
+    if others := [other for matrix in matrices for other in owners[_locate(matrix)] if other != name]:
         return f"its weight is shared with {', '.join(others)}, where it would be pruned too"
     return None
 

@@ -218,7 +218,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
         layer[name] for layer in manifest["layers"].values() for name in ("weights", "kept_weights", "packed_bytes")
     ]
     for stage in manifest.get("stages", ()):
-        numbers += [stage[name] for name in ("loss", "score")]
+        numbers += [stage["loss"], *([] if stage["score"] is None else [stage["score"]])]
         numbers += [flop[name] for flop in filter(None, [stage.get("training_flop")]) for name in _FLOP]
     texts = [manifest[name] for name in ("method", "score_name") if "stages" in manifest]
     texts += [stage["name"] for stage in manifest.get("stages", ())]

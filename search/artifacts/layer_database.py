@@ -1,7 +1,8 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
     <folder>/database.json                          version; model_hash; made_by, the provenance of the entries: the
-                                                    pruning method with a hash of the calibration data
+                                                    pruning method with a hash of the calibration data; dense_loss,
+                                                    that of the first batch
     <folder>/<layer>/<pattern>@<sparsity>.safetensors, or ....int8.safetensors for an option in eight bits
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k); int8 in eight bits
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 VERSION = 4
+SAME_LOSS = 1e-4
+"""Largest relative change of the dense model's loss by roundings."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,38 @@ class Database:
         self.folder = Path(folder)
         self.model_hash = model_hash
         self.provenance = provenance
-        if (path := self.folder / "database.json").exists():
-            self.provenance = _check_index(path, model_hash, provenance)
+        if self._index.exists():
+            self.provenance = _check_index(self._index, model_hash, provenance)
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / "database.json"
+
+    def begin(self, dense_loss: float) -> None:
+        """Note what the entries are of, before any is computed.
+
+        Another program may have begun in the same folder meanwhile, and the code of the model may have changed.
+
+        Parameters
+        ----------
+        dense_loss
+            The loss of the dense model on the first batch.
+
+        Raises
+        ------
+        BadData
+            The folder has entries of another model, method, data or computation.
+        """
+        known = dense_loss if math.isfinite(dense_loss) else None
+        if not self._index.exists():
+            self._write_index(known)
+        self.provenance = _check_index(self._index, self.model_hash, self.provenance, known)
+
+    def _write_index(self, dense_loss: float | None) -> None:
+        content = {
+            "version": VERSION, "model_hash": self.model_hash, "made_by": self.provenance, "dense_loss": dense_loss,
+        }  # fmt: skip
+        write_text_atomically(self._index, json.dumps(content) + "\n")
 
     def has(self, layer: str, option: Option) -> bool:
         """Return whether there is such an entry, or the layer needs none because it does not change."""
@@ -137,10 +171,8 @@ class Database:
             )
         if (reading is None) != (option.precision != INT8):
             raise TypeError(f"an entry has a quantization if and only if it is in eight bits, not one of {option}")
-        index = self.folder / "database.json"
-        if not index.exists():
-            content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.provenance}
-            write_text_atomically(index, json.dumps(content) + "\n")
+        if not self._index.exists():
+            self._write_index(None)
         tensors = {"mask": torch.from_numpy(np.packbits(mask.numpy()))}
         metadata = {"shape": ",".join(map(str, mask.shape)), "error": repr(float(entry.error))}
         if reading is not None:
@@ -192,8 +224,11 @@ def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _check_index(path: Path, model_hash: str, provenance: str) -> str:
-    """Return the provenance in the index at `path`; raise BadData if the model or a given provenance differs."""
+def _check_index(path: Path, model_hash: str, provenance: str, dense_loss: float | None = None) -> str:
+    """Return the provenance in the index at `path`.
+
+    Raises BadData if the model differs, or a provenance or loss that is given.
+    """
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -211,6 +246,12 @@ def _check_index(path: Path, model_hash: str, provenance: str) -> str:
         raise BadData(
             f"{path.parent} was built by another method, on other calibration data or by another version of latbench "
             f"({built or 'not recorded'}, this is {provenance}); {advice}"
+        )
+    known = index.get("dense_loss")
+    if None not in (known, dense_loss) and not math.isclose(known, dense_loss, rel_tol=SAME_LOSS, abs_tol=1e-9):  # type: ignore[arg-type]
+        raise BadData(
+            f"{path.parent} was built when the loss of the dense model was {known:.6g}, and it is {dense_loss:.6g} "
+            f"now: the code of loss() or of the model has changed; {advice}"
         )
     return built
 

@@ -12,9 +12,7 @@ process may leave an incomplete line: it is dropped, and its profile is evaluate
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import linecache
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch
 from latbench.errors import EnvironmentUnusable
 from search.loss.evaluator import ProfileOptions
 from search.problem.layers import Option
+from search.source_code import read_model_sources, read_source
 from search.task import Task
 
 # Goes up when the same profile would be evaluated otherwise than before.
@@ -106,10 +105,11 @@ class LossCache:
 
 
 def hash_loss_inputs(task: Task, model: torch.nn.Module, model_hash: str, provenance: str) -> str:
-    """Return a hash of what losses depend on: weights, pruned weights, data, torch's version, and code.
+    """Return a hash of what losses depend on: weights, pruned weights, data, torch's version, task and code.
 
     Code means the whole files that define the loss, the task and the classes of the model's modules: the rest of such
-    a file may change a loss, too. Other files that they import are not part of the hash.
+    a file may change a loss, too. Other files that they import are not part of the hash. A file may define several
+    tasks.
 
     Parameters
     ----------
@@ -120,8 +120,9 @@ def hash_loss_inputs(task: Task, model: torch.nn.Module, model_hash: str, proven
     provenance
         Pruning method and calibration data, as `Database.provenance` has them.
     """
-    sources = sorted({*_read_sources(task, "loss"), *map(_read_source, map(type, model.modules()))})
-    return _hash([VERSION, model_hash, provenance, sources, torch.__version__])
+    sources = sorted({*_read_sources(task, "loss"), *read_model_sources(model)})
+    attribute = task.reference.partition(":")[2]
+    return _hash([VERSION, model_hash, provenance, sources, torch.__version__, attribute])
 
 
 def hash_score_code(task: Task) -> str:
@@ -131,19 +132,8 @@ def hash_score_code(task: Task) -> str:
 
 def _read_sources(task: Task, function: str) -> set[str]:
     own = task.implementation
-    return {_read_source(getattr(own, function)), _read_source(own if isinstance(own, ModuleType) else type(own))}
+    return {read_source(getattr(own, function)), read_source(own if isinstance(own, ModuleType) else type(own))}
 
 
 def _hash(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _read_source(defined: Any) -> str:
-    """Return the file in which a function, class or module is defined; an empty text where there is no source."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(defined)) or ""
-    except (OSError, TypeError):
-        return ""
-    if Path(path).is_file():
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    return "".join(linecache.getlines(path))  # a notebook's cell

@@ -66,7 +66,7 @@ WANTED = EvaluationConditions()
 
 
 def find_conditions(task: Task, model: nn.Module, batches: Sequence[Any]) -> EvaluationConditions:
-    """Try the wanted conditions on the first and on the smallest batch, and leave out those that fail.
+    """Try the wanted conditions on the first and on the smallest batches, and leave out those that fail.
 
     Parameters
     ----------
@@ -82,8 +82,8 @@ def find_conditions(task: Task, model: nn.Module, batches: Sequence[Any]) -> Eva
     UsageError
         The loss of the dense model is not finite, or cannot be computed even as the task itself does.
     """
-    first, smallest = batches[0], min(batches, key=_count_elements)
-    tried = [first] if smallest is first else [first, smallest]
+    found_small = [min(batches, key=count) for count in (_count_elements, _count_samples)]
+    tried = list({id(batch): batch for batch in (batches[0], *found_small)}.values())
     losses = [compute_dense_loss(task, model, batch) for batch in tried]
     fixed: tuple[str, ...] = ()
     if _list_norms(model):
@@ -163,3 +163,7 @@ def _list_norms(model: nn.Module) -> list[str]:
 
 def _count_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in ExampleInputs((batch,)).tensors())
+
+
+def _count_samples(batch: Any) -> int:
+    return next((len(tensor) for tensor in ExampleInputs((batch,)).tensors() if tensor.ndim), 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from search.artifacts.layer_database import Database
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions
 from search.problem.layers import DENSE_OPTION, Option
+from search.pruning.calibration_hash import check_batches
 from search.pruning.quantization.rounded_inputs import add_reading
 from search.task import Task
 from search.user_code import call_user_code
@@ -59,6 +60,11 @@ class LossEvaluator:
         torch's name of the device. The model and the batches are moved there.
     conditions
         How the model is evaluated.
+
+    Raises
+    ------
+    UsageError
+        The calibration data is not that of the database.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class LossEvaluator:
         self._task, self._model, self._names, self._database = task, model, tuple(layers), database
         self._device = device
         self._batches = task.calibration()
+        check_batches(task.name, self._batches, database.provenance)
         if device != "cpu":  # as exact as on a CPU, and the same every time
             self._batches = [move_to_device(batch, device) for batch in self._batches]
             torch.backends.cudnn.allow_tf32 = False

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.base.engine_registry import INT8
+from latbench.errors import BadData
 from search.knapsack.arrays import Choice, Floats, Infeasible
 from search.knapsack.one_budget import solve
 from search.problem.error_table import LayerErrors
@@ -146,7 +147,10 @@ def _draw_mask(option: Option, scores: Floats) -> Mask:
 
 
 def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
-    """Return for each layer the sum of squares of each of its inputs over the calibration data, (k,) float64."""
+    """Return for each layer the sum of squares of each of its inputs over the calibration data, (k,) float64.
+
+    Raises BadData if inputs are not finite.
+    """
     modules = dict(model.named_modules())
     sums = {name: torch.zeros(weight_matrix(modules[name]).shape[1], dtype=torch.float64) for name in layers}
 
@@ -156,4 +160,7 @@ def measure_input_energies(task: Task, model: nn.Module, layers: Sequence[str]) 
     with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in layers}):
         for batch in task.calibration():
             task.loss(model, batch)
+    for name, energies in sums.items():
+        if not bool(torch.isfinite(energies).all()):
+            raise BadData(f"layer {name}: its inputs on the calibration data hold NaN or infinite values")
     return sums

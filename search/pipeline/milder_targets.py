@@ -106,7 +106,7 @@ def score_milder_targets(
         Called with the current step.
     """
     chosen, scorer, plan = read_profile(profile), ProfileScorer(inputs), request.plan
-    scores = {stage["name"]: float(stage["score"]) for stage in read_manifest(pruned)["stages"]}
+    scores = {stage["name"]: stage["score"] for stage in read_manifest(pruned)["stages"]}
     setup = set_up_search(inputs, request, timer, progress=progress)
     problem, known = _calibrate_to(setup.problem, chosen)
     found = []
@@ -117,8 +117,11 @@ def score_milder_targets(
             settings = StrategySettings("staged", EVALUATIONS, plan.seed, plan.batches)
             choice = run_strategy(settings, problem, target, setup.evaluator, known=known).choice
             speedup = problem.speedup(problem.predict(choice)).value
-            found.append(ScoredTarget(target, speedup, scorer.score(problem, choice)))
-    found.append(ScoredTarget(chosen.target, chosen.speedup[0], scores["one-shot"]))
+            score = scorer.score(problem, choice)
+            if not math.isnan(score):
+                found.append(ScoredTarget(target, speedup, score))
+    if scores["one-shot"] is not None:
+        found.append(ScoredTarget(chosen.target, chosen.speedup[0], scores["one-shot"]))
     return MilderTargets(
         inputs.task.score_name, scores["dense"], tuple(found), hash_file(profile), hash_score_code(inputs.task)
     )

@@ -39,14 +39,14 @@ class ProfileScorer:
             return self._inputs.task.score(self._inputs.model)
 
     def score(self, problem: Problem, choice: Choice) -> float:
-        """Return the score of a profile."""
+        """Return the score of a profile; NaN where it has none."""
         return self.score_options(expand_choice(problem.layers, choice))
 
     def score_options(self, options: Mapping[str, Option]) -> float:
-        """Return the score of the model with these options by layer."""
+        """Return the score of the model with these options by layer; NaN where it has none."""
         model = copy.deepcopy(self._inputs.model)
         stitched = stitch(model, options, self._database)
         with read_inputs_in_steps(model, stitched.quantizations):
             tune_norms(self._inputs.task, model, self._batches)
             with torch.no_grad():
-                return self._inputs.task.score(model)
+                return self._inputs.task.score_or_nan(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from latbench.base.files import hash_file, is_left_behind, list_hidden_siblings
 from latbench.errors import BadData
 from latbench.machines.noise_sources import count_free_cores
-from search.artifacts.layer_database import Database
+from search.artifacts.layer_database import Database, hash_model
 from search.artifacts.profile import Profile, read_profile
 from search.check_task import check_task
 from search.progress import Progress
@@ -102,7 +103,7 @@ def _describe_settings(
         "task_reference": task.reference,
         "task_source": task.source,
         "profile_sha256": hash_file(profile),
-        "model_hash": layers.model_hash,
+        "model_hash": hash_model(task.model()),
         "one_shot": layers.provenance,
         "global": request.joint,
         "recipe": None if training is None else training.to_dict(),
@@ -176,7 +177,7 @@ def _describe_stages(task: Task, result: PruneResult) -> dict[str, Any]:
         "score_pruned": result.selected.score,
         "method": result.selected.name,
         "stages": [
-            {"name": stage.name, "score": stage.score, "loss": stage.loss}
+            {"name": stage.name, "score": None if math.isnan(stage.score) else stage.score, "loss": stage.loss}
             | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
             | ({"fresh_loss": stage.fresh_loss} if stage.fresh_loss is not None else {})
             for stage in result.stages

@@ -53,7 +53,8 @@ class SearchHistory:
 
     def conditions(self) -> dict[str, Any]:
         """Return what the times of whole models depend on, whatever the layers become."""
-        return overhead.describe_conditions(self._inputs.task, self._inputs.model_hash, self._request.deployment)
+        inputs = self._inputs
+        return overhead.describe_conditions(inputs.task, inputs.model, inputs.model_hash, self._request.deployment)
 
     def key(self) -> dict[str, Any]:
         """Return the conditions, and what the choice of the probe profiles depends on."""

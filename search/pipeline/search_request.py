@@ -15,7 +15,8 @@ from search.artifacts.layer_database import hash_model
 from search.deployment import Deployment
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions, find_conditions
 from search.loss.parallel import Workers
-from search.pruning.one_shot.fill_database import DEFAULT_METHOD, hash_pruning_inputs
+from search.pruning.calibration_hash import hash_batches
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD
 from search.task import Task
 from search.whole_model.confidence import convert_to_coverage
 
@@ -162,7 +163,8 @@ def read_inputs(
 
     Raises what these raise if they are missing or damaged.
     """
-    model = task.model()
-    conditions = find_conditions(task, model, task.calibration())
-    hashes = hash_model(model), hash_table(table), hash_pruning_inputs(task, method)
+    model, batches = task.model(), task.calibration()
+    # Before the model runs, which may change its buffers.
+    hashes = hash_model(model), hash_table(table), f"{method} {hash_batches(task.name, batches)}"
+    conditions = find_conditions(task, model, batches)
     return SearchInputs(task, model, table, cost_model, database, *hashes, method, conditions)

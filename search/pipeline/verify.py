@@ -141,7 +141,7 @@ def verify(
 
 def _write_session(task: Task, profile: Profile, deployment: Deployment, timings: Timings, path: Path) -> None:
     """Write the timings for later searches under the same conditions."""
-    key = describe_conditions(task, profile.model_hash, deployment)
+    key = describe_conditions(task, task.model(), profile.model_hash, deployment)
     write_sessions([build_session(timings, profile.options, deployment.rivals)], key, path)
 
 
@@ -237,7 +237,7 @@ def read_current_verdict(
     wanted = verified.pruned, verified.exported, deployment.backend, hash_score_code(task)
     if known is None or not known.met or (known.inputs, known.exported, known.backend, known.code) != wanted:
         return None
-    key = describe_conditions(task, verified.profile.model_hash, deployment)
+    key = describe_conditions(task, task.model(), verified.profile.model_hash, deployment)
     return known if read_sessions(output / SESSION, key) else None
 
 

@@ -64,7 +64,7 @@ class Milestone:
     loss : float
         Mean loss on the calibration data.
     score : float
-        The task's score.
+        The task's score; NaN where it has none, as of a model that answers all alike.
     training_flop : mapping of str to float
         FLOP of its training; empty without training.
     fresh_loss : float or None
@@ -77,6 +77,14 @@ class Milestone:
     score: float
     training_flop: Mapping[str, float] = field(default_factory=dict)
     fresh_loss: float | None = None
+
+    def is_better_than(self, other: Milestone) -> bool:
+        """Return whether it has a score, and the other one has none or a larger loss on the same data."""
+        if math.isnan(self.score) or math.isnan(other.score):
+            return math.isnan(other.score) and not math.isnan(self.score)
+        if self.fresh_loss is not None and other.fresh_loss is not None:
+            return self.fresh_loss < other.fresh_loss
+        return self.loss < other.loss
 
 
 @dataclass(frozen=True)
@@ -160,12 +168,11 @@ def prune_model(
     Raises
     ------
     BadData
-        The profile or the database is of another model, or training by a given recipe diverges.
+        The profile or the database is of another model, training by a given recipe diverges, or no stage has a score.
     UsageError
         The recipe does not suit the task or the profile.
     """
-    recipe = settings.recipe
-    model = task.model()
+    model, recipe = task.model(), settings.recipe
     _check_inputs(task, profile, recipe, model)
     batches = task.calibration()
     stages = [Milestone("dense", compute_calibration_loss(task, model, batches), task.score(model))]
@@ -174,17 +181,24 @@ def prune_model(
     best = PruneResult(stages, stages[-1], model, stitched.masks, stitched.quantizations)
     if settings.joint and (stitched.masks or stitched.quantizations):
         stages.append(_tune_jointly(task, model, stitched, batches, settings.seed, progress))
-        if stages[-1].loss < best.selected.loss:
+        if stages[-1].is_better_than(best.selected):
             best = replace(best, selected=stages[-1])
         else:  # stitch it again in the memory of this model, instead of holding it all the time
             selected = best.selected
             del best, model
             model = _stitch_again(task, profile, database, batches)
             best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
-    if recipe is None:
-        return best
-    trained = _train(task, profile, recipe, best, batches, checkpoint, progress)
-    return trained if trained is best else _select_by_fresh_batches(task, best, trained, recipe.seed)
+    if recipe is not None and (
+        (trained := _train(task, profile, recipe, best, batches, checkpoint, progress)) is not best
+    ):
+        best = _select_by_fresh_batches(task, best, trained, recipe.seed)
+    _check_score(task, best)
+    return best
+
+
+def _check_score(task: Task, pruned: PruneResult) -> None:
+    if math.isnan(pruned.selected.score):
+        raise BadData(f"task {task.name}: score() returned nan for the pruned model: ask for less speed")
 
 
 def _check_inputs(task: Task, profile: Profile, recipe: Recipe | AutoRecipe | None, model: nn.Module) -> None:
@@ -214,7 +228,7 @@ def _evaluate(
 ) -> Milestone:
     """Tune the batch norms in place, and return the stage."""
     with read_inputs_in_steps(model, quantizations):
-        return Milestone(name, tune_norms(task, model, batches), task.score(model))
+        return Milestone(name, tune_norms(task, model, batches), task.score_or_nan(model))
 
 
 def _stitch_again(task: Task, profile: Profile, database: Database, batches: Sequence[Any]) -> nn.Module:
@@ -238,7 +252,11 @@ def _train(
     """Train by the recipe, or by one that is chosen; return the best model itself where every training diverged."""
     if isinstance(asked, Recipe):
         return _train_further(task, profile, asked, best, batches, checkpoint, progress)
-    recipe = choose_recipe(asked, task, profile, partial(_copy_pruned, task, best), progress=progress)
+    try:
+        recipe = choose_recipe(asked, task, profile, partial(_copy_pruned, task, best), progress=progress)
+    except Diverged as error:  # in the first steps, at the least rate
+        _LOG.warning(f"the model stays as it was before training: {error}")
+        return best
     for _ in range(MOST_TRAININGS):
         # The longer training may diverge at a rate at which a short one did not.
         with contextlib.suppress(Diverged):
@@ -297,7 +315,7 @@ def _select_by_fresh_batches(task: Task, pruned: PruneResult, trained: PruneResu
         found.append(replace(result, selected=replace(result.selected, fresh_loss=loss)))
     before, after = found
     stages = [before.selected if stage is pruned.selected else stage for stage in pruned.stages]
-    better = min(found, key=lambda result: result.selected.fresh_loss or 0.0)
+    better = after if after.selected.is_better_than(before.selected) else before
     if better.selected.score < (other := max(stage.score for stage in (before.selected, after.selected))):
         _LOG.warning(
             f"the model of the stage {better.selected.name} is kept, because its loss on training batches is less, "

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from latbench.base.engine_registry import find_plain_torch
 from latbench.errors import BadData
@@ -37,6 +38,7 @@ from search.problem.layers import (
 )
 from search.problem.problem import Problem
 from search.progress import Progress
+from search.source_code import hash_model_code
 from search.task import Task
 from search.whole_model.end_to_end import ModelTimer, RoundSchedule
 from search.whole_model.engine_builders import build_dense_engines, build_free_engine, build_pruned_engines
@@ -133,11 +135,12 @@ def time_probe_profiles(
     return Session(profiles, timings)
 
 
-def describe_conditions(task: Task, model_hash: str, deployment: Deployment) -> dict[str, Any]:
+def describe_conditions(task: Task, model: nn.Module, model_hash: str, deployment: Deployment) -> dict[str, Any]:
     """Return what the times of whole models depend on, whatever the layers become: the key of their files."""
-    device = find_timed_device(deployment)
+    device, example = find_timed_device(deployment), task.example()
     return {
-        "models": VERSION, "model_hash": model_hash, "device": device.name, "inputs": task.example().describe(),
+        "models": VERSION, "model_hash": model_hash, "code": hash_model_code(model), "device": device.name,
+        "inputs": [example.describe(), example.describe_tensors()],
         "threads": deployment.threads, "backend": deployment.backend, "form": deployment.form,
         "precisions": list(deployment.precisions), "engines": device.describe_versions(),
     } | ({"over": deployment.over} if deployment.over else {})  # fmt: skip

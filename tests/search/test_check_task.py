@@ -397,3 +397,10 @@ def test_a_task_of_keywords_passes_every_step(tmp_path: Path) -> None:
     calls = ("model(batch[0])", "model(x={'x': batch[0]})")
     facts = check_task(load_task(written(tmp_path, keywords, forward, calls)), STEPS)
     assert (facts.batch_place, facts.batch) == ("keyword x['x']", 5)
+
+
+def test_a_model_may_count_its_calls(tmp_path: Path) -> None:
+    """Its buffers differ from those of a fresh model only because it ran."""
+    extra = (EXTRA, "    def extra(self): self.register_buffer('calls', torch.zeros(()))")
+    forward = (FORWARD, "        self.calls += 1\n        return self.head(self.first(x).relu())")
+    check_task(load_task(written(tmp_path, extra, forward)), ["copy"])

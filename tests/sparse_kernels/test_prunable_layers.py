@@ -167,3 +167,12 @@ def test_a_sparse_layer_answers_what_models_ask_a_weight() -> None:
         with pytest.raises(AttributeError, match="keeps its weight packed"):
             weight.abs()
     assert (SparseLinear.from_dense(linear, Dense(), None).in_features, linear.in_features) == (8, 8)
+
+
+def test_weights_that_share_memory_are_left_out_also_as_two_parameters() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+    model["b"].weight.data = model["a"].weight.data
+    model["c"].weight = nn.Parameter(model["a"].weight.T)
+    survey = survey_layers(model)
+    assert not survey.taken
+    assert survey.left_out["a"] == "its weight is shared with b, c, where it would be pruned too"

@@ -104,7 +104,8 @@ def _print_stages(manifest: dict[str, Any], profile: Profile, last_line: str) ->
         flop = stage.get("training_flop")
         spent = (f"{flop['total']:.3g}", f"{flop['total'] / flop['dense_total']:.3f}") if flop else ("", "")
         fresh = f"{stage['fresh_loss']:.4f}" if "fresh_loss" in stage else ""
-        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", fresh, *spent, mark)
+        score = "none" if stage["score"] is None else f"{stage['score']:.4f}"
+        table.add_row(stage["name"], score, f"{stage['loss']:.4f}", fresh, *spent, mark)
     layers = manifest["layers"].values()
     weights, left = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights"))
     size = sum(layer["packed_bytes"] for layer in layers)

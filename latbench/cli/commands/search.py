@@ -50,6 +50,8 @@ from latbench.cli.options.search_options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from latbench.cli.progress_bar import Tell
     from latbench.errors import PromiseMissed
     from search.artifacts.profile import Profile
@@ -102,7 +104,7 @@ def search(
     _check_names(strategy, backend, method, judges, errors)
     chosen = [*(patterns or ()), *(sparsities or ()), *(precisions or ())]
     _check_inputs(backend or NUMBA, deploy, model, chosen, most_bytes)
-    _check_goal(target, max_drop, refine)
+    _check_goal(target, max_drop, {"refine": refine, "remeasure": remeasure, "time-budget": time_budget})
     seconds = None if time_budget is None else parse_duration(time_budget)
     wanted = CandidateOptions(_list_patterns(patterns), parse_wanted_sparsities(sparsities), errors)
     stated, loaded = _read_limits(limits), load_task(task)
@@ -247,14 +249,14 @@ def _keep_nearest(error: NearestProfile, files: _SearchFiles) -> PromiseMissed:
     )
 
 
-def _check_goal(target: float | None, max_drop: str | None, refine: Path | None) -> None:
-    """Raise UsageError unless there is either a target or a largest drop."""
+def _check_goal(target: float | None, max_drop: str | None, of_targets: Mapping[str, object]) -> None:
+    """Raise UsageError unless there is either a target or a largest drop, which takes no options of a target."""
     from latbench.errors import UsageError
 
     if (target is None) == (max_drop is None):
         raise UsageError("give either --target, a speedup such as 1.5, or --max-drop, a loss of score such as 1%")
-    if max_drop is not None and refine is not None:
-        raise UsageError("--refine belongs to a --target: --max-drop searches the target itself")
+    for name in (name for name, value in of_targets.items() if value and max_drop is not None):
+        raise UsageError(f"--{name} belongs to a --target: --max-drop searches the target itself")
 
 
 def _check_names(strategy: str, backend: str | None, method: str, judges: str, errors: str) -> None:

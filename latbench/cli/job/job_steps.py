@@ -26,6 +26,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import filelock
 import torch
 from rich.table import Table
 
@@ -38,7 +39,7 @@ from latbench.base.deployed_forms import PYTHON
 from latbench.base.engine_registry import CPU_ENGINES, FLOAT32, NUMBA, list_standard
 from latbench.base.files import write_text_atomically
 from latbench.cli.progress_bar import Tell
-from latbench.errors import BadData, LatbenchError, PromiseMissed, UsageError
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, PromiseMissed, UsageError
 from latbench.machines.devices import name_cpu
 from latbench.machines.processors import select_threads
 from latbench.report import report_data, report_inputs
@@ -215,12 +216,14 @@ class Job:
         self._reference, self.folder, self.settings = reference, folder, settings
         self._threads = select_threads(settings.threads)
         self._timer = ModelTimer(self._threads)
+        self._lock = filelock.FileLock(folder / ".lock")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.__exit__()
+        self._lock.release()
 
     @cached_property
     def task(self) -> Task:
@@ -291,7 +294,10 @@ class Job:
         }
 
     def trace_layers(self, tell: Tell) -> None:
-        """Check the task and the recipe before any long work, and write the task's layers."""
+        """Check the task and the recipe before any long work, and write the task's layers.
+
+        From here on no other job may use the folder. Raises EnvironmentUnusable if one is at work there.
+        """
         steps = ["copy"]
         if self.settings.training is not None:
             check_can_train(self.task)
@@ -299,6 +305,13 @@ class Job:
         check_task(self.task, steps)
         if self.settings.is_exported:
             check_can_export(self.task, self.settings.form)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout as error:
+            raise EnvironmentUnusable(
+                f"another latbench run is at work in {self.folder}: wait for its end, or name another folder with -o"
+            ) from error
         path = self._path("workload.yaml")
         if not _holds(path, self._workload):
             write_workload(self._workload, path)

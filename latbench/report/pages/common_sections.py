@@ -331,7 +331,7 @@ def build_pruned(manifest: Mapping[str, Any]) -> Section:
     )
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
-         Cell(format_score(stage["score"], name), stage["score"]),
+         Cell(NOTHING) if stage["score"] is None else Cell(format_score(stage["score"], name), stage["score"]),
          *([_fresh_cell(stage), _flop_cell(stage.get("training_flop"))] if trained else []),
          Cell("kept" if stage["name"] == manifest["method"] else "dropped")]
         for stage in manifest["stages"]

@@ -22,9 +22,13 @@ def list_batchnorms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
-    """Estimate the statistics of every batch norm again, in place; the model is in eval mode afterwards."""
+    """Estimate the statistics of every batch norm again, in place; the model is in eval mode afterwards.
+
+    A norm that the loss never calls keeps its statistics.
+    """
     norms = list_batchnorms(model)
     momenta = [norm.momentum for norm in norms]
+    before = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
@@ -36,6 +40,8 @@ def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> None
                 for batch in batches:
                     task.loss(model, batch)
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum, statistics in zip(norms, momenta, before, strict=True):
             norm.momentum = momentum
+            if not norm.num_batches_tracked:
+                norm.load_state_dict(statistics, strict=False)
         model.eval()

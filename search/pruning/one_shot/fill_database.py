@@ -6,19 +6,17 @@ ones make up for what each loses (`search.pruning.one_shot.round_weights`).
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from latbench.base.engine_registry import INT8
 from latbench.errors import BadData, LatbenchError, UsageError
@@ -26,6 +24,7 @@ from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database, Entry
 from search.problem.layers import DENSE, Option
+from search.pruning.calibration_hash import hash_batches
 from search.pruning.masks.layer_targets import parse_target, resolve_targets
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto_pruner import AutoPruner
@@ -37,7 +36,6 @@ from search.pruning.one_shot.round_weights import round_weight
 from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.pruning.quantization.input_ranges import InputReading, find_input_ranges
 from search.task import Task
-from search.user_code import call_user_code
 from sparse_kernels.formats.int8 import Quantization
 from sparse_kernels.patterns import parse
 from sparse_kernels.prunable_layers import weight_matrix
@@ -55,21 +53,12 @@ ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShotPruner]] = {
 DEFAULT_METHOD = "auto"
 """The method if no other is requested."""
 
-VERSION = 5
-"""Rises whenever the same model and data give other entries than before."""
-
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs must end at last
 
 
 def hash_pruning_inputs(task: Task, method: str = DEFAULT_METHOD) -> str:
     """Return the method and a hash of the calibration data: entries depend on them and on the model."""
-    digest = hashlib.sha256(f"{VERSION}".encode())
-    for batch in task.calibration():
-        what = f"task {task.name}: hashing a batch of calibration()"
-        call_user_code(
-            what, partial(_update_digest, batch, digest.update), "; a batch holds tensors and plain values"
-        )
-    return f"{method} {digest.hexdigest()[:16]}"
+    return f"{method} {hash_batches(task.name, task.calibration())}"
 
 
 def fill_database(
@@ -114,7 +103,7 @@ def fill_database(
     UsageError
         The method or a layer is unknown, or a layer cannot hold its pattern.
     BadData
-        Weights or calibration inputs of the named layer are not finite.
+        Weights or calibration inputs of the named layer are not finite, or the database is of other ones.
     LatbenchError
         A process died.
     """
@@ -123,15 +112,20 @@ def fill_database(
     _check_options(options, model)
     wanted = {layer: _list_entries(own) for layer, own in options.items()}
     database.tidy()
+    _begin(task, model, database)
     missing = {layer: [it for it in own if not database.has(layer, it)] for layer, own in wanted.items()}
     total = sum(map(len, wanted.values()))
-    stored = total - sum(map(len, missing.values()))
-    progress(stored, total)
-    done = stored
+    stored = done = total - sum(map(len, missing.values()))
+    progress(done, total)
     for count in _prune_layers(task, model, missing, database, method, processes):
         done += count
         progress(done, total)
     return done - stored
+
+
+def _begin(task: Task, model: nn.Module, database: Database) -> None:
+    with torch.no_grad():
+        database.begin(float(task.loss(model, task.calibration()[0])))
 
 
 def _list_entries(options: Sequence[Option]) -> list[Option]:
@@ -261,6 +255,11 @@ def _compute_entries(job: LayerJob, database: Database, method: str) -> Iterator
                 yield
     except BadData as error:
         raise BadData(f"layer {job.layer}: {error}") from error
+    except LinAlgError as error:
+        raise BadData(
+            f"layer {job.layer}: products of its inputs on the calibration data cannot be inverted ({error}): are "
+            "they computed in less than float32?"
+        ) from error
 
 
 def _prune(pruner: OneShotPruner, database: Database, layer: str, option: Option) -> PrunedWeight:
@@ -271,21 +270,3 @@ def _prune(pruner: OneShotPruner, database: Database, layer: str, option: Option
         known = database.get(layer, option)
         return PrunedWeight(known.weight, known.mask, known.error)
     return pruner.prune(parse(option.pattern), option.sparsity)
-
-
-def _update_digest(value: Any, update: Callable[[bytes], None]) -> None:
-    """Feed a batch to `update` by its content: pickles of tensors hold addresses."""
-    if torch.is_tensor(value):
-        array = value.detach().cpu().contiguous()
-        update(f"{array.dtype} {tuple(array.shape)}".encode())
-        update(array.view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
-            _update_digest(key, update)
-            _update_digest(value[key], update)
-    elif isinstance(value, list | tuple):
-        update(str(len(value)).encode())
-        for item in value:
-            _update_digest(item, update)
-    else:
-        update(pickle.dumps(value))

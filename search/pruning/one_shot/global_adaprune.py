@@ -162,7 +162,9 @@ class _ImmediateAdam:
     def _update(self, parameter: Tensor) -> None:
         if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
             gradient = f"the gradient of {self.names[parameter]}"
-            raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: use `latbench prune --no-global`")
+            raise BadData(
+                f"{gradient} holds NaN or infinite values in global AdaPrune: use `latbench prune --no-global`"
+            )
         optimizer = self.optimizers[parameter]
         optimizer.param_groups[0]["lr"] = self.rate
         optimizer.step()

@@ -68,7 +68,8 @@ def compute_input_hessians(
         called: set[str] = set()
 
         def add(name: str, module: nn.Module, args: tuple[Any, ...], _: Any, sums=sums, called=called) -> None:  # type: ignore[no-untyped-def]
-            called.add(name)
+            if args[0].numel():  # an expert may get no token
+                called.add(name)
             sums[name] += multiply_inputs(module, args[0].detach())
 
         with torch.no_grad(), register_forward_hooks(model, {name: partial(add, name) for name in group}):
@@ -84,7 +85,15 @@ def compute_input_hessians(
 
 
 def multiply_inputs(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the sum of x x^T over the inputs of the layer's matrix product, (k, k) float64."""
+    """Return the sum of x x^T over the inputs of the layer's matrix product, (k, k) float64.
+
+    Its products are at least float32, whatever the type of the inputs or a torch.autocast around the layer.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _multiply(module, x.double() if x.dtype == torch.float64 else x.float())
+
+
+def _multiply(module: nn.Module, x: Tensor) -> Tensor:
     if not _is_convolution(module):
         rows = x.reshape(-1, x.shape[-1])
         return (rows.T @ rows).double()

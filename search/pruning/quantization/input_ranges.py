@@ -165,15 +165,17 @@ def measure_inputs(task: CalibratedCalls, model: nn.Module, layers: Sequence[str
     rows = dict.fromkeys(layers, 0)
 
     def note_ends(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not args[0].numel():  # an expert may get no token
+            return
         low, high = ends.get(name, (0.0, 0.0))
-        least, most = (float(each) for each in torch.aminmax(args[0].detach())) if args[0].numel() else (0.0, 0.0)
+        least, most = (float(each) for each in torch.aminmax(args[0].detach()))
         ends[name] = float(np.minimum(low, least)), float(np.maximum(high, most))  # NaN stays
         rows[name] += _count_rows(module, args[0], output)
 
     counts, zeros = {name: np.zeros(BINS) for name in layers}, dict.fromkeys(layers, 0)
 
     def count(name: str, _: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-        low, high = ends[name]
+        low, high = ends.get(name, (0.0, 0.0))
         zeros[name] += int((args[0] == 0).sum())
         if high > low:
             counts[name] += torch.histc(args[0].detach().float(), BINS, low, high).double().cpu().numpy()

@@ -197,10 +197,19 @@ def _explain_contradiction(
         return f"the profile prunes it to {choice.pattern}, and there is no mask of it"
     if left := int(np.count_nonzero(weight[~mask])):
         return f"{left} weights that its mask drops are not zero: call finish() of the pruner before saving"
-    dropped = 1 - mask.mean()
-    if abs(dropped - choice.sparsity) > FAR_FROM_TARGET and mask.size >= SMALL:
+    dropped, wanted = 1 - mask.mean(), (choice.sparsity, _find_dropped_share(choice, mask.shape[1]))
+    if not min(wanted) - FAR_FROM_TARGET <= dropped <= max(wanted) + FAR_FROM_TARGET and mask.size >= SMALL:
         return f"its mask drops {dropped:.1%} of the weights, and the profile says {choice.sparsity:.1%}"
     return None
+
+
+def _find_dropped_share(choice: LayerChoice, k: int) -> float:
+    """Return the share of weights that a row of k columns drops: N:M keeps more of a last group that is not whole."""
+    pattern = parse(choice.pattern)
+    if not isinstance(pattern, NM):
+        return choice.sparsity
+    whole, last = divmod(k, pattern.of)
+    return 1 - (whole * pattern.keep + pattern.keeps_of(last)) / k
 
 
 def _count_bytes(packed: Packed, quantization: Quantization | None) -> int:

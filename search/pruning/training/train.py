@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -117,7 +117,7 @@ def train(
         torch.manual_seed(recipe.seed)
         model.train()
         if recipe.distill is not None:
-            _switch_dropout_off(model)
+            _let_norms_alone_train(model)
         if layer_targets:
             pruner.prepare(model, layer_targets, total_steps=recipe.steps)
         run = _build_run(task, model, recipe, pruner if layer_targets else None)
@@ -167,11 +167,13 @@ class _Run:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
-    """Let dropout drop nothing: the dense model's outputs have no such noise, and weights would shrink to match."""
+def _let_norms_alone_train(model: nn.Module) -> None:
+    """Let the model compute as the dense one does, which has no dropout: weights would shrink to match such noise."""
+    model.eval()
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.eval()
+        # cuDNN has gradients of recurrent layers in training mode alone.
+        if isinstance(module, _NormBase) or (isinstance(module, nn.RNNBase) and not module.dropout):
+            module.train()
 
 
 def _build_run(task: Task, model: nn.Module, recipe: Recipe, pruner: Pruner | None) -> _Run:

@@ -106,3 +106,19 @@ def test_the_model_hash_sees_every_tensor() -> None:
     assert before == hash_model(model)
     model[1].num_batches_tracked += 1
     assert hash_model(model) != before
+
+
+def test_a_database_of_other_code_is_refused_and_roundings_are_not(tmp_path: Path) -> None:
+    Database(tmp_path, "abc", "obs 1").begin(2.0)
+    again = Database(tmp_path, "abc")
+    again.begin(2.0 * (1 + 1e-5))  # another number of threads
+    assert again.provenance == "obs 1"
+    with pytest.raises(BadData, match=r"loss of the dense model was 2, and it is 2\.5 now: the code of loss\(\)"):
+        again.begin(2.5)
+
+
+def test_who_begins_later_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    first, second = Database(tmp_path, "abc", "obs 1"), Database(tmp_path, "abc", "magnitude 1")
+    first.begin(2.0)
+    with pytest.raises(BadData, match="another method"):
+        second.begin(2.0)

@@ -96,7 +96,10 @@ def test_profiles_are_built_in_the_form_that_is_deployed(chain: Task, form: str,
 
 
 def test_another_form_is_another_timing(chain: Task) -> None:
-    keys = [overhead.describe_conditions(chain, "model", Deployment(2, form=form)) for form in (PYTHON, C, OPENVINO)]
+    keys = [
+        overhead.describe_conditions(chain, chain.model(), "model", Deployment(2, form=form))
+        for form in (PYTHON, C, OPENVINO)
+    ]
     assert len({str(key) for key in keys}) == 3
 
 
@@ -108,7 +111,7 @@ def test_other_dense_engines_are_another_timing_and_another_search(
     plain, over = (Deployment(2, precisions=("float32", "int8"), over=type_) for type_ in ("", "float32"))
     assert {"openvino", "openvino-int8"} <= set(plain.rivals) and "openvino-int8" not in over.rivals
     assert set(Deployment(2, over="int8").rivals) == set(plain.rivals)
-    keys = [overhead.describe_conditions(chain, "model", each) for each in (plain, over)]
+    keys = [overhead.describe_conditions(chain, chain.model(), "model", each) for each in (plain, over)]
     assert keys[1] == {**keys[0], "over": "float32"}
     assert set(build_dense_engines(chain, over)) == set(over.rivals)
     assert set(build_informative_engine(chain, over)) == {"openvino-int8"}

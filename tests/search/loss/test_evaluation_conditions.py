@@ -78,9 +78,13 @@ def build(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind().eval()
 
 
-def task_of(*sizes: int, shape: tuple[int, ...] = SHAPE[1:], loss: Callable[..., Any] | None = None) -> Task:
+def task_of(
+    *sizes: int | tuple[int, int], shape: tuple[int, ...] = SHAPE[1:], loss: Callable[..., Any] | None = None
+) -> Task:
+    """A task with batches of so many samples, or of (samples, length of the last side)."""
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(size, *shape, generator=generator) for size in sizes]
+    shapes = [(size[0], *shape[:-1], size[1]) if isinstance(size, tuple) else (size, *shape) for size in sizes]
+    batches = [torch.randn(*each, generator=generator) for each in shapes]
     members = {"calibration": lambda: batches, "loss": loss or (lambda model, batch: model(batch).square().mean())}
     return Task("t", "t", "s", types.SimpleNamespace(**members))
 
@@ -98,6 +102,7 @@ def found(task: Task, model: nn.Module) -> EvaluationConditions:
         (Pooled, (3, 3), WANTED),
         (Pooled, (1, 1), EvaluationConditions(fixed_norms=("second",))),
         (Pooled, (3, 3, 1), EvaluationConditions(fixed_norms=("second",))),  # the last batch of an odd number
+        (Pooled, (3, (1, 40)), EvaluationConditions(fixed_norms=("second",))),  # one sample, but a long one
         (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), PickyNorm(8)), (3,), EvaluationConditions(fixed_norms=("1",))),
         (EvalOnly, (3,), EvaluationConditions(fixed_norms=("norm",))),
         (lambda: nn.Sequential(View(), nn.BatchNorm1d(3)), (1,), EvaluationConditions(False, ("1",))),

@@ -3,6 +3,7 @@
 import copy
 import math
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from transposed_linear import Conv1D
 
 from latbench.errors import UsageError
 from search.artifacts.layer_database import Database, Entry
+from search.loss.cache import hash_loss_inputs
 from search.loss.evaluator import THREADS, LossEvaluator, ProfileOptions
 from search.problem.layers import DENSE, Option
+from search.pruning.one_shot.fill_database import hash_pruning_inputs
 from search.task import Task
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
 
@@ -195,3 +198,20 @@ def test_it_uses_its_number_of_threads_and_gives_the_others_back(tmp_path: Path)
     )
     assert seen == [THREADS]
     assert torch.get_num_threads() == before
+
+
+def test_other_calibration_data_than_the_layers_were_pruned_on_is_refused(tmp_path: Path) -> None:
+    """Losses on other batches could not be compared."""
+    draws = torch.Generator().manual_seed(1)
+    members = {"calibration": lambda: [torch.randn(4, 3, generator=draws)], "loss": lambda model, x: model(x).sum()}
+    task, model = Task("t", "t", "s", types.SimpleNamespace(**members)), nn.Sequential(nn.Linear(3, 2)).eval()
+    database = Database(tmp_path, "hash", hash_pruning_inputs(task))
+    database.begin(1.0)
+    with pytest.raises(UsageError, match=r"task t: calibration\(\) returned other data than at an earlier call"):
+        LossEvaluator(task, model, ["0"], Database(tmp_path, "hash"))
+
+
+def test_tasks_of_one_file_have_losses_of_their_own(evaluated: Evaluated) -> None:
+    evaluator, model, _, _ = evaluated
+    tasks = [replace(evaluator._task, reference=f"tasks.py:{name}") for name in "ab"]
+    assert len({hash_loss_inputs(task, model, "hash", "") for task in tasks}) == 2

@@ -200,7 +200,9 @@ def test_what_judges_elsewhere_answered_is_kept_when_the_wait_is_interrupted(
 def test_where_memory_ran_out_fewer_processes_are_advised(error: WorkerDied | TaskFailed) -> None:
     said = _as_raised_there(error)
     assert isinstance(said, EnvironmentUnusable)
-    assert str(said).startswith(str(error)) and str(said).endswith("; fewer processes need less memory (`latbench search --processes`)")
+    assert str(said).startswith(str(error)) and str(said).endswith(
+        "; fewer processes need less memory (`latbench search --processes`)"
+    )
 
 
 def test_what_nobody_foresaw_stays_what_it_was() -> None:

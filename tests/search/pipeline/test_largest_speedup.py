@@ -1,7 +1,11 @@
 """The fastest profile that loses at most so much: the target itself is searched."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from latbench.cli.commands.search import search
 from latbench.errors import UsageError
 from search.knapsack.arrays import Infeasible
 from search.pipeline.largest_speedup import AllowedDrop, find_largest, lower_target, parse_drop
@@ -60,3 +64,19 @@ def test_another_text_is_refused(text: str) -> None:
 
 def test_a_share_is_of_the_dense_score() -> None:
     assert AllowedDrop(0.1, relative=True).least(80.0) == pytest.approx(72.0)
+
+
+@pytest.mark.parametrize("option", [{"remeasure": True}, {"time_budget": "5m"}, {"refine": Path("verify")}])
+def test_options_of_one_target_are_refused(option: dict[str, Any]) -> None:
+    """They would do nothing: the target itself is searched."""
+    [name] = option
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} belongs to a --target"):
+        search(
+            "digits",
+            "table",
+            Path("database"),
+            Path("profile.json"),
+            max_drop="1%",
+            model=Path("model.json"),
+            **option,
+        )

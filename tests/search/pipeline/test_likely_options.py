@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from latbench.errors import BadData
 from search.knapsack.arrays import Infeasible
 from search.pipeline.likely_options import (
     estimate_errors,
@@ -17,6 +20,7 @@ from search.problem.layers import DENSE, Interval, LayerOptions, Option
 from search.problem.problem import Problem
 from search.task import Task, load_task
 from sparse_kernels.patterns import Unstructured
+from sparse_kernels.prunable_layers import survey_layers
 
 TASK = """
 import torch
@@ -137,3 +141,16 @@ def test_in_eight_bits_the_estimate_adds_what_rounding_loses(task: Task) -> None
     rounded = np.rint(x / scale) * scale @ (np.rint(weight / steps) * steps).T
     lost = ((rounded - x @ weight.T) ** 2).sum() / ((x @ weight.T) ** 2).sum()
     assert found["0"][dense] == pytest.approx(lost, rel=0.5)
+
+
+def test_inputs_that_are_not_finite_are_refused_by_name(task: Task) -> None:
+    def loss(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return model(batch[0] * torch.nan).nan_to_num().sum()  # as fully masked rows, which nobody reads
+
+    members, model = {**vars(task.implementation), "loss": loss}, task.model()
+    with pytest.raises(BadData, match=r"layer \w+: its inputs on the calibration data hold NaN or infinite values"):
+        measure_input_energies(
+            replace(task, implementation=SimpleNamespace(**members)),
+            model,
+            list(survey_layers(model).taken),
+        )

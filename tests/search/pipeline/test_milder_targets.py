@@ -61,7 +61,7 @@ def score(model):
 def inputs(tmp_path: Path) -> SearchInputs:
     (tmp_path / "toy.py").write_text(TASK)
     task = load_task(str(tmp_path / "toy.py"))
-    return SearchInputs(task, task.model(), None, None, tmp_path, hash_model(task.model()), "t", "by hand")  # type: ignore[arg-type]
+    return SearchInputs(task, task.model(), None, None, tmp_path, hash_model(task.model()), "t", "")  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from search.pipeline.speedup_verdict import VERSION as VERDICT_VERSION
 from search.problem.layers import DENSE, LayerOptions, Option
 from search.pruning.one_shot.fill_database import fill_database
 from search.task import load_task
+from search.whole_model import overhead
 from search.whole_model.end_to_end import BUILDS, EngineBuilder, ModelTimer
 from search.whole_model.sessions import write_sessions
 from search.whole_model.timings import Timings
@@ -135,7 +136,7 @@ def test_files_of_earlier_searches_are_found_again(inputs: SearchInputs) -> None
     )
     key = SearchHistory(inputs, asked).key()
     assert list(key) == [
-        "models", "model_hash", "device", "inputs", "threads", "backend", "form", "precisions", "engines",
+        "models", "model_hash", "code", "device", "inputs", "threads", "backend", "form", "precisions", "engines",
         "table_hash", "cost_model", "patterns", "excluded", "sparsities",
     ]  # fmt: skip
     assert list(key["engines"]) == ["kernels", "torch", "onnxruntime", "openvino", "numba"]
@@ -400,3 +401,31 @@ def test_promises_are_counted_and_their_scatter_is_printed(
     report(inputs, request(target=1.2), 3, 0)  # goes on: all is known
     assert machine.sessions == timed
     assert capsys.readouterr().out.splitlines()[-2:] == [counted, scattered]
+
+
+def test_times_of_another_model_code_or_type_of_inputs_are_measured_again(tmp_path: Path) -> None:
+    """A forward() may change without its weights, in a file beside the task's."""
+    net, task = tmp_path / "net.py", tmp_path / "mine.py"
+    code = "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x): return super().forward(x)\n"
+    lines = (
+        "import torch, importlib.util, pathlib, sys",
+        "spec = importlib.util.spec_from_file_location('net_beside', pathlib.Path(__file__).with_name('net.py'))",
+        "beside = sys.modules['net_beside'] = importlib.util.module_from_spec(spec); spec.loader.exec_module(beside)",
+        "def model(): torch.manual_seed(0); return beside.Net(4, 3).eval()",
+        "def example(): return (torch.ones(2, 4, dtype=torch.float32),)",
+        "def calibration(): return [example()]",
+        "def loss(model, batch): return model(*batch).sum()",
+        "def score(model): return 1.0",
+    )
+
+    def describe(own: str, beside: str) -> str:
+        task.write_text(own)
+        net.write_text(beside)
+        found = load_task(str(task))
+        return json.dumps(overhead.describe_conditions(found, found.model(), "hash", Deployment(1)), default=str)
+
+    text = "\n".join(lines)
+    first = describe(text, code)
+    assert describe(text, code) == first
+    assert describe(text, code.replace("(x)\n", "(x) * 2\n")) != first
+    assert describe(text.replace("float32", "float64"), code) != first

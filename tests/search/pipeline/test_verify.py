@@ -249,7 +249,7 @@ def test_a_verdict_is_of_one_model_on_one_machine(
 ) -> None:
     folder, output = pruned_folder(tmp_path / "pruned", little, profile()), tmp_path / "verify"
     output.mkdir()
-    key = describe_conditions(little, "x", Deployment(1))
+    key = describe_conditions(little, little.model(), "x", Deployment(1))
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
         asked = deployed(profile())
         verdict = build_verdict(little, profile(), asked, timings(seconds), (0.9, 0.8), hash_manifest(folder))

@@ -3,7 +3,9 @@
 import copy
 import gc
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +46,7 @@ from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
-from sparse_kernels.patterns import Dense, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[1] / "pruning_task.py"
@@ -751,3 +753,105 @@ def test_only_a_model_trained_for_this_profile_counts_as_trained(
     assert is_trained(task, path, pruned)
     replace(profile_of(task, CHOICES), target=2.5).save(path)
     assert not is_trained(task, path, pruned)
+
+
+def test_batch_norms_that_the_loss_never_calls_keep_their_statistics(task: Task) -> None:
+    def model() -> nn.Module:
+        net = task.model()
+        net.other = nn.BatchNorm2d(8).eval()  # of another domain
+        net.other.running_mean.fill_(3.0)
+        return net
+
+    net = model()
+    tune_batchnorm(with_model(task, model), net, task.calibration())
+    assert torch.equal(net.get_buffer("other.running_mean"), torch.full((8,), 3.0))
+    assert not torch.equal(net.get_buffer("norm.running_mean"), task.model().get_buffer("norm.running_mean"))
+
+
+def with_scores(task: Task, *scores: float) -> Task:
+    """The task, whose score() returns these one after the other."""
+    left = list(scores)
+    members = {**vars(task.implementation), "score": lambda model: left.pop(0)}
+    return replace(task, implementation=SimpleNamespace(**members))
+
+
+def test_a_stage_without_a_score_is_kept_only_if_no_other_has_one(task: Task, database: Database) -> None:
+    profile = profile_of(task, CHOICES)
+    found = prune_model.prune_model(with_scores(task, 0.9, 0.5, 0.6), profile, database)
+    assert found.selected.name == "one-shot"  # its loss is less
+    found = prune_model.prune_model(with_scores(task, 0.9, math.nan, 0.6), profile, database)
+    assert found.selected.name == "global" and [math.isnan(it.score) for it in found.stages] == [False, True, False]
+    kept, scored = found.selected, replace(found.selected, loss=found.selected.loss / 2)
+    assert scored.is_better_than(kept) and not replace(scored, score=math.nan).is_better_than(kept)
+    with pytest.raises(BadData, match=r"score\(\) returned nan for the pruned model"):
+        prune_model.prune_model(with_scores(task, 0.9, math.nan, math.nan), profile, database)
+    with pytest.raises(BadData, match=r"score\(\) returned nan"):
+        prune_model.prune_model(with_scores(task, math.nan), profile, database)
+
+
+def test_stages_without_a_score_are_shown(
+    database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    score = "_left = [0.9, float('nan'), 0.5]\ndef score(model): return _left.pop(0)\n"
+    mine.write_text(f"{TASK.read_text()}\n\n{score}")
+    profile_of(load_task(str(mine)), CHOICES).save(tmp_path / "profile.json")
+    prune_command(str(mine), tmp_path / "profile.json", database.folder, tmp_path / "pruned")
+    stages = json.loads((tmp_path / "pruned" / "manifest.json").read_text())["stages"]
+    assert [stage["score"] for stage in stages] == [0.9, None, 0.5]
+    assert re.search(r"one-shot +none", capsys.readouterr().out)
+
+
+def test_a_model_with_other_weights_than_before_is_searched_again_and_never_up_to_date(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    profile_of(task, CHOICES).save(tmp_path / "profile.json")
+    arguments = tmp_path / "profile.json", database.folder, tmp_path / "pruned", PruneRequest(joint=False)
+    assert prune_to_folder(task, *arguments)
+    assert not prune_to_folder(task, *arguments)
+
+    def model() -> nn.Module:
+        net = task.model()
+        with torch.no_grad():
+            net.get_parameter("fc.bias").add_(1.0)
+        return net
+
+    with pytest.raises(BadData, match="searched for a model with other weights"):
+        prune_to_folder(with_model(task, model), *arguments)
+
+
+def test_an_automatic_training_whose_first_steps_diverge_leaves_the_untrained_model(
+    task: Task, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")  # OpenVINO may have left the root logger at another one
+
+    def train_batches(rng: np.random.Generator) -> Any:
+        while True:
+            images, labels = task.calibration()[0]
+            yield images * torch.inf, labels
+
+    members = {**vars(task.implementation), "train_batches": train_batches}
+    task = replace(task, implementation=SimpleNamespace(**members))
+    settings = prune_model.PruneSettings(recipe=AutoRecipe(30.0))
+    result = prune_model.prune_model(task, profile_of(task, CHOICES), database, settings=settings)
+    untrained = prune_model.prune_model(task, profile_of(task, CHOICES), database)
+    assert result.recipe is None and result.stages == untrained.stages
+    assert "the model stays as it was before training: training diverged" in caplog.text
+
+
+def test_groups_that_are_not_whole_keep_more_and_are_saved(task: Task, tmp_path: Path) -> None:
+    """Of five columns 1:4 keeps two: 60% are dropped, not 75%."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(), nn.Linear(150, 5), nn.Linear(5, 1024), nn.Linear(1024, 3)).eval()
+
+    task, net = with_model(task, model), model()
+    option = Option("nm:1:4", 0.75)
+    database = Database(tmp_path / "database", hash_model(net))
+    fill_database(task, net, {"2": [option]}, database)
+    masks = stitch(net, {"2": option}, database).masks
+    assert masks["2"].float().mean() == pytest.approx(0.4)
+    profile = profile_of(task, {"2": ("nm:1:4", 0.75)})
+    save_pruned(tmp_path / "pruned", net, masks, profile, {})
+    assert load_pruned(tmp_path / "pruned", model())[1]["2"].pattern == NM(1, 4)

@@ -18,7 +18,7 @@ from latbench.cli.commands.run import MOST_TRIES, run
 from latbench.cli.job import job_steps, job_threads
 from latbench.cli.job.job_steps import Job, JobResult, JobSettings
 from latbench.cli.job.job_threads import choose_threads
-from latbench.errors import BadData, PromiseMissed, UsageError
+from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.machines.processors import count_cores
 from latbench.tables.writer import write_part
 from search.loss.cache import hash_score_code
@@ -410,3 +410,19 @@ def test_milder_targets_are_scored_once_and_never_cost_the_report(
         assert "scoring milder targets" not in job.estimate_seconds()
         job.score_milder_targets(tell)
         assert len(scored) == 3
+
+
+def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
+    """One would prune to the other's target."""
+    (tmp_path / "little.py").write_text(TASK)
+
+    def job(target: float) -> Job:
+        return Job(str(tmp_path / "little.py"), tmp_path / "job", JobSettings(target))
+
+    tell = lambda what, done, total: None  # noqa: E731
+    with job(2.0) as first, job(3.0) as second:
+        first.trace_layers(tell)
+        with pytest.raises(EnvironmentUnusable, match=r"another latbench run is at work in .*job: wait for its end"):
+            second.trace_layers(tell)
+    with job(3.0) as later:
+        later.trace_layers(tell)

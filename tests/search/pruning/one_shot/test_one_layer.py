@@ -5,9 +5,10 @@ import itertools
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ from transposed_linear import Conv1D
 from latbench.errors import BadData
 from search.artifacts.layer_database import Database, hash_model
 from search.problem.layers import Option
+from search.pruning.calibration_hash import hash_batches
 from search.pruning.one_shot import hessian as hessian_module
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
 from search.pruning.one_shot.hessian import compute_input_hessians, sum_input_squares
 from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
+from search.pruning.quantization.input_ranges import measure_inputs
 from search.task import Task, load_task
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.prunable_layers import set_weight_matrix, weight_matrix
@@ -400,3 +403,43 @@ def test_weights_that_are_not_finite_are_refused_by_name(task: Task, tmp_path: P
         model.get_parameter("fc.weight")[3, 5] = torch.nan
     with pytest.raises(BadData, match="layer fc: the weights hold NaN"):
         fill_database(task, model, {"fc": OPTIONS}, Database(tmp_path, "x"))
+
+
+@dataclass
+class Graph:
+    """A batch that is an object of the user's."""
+
+    x: Tensor
+    name: str
+
+
+def test_batches_that_are_objects_have_a_hash_of_their_content(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(rng.standard_normal((3, 4)))
+    assert hash_batches("t", [Graph(x, "a")]) == hash_batches("t", [Graph(x.clone(), "a")])
+    assert len({hash_batches("t", [Graph(y, name)]) for y, name in ((x, "a"), (x + 1, "a"), (x, "b"))}) == 3
+
+
+def test_a_layer_that_gets_no_row_counts_as_never_called(rng: np.random.Generator) -> None:
+    model, x = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).eval(), torch.from_numpy(rng.standard_normal((6, 4)))
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model[0](batch).sum() + model[1](batch[:0]).sum()  # an expert without tokens
+
+    task = Task("t", "t", "s", SimpleNamespace(calibration=lambda: [x.float()], loss=loss))
+    with pytest.raises(BadData, match="layer 1 is never called on the calibration data of task t: exclude it"):
+        list(compute_input_hessians(task, model, ["0", "1"], task.calibration()))
+    with pytest.raises(BadData, match="layer 1 is never called on the calibration data of task t: exclude it"):
+        measure_inputs(task, model, ["0", "1"])
+
+
+def test_products_of_inputs_are_in_float32_whatever_the_model_computes_in(rng: np.random.Generator) -> None:
+    """In bfloat16 they are no more a covariance: its least eigenvalues become negative."""
+    model, x = nn.Sequential(nn.Linear(64, 3)).eval(), torch.from_numpy(rng.random((256, 64))).float()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch).sum()
+
+    task = Task("t", "t", "s", SimpleNamespace(calibration=lambda: [x], loss=loss))
+    [(_, hessian)] = compute_input_hessians(task, model, ["0"], [x])
+    torch.testing.assert_close(hessian, x.double().T @ x.double(), rtol=1e-5, atol=0)

@@ -1,8 +1,10 @@
 """The one-shot methods against the same written the long way: an inverse taken anew at every step."""
 
 import heapq
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -378,3 +380,13 @@ def test_a_process_that_dies_is_said_with_its_layer(
 
 def test_every_method_says_what_it_is() -> None:
     assert all(issubclass(method, OneShotPruner) and method.__doc__ for method in ONE_SHOT_METHODS.values())  # type: ignore[arg-type]
+
+
+def test_layers_of_another_loss_are_not_taken_for_those_of_this_one(task: Task, tmp_path: Path) -> None:
+    """The inputs of layers may be others, too: preprocessing belongs to loss()."""
+    database = Database(tmp_path, hash_model(task.model()))
+    assert fill_database(task, task.model(), {"fc": OPTIONS["fc"]}, database, method="magnitude")
+    members = {**vars(task.implementation), "loss": lambda model, batch: task.loss(model, (batch[0] / 255, batch[1]))}
+    edited = replace(task, implementation=SimpleNamespace(**members))
+    with pytest.raises(BadData, match="the loss of the dense model was"):
+        fill_database(edited, task.model(), {"fc": OPTIONS["fc"]}, database, method="magnitude")

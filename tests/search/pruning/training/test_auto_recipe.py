@@ -378,3 +378,31 @@ def test_a_budget_of_few_steps_has_no_trials(task: Task, caplog: pytest.LogCaptu
     assert (chosen.steps, chosen.learning_rate) == (10, LONGER * RATES[2])
     assert clock.count <= 10  # the timed steps, and the batches that compare trials
     assert "10 steps of training take 100 s, more than the budget leaves" in caplog.text
+
+
+class Noisy(nn.Module):
+    """Dropout that is no module, as in attention."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.relu(), self.rate if self.training else 0.0)
+
+
+def test_dropout_inside_other_modules_drops_nothing_either(task: Task) -> None:
+    def build(rate: float) -> tuple[nn.Module, StitchedLayers]:
+        model, start = build_pruned(task)
+        model.relu = Noisy(rate)
+        return model, start
+
+    hashes = []
+    for rate in (0.0, 0.5):
+        model, start = build(rate)
+        noisy = with_members(task, model=lambda rate=rate: build(rate)[0].eval())
+        before = model.get_buffer("norm.running_mean").clone()
+        train(noisy, model, TARGETS, Recipe(method="held", start="one_shot", steps=3, distill="layers"), start=start)
+        assert not torch.equal(model.get_buffer("norm.running_mean"), before)  # norms train
+        hashes.append(hash_model(model))
+    assert hashes[0] == hashes[1]
