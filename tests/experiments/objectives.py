@@ -17,8 +17,8 @@ search tried, from its best to its worst. It computes the cheap measures of each
 `train` adds the score of each profile after METHODS: one-shot pruning alone; SHORT or --steps steps of distillation
 under the one-shot masks; and GMP from the dense weights by the task's own loss. `show` prints Spearman's rank
 correlations with a bootstrap interval, also among the half of the profiles with the least loss, and those of the
-one-shot model's distance from the dense outputs. Results are kept as data. What is there is not done again, and several
-`train` may run at once.
+one-shot model's distance from the dense outputs. Results are kept as data. What is there is not done again, and
+several `train` may run at once.
 """
 
 from __future__ import annotations
