@@ -127,7 +127,7 @@ def explain_mixed_cuda() -> str | None:
         return None
     return (
         f"cupy-cuda12x would load the libraries of CUDA 13, which are installed too ({', '.join(others)}): "
-        "in a new environment, pip install '.[cuda12]' from latbench's clone"
+        "make a new environment, and type pip install '.[cuda12]' in a clone of latbench"
     )
 
 

@@ -248,12 +248,12 @@ def _check_index(path: Path, model_hash: str, provenance: str, dense_loss: float
             f"({built or 'not recorded'}, this is {provenance}); {advice}"
         )
     known = index.get("dense_loss")
-    if None not in (known, dense_loss) and not math.isclose(known, dense_loss, rel_tol=SAME_LOSS, abs_tol=1e-9):  # type: ignore[arg-type]
-        raise BadData(
-            f"{path.parent} was built when the loss of the dense model was {known:.6g}, and it is {dense_loss:.6g} "
-            f"now: the code of loss() or of the model has changed; {advice}"
-        )
-    return built
+    if known is None or dense_loss is None or math.isclose(known, dense_loss, rel_tol=SAME_LOSS, abs_tol=1e-9):
+        return built
+    raise BadData(
+        f"{path.parent} was built when the loss of the dense model was {known:.6g}, and it is {dense_loss:.6g} "
+        f"now: the code of loss() or of the model has changed; {advice}"
+    )
 
 
 def _error(path: Path, metadata: Mapping[str, str]) -> float:

@@ -107,6 +107,8 @@ def score_milder_targets(
     """
     chosen, scorer, plan = read_profile(profile), ProfileScorer(inputs), request.plan
     scores = {stage["name"]: stage["score"] for stage in read_manifest(pruned)["stages"]}
+    if scores["one-shot"] is None:
+        raise BadData("the pruned model has no score before tuning, to compare with")
     setup = set_up_search(inputs, request, timer, progress=progress)
     problem, known = _calibrate_to(setup.problem, chosen)
     found = []
@@ -120,8 +122,7 @@ def score_milder_targets(
             score = scorer.score(problem, choice)
             if not math.isnan(score):
                 found.append(ScoredTarget(target, speedup, score))
-    if scores["one-shot"] is not None:
-        found.append(ScoredTarget(chosen.target, chosen.speedup[0], scores["one-shot"]))
+    found.append(ScoredTarget(chosen.target, chosen.speedup[0], scores["one-shot"]))
     return MilderTargets(
         inputs.task.score_name, scores["dense"], tuple(found), hash_file(profile), hash_score_code(inputs.task)
     )

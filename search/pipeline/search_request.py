@@ -15,8 +15,7 @@ from search.artifacts.layer_database import hash_model
 from search.deployment import Deployment
 from search.loss.evaluation_conditions import WANTED, EvaluationConditions, find_conditions
 from search.loss.parallel import Workers
-from search.pruning.calibration_hash import hash_batches
-from search.pruning.one_shot.fill_database import DEFAULT_METHOD
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, hash_pruning_inputs
 from search.task import Task
 from search.whole_model.confidence import convert_to_coverage
 
@@ -165,6 +164,6 @@ def read_inputs(
     """
     model, batches = task.model(), task.calibration()
     # Before the model runs, which may change its buffers.
-    hashes = hash_model(model), hash_table(table), f"{method} {hash_batches(task.name, batches)}"
+    hashes = hash_model(model), hash_table(table), hash_pruning_inputs(task, method, batches)
     conditions = find_conditions(task, model, batches)
     return SearchInputs(task, model, table, cost_model, database, *hashes, method, conditions)

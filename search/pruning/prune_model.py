@@ -188,10 +188,8 @@ def prune_model(
             del best, model
             model = _stitch_again(task, profile, database, batches)
             best = PruneResult(stages, selected, model, stitched.masks, stitched.quantizations)
-    if recipe is not None and (
-        (trained := _train(task, profile, recipe, best, batches, checkpoint, progress)) is not best
-    ):
-        best = _select_by_fresh_batches(task, best, trained, recipe.seed)
+    if recipe is not None:
+        best = _improve_by_training(task, profile, recipe, best, batches, checkpoint, progress)
     _check_score(task, best)
     return best
 
@@ -238,6 +236,15 @@ def _stitch_again(task: Task, profile: Profile, database: Database, batches: Seq
     with read_inputs_in_steps(model, stitched.quantizations):
         tune_norms(task, model, batches)
     return model
+
+
+def _improve_by_training(
+    task: Task, profile: Profile, recipe: Recipe | AutoRecipe, best: PruneResult, batches: Sequence[Any],
+    checkpoint: Checkpoint | None, progress: Progress,
+) -> PruneResult:  # fmt: skip
+    """Return the better one of the model and of what training makes of it."""
+    trained = _train(task, profile, recipe, best, batches, checkpoint, progress)
+    return best if trained is best else _select_by_fresh_batches(task, best, trained, recipe.seed)
 
 
 def _train(

@@ -48,8 +48,8 @@ def explain_driver_refusals(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]
                 other = find_extra(cuda, facts["compute_capability"])
                 refusals[backend] = (
                     f"the NVIDIA driver {facts['driver']} is too old: it runs CUDA {cuda}, and {package} needs CUDA "
-                    f"{needs}; install a newer driver, or in a new environment pip install '.[{other}]' from "
-                    "latbench's clone"
+                    f"{needs}; install a newer driver, or make a new environment, and type pip install "
+                    f"'.[{other}]' in a clone of latbench"
                 )
     return refusals
 

@@ -255,8 +255,9 @@ def _check_goal(target: float | None, max_drop: str | None, of_targets: Mapping[
 
     if (target is None) == (max_drop is None):
         raise UsageError("give either --target, a speedup such as 1.5, or --max-drop, a loss of score such as 1%")
-    for name in (name for name, value in of_targets.items() if value and max_drop is not None):
-        raise UsageError(f"--{name} belongs to a --target: --max-drop searches the target itself")
+    given = [name for name, value in of_targets.items() if value]
+    if max_drop is not None and given:
+        raise UsageError(f"--{given[0]} belongs to a --target: --max-drop searches the target itself")
 
 
 def _check_names(strategy: str, backend: str | None, method: str, judges: str, errors: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,12 @@ DEFAULT_METHOD = "auto"
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs must end at last
 
 
-def hash_pruning_inputs(task: Task, method: str = DEFAULT_METHOD) -> str:
-    """Return the method and a hash of the calibration data: entries depend on them and on the model."""
-    return f"{method} {hash_batches(task.name, task.calibration())}"
+def hash_pruning_inputs(task: Task, method: str = DEFAULT_METHOD, batches: Sequence[Any] | None = None) -> str:
+    """Return the method and a hash of the calibration data: entries depend on them and on the model.
+
+    batches: what calibration() returned; None calls it.
+    """
+    return f"{method} {hash_batches(task.name, task.calibration() if batches is None else batches)}"
 
 
 def fill_database(
@@ -257,8 +260,8 @@ def _compute_entries(job: LayerJob, database: Database, method: str) -> Iterator
         raise BadData(f"layer {job.layer}: {error}") from error
     except LinAlgError as error:
         raise BadData(
-            f"layer {job.layer}: products of its inputs on the calibration data cannot be inverted ({error}): are "
-            "they computed in less than float32?"
+            f"layer {job.layer}: the matrix of products of its inputs on the calibration data cannot be inverted "
+            f"({error}): compute its inputs in float32, or exclude it"
         ) from error
 
 

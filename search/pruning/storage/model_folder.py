@@ -206,10 +206,10 @@ def _explain_contradiction(
 def _find_dropped_share(choice: LayerChoice, k: int) -> float:
     """Return the share of weights that a row of k columns drops: N:M keeps more of a last group that is not whole."""
     pattern = parse(choice.pattern)
-    if not isinstance(pattern, NM):
+    if not isinstance(pattern, NM | VectorNM):
         return choice.sparsity
     whole, last = divmod(k, pattern.of)
-    return 1 - (whole * pattern.keep + pattern.keeps_of(last)) / k
+    return 1 - (whole * pattern.keep + NM(pattern.keep, pattern.of).keeps_of(last)) / k
 
 
 def _count_bytes(packed: Packed, quantization: Quantization | None) -> int:

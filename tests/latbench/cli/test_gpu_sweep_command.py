@@ -102,8 +102,8 @@ WRONG = {
     "a driver that is too old": (
         {}, 12020, {},
         "our kernels (cupy) cannot use NVIDIA H200: the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.2, and "
-        "cupy-cuda13x needs CUDA 13; install a newer driver, or in a new environment pip install '.[cuda12]' from "
-        "latbench's clone"
+        "cupy-cuda13x needs CUDA 13; install a newer driver, or make a new environment, and type pip install "
+        "'.[cuda12]' in a clone of latbench"
         "; to measure without: --backends torch_gpu,torch_sparse",
     ),
     "no kernel for this GPU": (

@@ -192,5 +192,5 @@ def test_libraries_of_cuda_13_beside_a_cupy_for_12_are_told(packages: dict[str, 
     found = explain_load_error("libcublas.so.12: cannot open shared object file: No such file or directory")
     assert found == explain_mixed_cuda() == (
         "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas): "
-        "in a new environment, pip install '.[cuda12]' from latbench's clone"
+        "make a new environment, and type pip install '.[cuda12]' in a clone of latbench"
     )  # fmt: skip

@@ -46,7 +46,7 @@ from search.pruning.training.checkpoint import Checkpoint
 from search.pruning.training.recipe import Recipe
 from search.pruning.training.train import TrainingResult, train
 from search.task import Task, load_task
-from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
+from sparse_kernels.patterns import Dense, Unstructured, VectorWise, parse
 from sparse_kernels.prunable_layers import weight_matrix
 
 TASK = Path(__file__).parents[1] / "pruning_task.py"
@@ -839,7 +839,8 @@ def test_an_automatic_training_whose_first_steps_diverge_leaves_the_untrained_mo
     assert "the model stays as it was before training: training diverged" in caplog.text
 
 
-def test_groups_that_are_not_whole_keep_more_and_are_saved(task: Task, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", ["nm:1:4", "vectornm:4:1:4"])
+def test_groups_that_are_not_whole_keep_more_and_are_saved(spec: str, task: Task, tmp_path: Path) -> None:
     """Of five columns 1:4 keeps two: 60% are dropped, not 75%."""
 
     def model() -> nn.Module:
@@ -847,11 +848,11 @@ def test_groups_that_are_not_whole_keep_more_and_are_saved(task: Task, tmp_path:
         return nn.Sequential(nn.Flatten(), nn.Linear(150, 5), nn.Linear(5, 1024), nn.Linear(1024, 3)).eval()
 
     task, net = with_model(task, model), model()
-    option = Option("nm:1:4", 0.75)
+    option = Option(spec, 0.75)
     database = Database(tmp_path / "database", hash_model(net))
     fill_database(task, net, {"2": [option]}, database)
     masks = stitch(net, {"2": option}, database).masks
     assert masks["2"].float().mean() == pytest.approx(0.4)
-    profile = profile_of(task, {"2": ("nm:1:4", 0.75)})
+    profile = profile_of(task, {"2": (spec, 0.75)})
     save_pruned(tmp_path / "pruned", net, masks, profile, {})
-    assert load_pruned(tmp_path / "pruned", model())[1]["2"].pattern == NM(1, 4)
+    assert load_pruned(tmp_path / "pruned", model())[1]["2"].pattern == parse(spec)

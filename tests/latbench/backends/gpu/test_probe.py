@@ -215,7 +215,7 @@ def test_what_is_made_for_a_newer_driver_is_refused(answers: dict[str, Any], a_g
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     assert refusals["cupy"] == (
         "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
-        "driver, or in a new environment pip install '.[cuda12]' from latbench's clone"
+        "driver, or make a new environment, and type pip install '.[cuda12]' in a clone of latbench"
     )
 
 

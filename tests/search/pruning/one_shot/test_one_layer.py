@@ -22,7 +22,7 @@ from search.problem.layers import Option
 from search.pruning.calibration_hash import hash_batches
 from search.pruning.one_shot import hessian as hessian_module
 from search.pruning.one_shot.adaprune import AdaPrune
-from search.pruning.one_shot.fill_database import fill_database, hash_pruning_inputs
+from search.pruning.one_shot.fill_database import LayerJob, fill_database, hash_pruning_inputs, prune_layer
 from search.pruning.one_shot.hessian import compute_input_hessians, sum_input_squares
 from search.pruning.one_shot.magnitude import draw_magnitude_mask
 from search.pruning.one_shot.stitch import stitch
@@ -443,3 +443,10 @@ def test_products_of_inputs_are_in_float32_whatever_the_model_computes_in(rng: n
     task = Task("t", "t", "s", SimpleNamespace(calibration=lambda: [x], loss=loss))
     [(_, hessian)] = compute_input_hessians(task, model, ["0"], [x])
     torch.testing.assert_close(hessian, x.double().T @ x.double(), rtol=1e-5, atol=0)
+
+
+def test_inputs_whose_products_cannot_be_inverted_are_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    weight = torch.from_numpy(rng.standard_normal((3, 4))).float()
+    job = LayerJob("fc", weight, -torch.eye(4, dtype=torch.float64), [Option("unstructured", 0.5)], None)
+    with pytest.raises(BadData, match=r"^layer fc: the matrix of products of its inputs .* cannot be inverted"):
+        prune_layer(job, (str(tmp_path), "hash", "obs x"), "obs")
