@@ -86,13 +86,13 @@ def test_cheap_measures_by_hand(objectives: ModuleType, tmp_path: Path) -> None:
     task = load_task(str(TASK))
     model = task.model()
     names, options = ["conv", "fc"], (Option("dense", 0.0), Option("vector:4", 0.5))
-    database = Database(tmp_path, hash_model(model), "by hand")
+    database = Database(tmp_path, hash_model(model))
     fill_database(task, model, dict.fromkeys(names, options[1:]), database)
     numbers = np.array([1.0, 0.5])
     problem = build_problem(
         [LayerOptions(name, options, numbers, numbers, numbers, np.array([0.0, 0.2])) for name in names]
     )
-    inputs = SearchInputs(task, model, None, None, tmp_path, hash_model(model), "t", "by hand")  # type: ignore[arg-type]
+    inputs = SearchInputs(task, model, None, None, tmp_path, hash_model(model), "t", "")  # type: ignore[arg-type]
 
     class Losses:
         batches = 3

@@ -24,7 +24,7 @@ from latbench.machines.processors import count_cores
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.artifacts.layer_database import Database, Entry
 from search.problem.layers import DENSE, Option
-from search.pruning.calibration_hash import hash_batches
+from search.pruning.calibration_hash import check_batches, hash_batches
 from search.pruning.masks.layer_targets import parse_target, resolve_targets
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.auto_pruner import AutoPruner
@@ -104,7 +104,7 @@ def fill_database(
     Raises
     ------
     UsageError
-        The method or a layer is unknown, or a layer cannot hold its pattern.
+        The method or a layer is unknown, a layer cannot hold its pattern, or calibration() returns other data now.
     BadData
         Weights or calibration inputs of the named layer are not finite, or the database is of other ones.
     LatbenchError
@@ -127,8 +127,11 @@ def fill_database(
 
 
 def _begin(task: Task, model: nn.Module, database: Database) -> None:
+    """Check that the database is of this task, before hours are spent on it."""
+    batches = task.calibration()
+    check_batches(task.name, batches, database.provenance)
     with torch.no_grad():
-        database.begin(float(task.loss(model, task.calibration()[0])))
+        database.begin(float(task.loss(model, batches[0])))
 
 
 def _list_entries(options: Sequence[Option]) -> list[Option]:

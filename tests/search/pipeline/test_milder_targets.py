@@ -191,3 +191,16 @@ def test_a_report_names_a_list_of_another_profile(profile: Path) -> None:
         ]
         other = replace(inputs, milder=replace(MILDER, profile="89"))
         assert common_sections.check_sources(other)[0][1] is False
+
+
+def test_a_pruned_model_without_a_score_has_no_milder_targets(
+    inputs: SearchInputs, profile: Path, setup: SearchSetup
+) -> None:
+    pruned = profile.parent / "pruned"
+    prune_to_folder(inputs.task, profile, inputs.database, pruned, PruneRequest())
+    manifest = json.loads((pruned / "manifest.json").read_text())
+    for stage in manifest["stages"]:
+        stage["score"] = None if stage["name"] == "one-shot" else stage["score"]
+    (pruned / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BadData, match="no score before tuning"):
+        score_milder_targets(inputs, REQUEST, profile, pruned, None, lambda *_: None)  # type: ignore[arg-type]
